@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.extras.plain_runner import PlainRunner
-from nanovllm.extras.runner_hooks import untouched_zeros
+from nanovllm.extras.runner_hooks import Draw, untouched_zeros
 from nanovllm.kv_cache import KVCache
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class Device:
     """What a kind of device adds to the start: by default nothing. `cuda/startup.py` has a subclass."""
 
-    note = ""
-    """For the log."""
+    note = ""  # for the log
     memory_knob = "kv_cache_memory_bytes"
     """The option to raise if there is not enough memory."""
+    draw: Draw | None = None  # a kernel that draws tokens
 
     def prepare(self, runner: "ModelRunner") -> None:
         """Prepare the runner. The runner calls this before the first forward pass."""

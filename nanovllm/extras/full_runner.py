@@ -54,7 +54,8 @@ class ModelRunner(PlainRunner):
         clock, config = self.clock, self.config
         self.shape = replace(self.shape, max_position_embeddings=self.max_model_len)  # longer ones are never computed
         self.backend: Any = self.make_backend()
-        check, self.device_setup = self.begin_self_check(), self.make_device()
+        self.device_setup = self.make_device()
+        check = self.begin_self_check(self.device_setup)
         clock.lap("backend")
         with self.device_setup.advice():
             self.model = self.make_model()
@@ -117,13 +118,13 @@ class ModelRunner(PlainRunner):
             self.config, self.device, self.backend, self.shape, self.max_num_batched_tokens, self.max_rows
         )
 
-    def begin_self_check(self) -> Unchecked:
+    def begin_self_check(self, kind: Device) -> Unchecked:
         """Return the comparison of what computes with PyTorch's layers, which need none."""
-        if type(self.backend) is TorchAttention:
+        if type(self.backend) is TorchAttention and kind.draw is None:
             return Unchecked()
         from nanovllm.extras.self_check.mode import begin
 
-        return begin(self)
+        return begin(self, kind)
 
     def make_model(self) -> nn.Module:
         """Load the network, and keep its weights in fewer bits if the option `quantization` asks for that."""

@@ -46,6 +46,10 @@ class AttentionBackend(TorchAttention):
         """Return a fast version of a quantised layer, if this backend has one that is made layer by layer."""
         return layer
 
+    def unpack_quantised(self, layer: nn.Module) -> nn.Module:
+        """Return PyTorch's version of a layer that `pack_quantised` has returned, and of any other layer itself."""
+        return layer
+
     def argmax(self, logits: Tensor) -> Tensor:
         """Return each row's most likely token, ties to the first: [num_samples, vocab_size] -> [num_samples] int64."""
         return logits.argmax(dim=-1)

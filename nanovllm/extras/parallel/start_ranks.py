@@ -189,6 +189,7 @@ class RankDevice(Device):
     def __init__(self, kind: Device, communicator: Communicator, vocab_size: int, hears_tokens: bool) -> None:
         self.kind = kind
         self.note, self.memory_knob = kind.note, kind.memory_knob
+        self.draw = None if communicator.rank else kind.draw
         self.communicator, self.vocab_size, self.hears_tokens = communicator, vocab_size, hears_tokens
 
     def prepare(self, runner: ModelRunner) -> None:

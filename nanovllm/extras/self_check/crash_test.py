@@ -1,16 +1,27 @@
 """Crashes and hangs of kernels, found in a process of their own, which runs while the weights are loaded.
 
 On a CPU the process runs `call_kernels.py`: the C kernels through ctypes, without torch. On CUDA it runs this file: the
-attention backend over random tensors, which compiles Triton's kernels into the cache that the engine uses too.
+attention backend over random tensors, and the kernel that draws tokens. This compiles Triton's kernels into the cache
+that the engine uses too.
+
+The kernels on a GPU have 15 seconds. The time to import torch and to compile is not theirs, so the process prints how
+many seconds the part that follows may take.
+
+    120    import torch, set up the device, compile and launch
+    15     wait until the device has computed the step
+    120    compile and launch
+    …
 """
 
 import json
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,16 +30,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.extras.kernels.backend import AttentionBackend
-from nanovllm.extras.self_check.comparison import HangError, SelfCheckError
+from nanovllm.extras.runner_hooks import Device
+from nanovllm.extras.self_check.comparison import HangError, SelfCheckError, has_kernels
 from nanovllm.extras.self_check.networks import run_attention
-from nanovllm.extras.self_check.steps import MIN_MODEL_LEN, make_steps
+from nanovllm.extras.self_check.steps import MIN_MODEL_LEN, draw_vectors, make_steps
 
 if TYPE_CHECKING:
     from nanovllm.extras.full_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-TIMEOUTS = {"cpu": 20.0, "cuda": 120.0}  # seconds; on CUDA, to import torch and to compile kernels takes most of it
+TIMEOUTS = {"cpu": 20.0, "compile": 120.0, "cuda": 15.0}  # seconds
 CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP}
 FAILED = 3  # exit status of the process: a kernel has raised an exception
 
@@ -36,8 +48,9 @@ FAILED = 3  # exit status of the process: a kernel has raised an exception
 class CrashTest:
     """Runs a command in another process. `wait` raises SelfCheckError if a kernel has crashed, hung or failed.
 
-    If the process ends in another way (it cannot be started, has no memory, is killed), nothing is known. The
-    comparison in this process must suffice then.
+    The process may take `timeout` seconds. If it prints a number, it may take that many seconds from then on. If it
+    ends in another way (it cannot be started, has no memory, is killed), nothing is known. The comparison in this
+    process must suffice then.
     """
 
     def __init__(self, command: list[str], timeout: float) -> None:
@@ -56,36 +69,67 @@ class CrashTest:
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         try:
-            done = subprocess.run(
-                self.command, capture_output=True, timeout=self.timeout, stdin=subprocess.DEVNULL, env=environment
-            )
-        except subprocess.TimeoutExpired:
-            seconds = f"{self.timeout:g} s"
-            self.error = HangError(f"hang: the kernels did not return within {seconds}, in a process of their own")
-            return
+            process = subprocess.Popen(
+                self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                env=environment, text=True, errors="replace",
+            )  # fmt: skip
         except OSError as error:
             logger.info("the kernels are not tested in a process of their own: %s", error)
             return
-        last = "".join(done.stderr.decode(errors="replace").strip().splitlines()[-1:])
-        if -done.returncode in CRASHES:
-            name = signal.Signals(-done.returncode).name
+        try:
+            last = self._read_to_end(process)
+        except queue.Empty:
+            seconds = f"{self.timeout:g} s"
+            self.error = HangError(f"hang: the kernels did not return within {seconds}, in a process of their own")
+            process.kill()  # which may take long if it waits for a device
+            return
+        status = process.wait()
+        if -status in CRASHES:
+            name = signal.Signals(-status).name
             self.error = SelfCheckError(f"crash: the kernels ended a process of their own by {name}")
-        elif done.returncode == FAILED:
+        elif status == FAILED:
             self.error = SelfCheckError(f"error: the kernels failed in a process of their own: {last}")
-        elif done.returncode:
-            logger.info("the kernels are not tested in a process of their own (%d): %s", done.returncode, last)
+        elif status:
+            logger.info("the kernels are not tested in a process of their own (%d): %s", status, last)
+
+    def _read_to_end(self, process: "subprocess.Popen[str]") -> str:
+        """Return the last line that is not a number. Raises queue.Empty if the process takes too long."""
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+        def read() -> None:
+            assert process.stdout is not None
+            with process.stdout:
+                for line in process.stdout:
+                    lines.put(line.strip())
+            lines.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        last, end = "", time.monotonic() + self.timeout
+        while (line := lines.get(timeout=max(0.0, end - time.monotonic()))) is not None:
+            if line.isdecimal():
+                self.timeout = float(line)
+                end = time.monotonic() + self.timeout
+            else:
+                last = line or last
+        return last
 
 
-def start_crash_test(runner: "ModelRunner") -> CrashTest:
-    """Start the test of a runner's attention backend, whose weights need not be loaded."""
+def start_crash_test(runner: "ModelRunner", kind: Device) -> CrashTest:
+    """Start the test of a runner's attention backend, and of a kernel that draws. No weights need be loaded."""
     shape, backend = runner.shape, runner.backend
     if hasattr(backend, "library"):
         return CrashTest(of_c_kernels(shape, backend, runner.dtype), TIMEOUTS["cpu"])
-    path = f"{type(backend).__module__}.{type(backend).__qualname__}"
-    heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, backend.block_size)
-    kv_cache_dtype = runner.config.kv_cache_dtype
-    arguments = [path, heads, str(runner.dtype).removeprefix("torch."), kv_cache_dtype, str(runner.device)]
-    return CrashTest([sys.executable, "-m", __name__, json.dumps(arguments)], TIMEOUTS["cuda"])
+    attention = None
+    if has_kernels(runner):
+        heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, backend.block_size)
+        attention = [path_of(type(backend)), heads, runner.config.kv_cache_dtype]
+    draw = None if kind.draw is None else [path_of(kind.draw), shape.vocab_size]
+    arguments = [attention, draw, str(runner.dtype).removeprefix("torch."), str(runner.device)]
+    return CrashTest([sys.executable, "-m", __name__, json.dumps(arguments)], TIMEOUTS["compile"])
+
+
+def path_of(definition: Any) -> str:
+    return f"{definition.__module__}.{definition.__qualname__}"
 
 
 def of_c_kernels(shape: Any, backend: Any, dtype: torch.dtype) -> list[str]:
@@ -101,24 +145,61 @@ def of_c_kernels(shape: Any, backend: Any, dtype: torch.dtype) -> list[str]:
     return [sys.executable, "-I", "-S", str(kernels.origin), json.dumps([backend.library._name, sizes])]
 
 
-def attend_once(
-    path: str, heads: tuple[int, int, int, int], dtype_name: str, kv_cache_dtype: str, device_name: str
-) -> None:
-    """Store and attend as in the three steps of `steps.py`, with random numbers."""
-    module, _, name = path.rpartition(".")
+# ---- the process on CUDA
+
+
+def call_kernels(attention: list[Any] | None, draw: list[Any] | None, dtype_name: str, device_name: str) -> None:
+    """Attend and draw tokens, unless one of them is None.
+
+    `attention` has the class of the backend, its sizes, and the option `kv_cache_dtype`; `draw` has the function, and
+    the size of the vocabulary.
+    """
     dtype, device = getattr(torch, dtype_name), torch.device(device_name)
-    backend_class = getattr(import_module(module), name)
-    more = (dtype, kv_cache_dtype) if issubclass(backend_class, AttentionBackend) else ()  # else it is the core's
-    backend = backend_class(*heads, *more)
-    steps = make_steps(backend.block_size, 4 * backend.block_size + MIN_MODEL_LEN, [0])
     try:
-        run_attention(backend, *steps, dtype, dtype, device).cpu()  # waits until the device has computed it
+        if attention is not None:
+            attend_once(dtype, device, *attention)
+        if draw is not None:
+            draw_once(dtype, device, *draw)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(FAILED)
 
 
+def draw_once(dtype: torch.dtype, device: torch.device, path: str, vocab_size: int) -> None:
+    """Draw tokens from random logits: the likeliest ones, and by a random number and top-p."""
+    draw, logits = find(path), draw_vectors(0, 4, vocab_size).to(device, dtype)
+    halves = torch.full((4,), 0.5, device=device)
+    wait_for(device)
+    draw(logits, torch.zeros(4, device=device))
+    draw(logits, halves, halves.double(), top_p=halves)
+    wait_for(device)
+
+
+def attend_once(
+    dtype: torch.dtype, device: torch.device, path: str, heads: tuple[int, int, int, int], kv_cache_dtype: str
+) -> None:
+    """Store and attend as in the three steps of `steps.py`, with random numbers."""
+    backend_class = find(path)
+    more = (dtype, kv_cache_dtype) if issubclass(backend_class, AttentionBackend) else ()  # else it is the core's
+    backend = backend_class(*heads, *more)
+    steps = make_steps(backend.block_size, 4 * backend.block_size + MIN_MODEL_LEN, [0])
+    run_attention(backend, *steps, dtype, dtype, device, wait=lambda: wait_for(device))
+
+
+def find(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has computed what was launched. This may not take long; to compile the next kernels may."""
+    print(round(TIMEOUTS["cuda"]), flush=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    print(round(TIMEOUTS["compile"]), flush=True)
+
+
 if __name__ == "__main__":
-    attend_once(*json.loads(sys.argv[1]))
+    call_kernels(*json.loads(sys.argv[1]))

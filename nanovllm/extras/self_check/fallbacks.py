@@ -39,7 +39,14 @@ class Way(NamedTuple):
 
 def ways_to_compute(config: Config) -> list[Way]:
     """Return what to try, best first."""
-    if resolve_device(config.device).type == "cpu":
+    plain = Way("PyTorch", {"attention_backend": "torch", "enforce_eager": True})
+    is_on_cpu = resolve_device(config.device).type == "cpu"
+    if config.attention_backend == "torch":  # on CUDA a kernel draws the tokens
+        has_kernel = not is_on_cpu and not config.enforce_eager
+        return (
+            [Way("PyTorch with a kernel that draws tokens", {}), plain] if has_kernel else [plain._replace(options={})]
+        )
+    if is_on_cpu:
         kernels = {"attention_backend": "cpu", "enforce_eager": True}
         ways = [Way("C kernels", {})]
         if not config.enforce_eager:
@@ -55,14 +62,15 @@ def ways_to_compute(config: Config) -> list[Way]:
             if may_have_graphs:
                 ways.append(Way("the core's flash-attn", {}, CoreRunner))
             ways.append(Way("the core's flash-attn without CUDA graphs", {"enable_cuda_graphs": False}, CoreRunner))
-    return [*ways, Way("PyTorch", {"attention_backend": "torch", "enforce_eager": True})]
+    return [*ways, plain]
 
 
 def start(kind: Callable[[Config, Path], ModelRunner], config: Config, folder: Path) -> ModelRunner:
     """Return a runner whose way to compute has passed the self-check. SelfCheckError if none has."""
     # a runner of another class cannot replace one for ranks or drafts
     ways = [way for way in ways_to_compute(config) if way.kind is None or kind is ModelRunner]
-    is_free = config.attention_backend == "auto" and config.enable_cuda_graphs is not True and config.nnodes == 1
+    is_free = config.attention_backend in ("auto", "torch") and config.enable_cuda_graphs is not True
+    is_free = is_free and config.nnodes == 1
     may_replace = is_free and mode_of(config) != "strict"
     for way in ways:
         try:

@@ -5,12 +5,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nanovllm.checks import check_choice
-from nanovllm.extras.device_setup import Unchecked
-from nanovllm.extras.kernels.backend import KernelBackend
-from nanovllm.extras.self_check.comparison import SelfCheckError
-from nanovllm.extras.self_check.steps import MIN_MODEL_LEN
+from nanovllm.extras.device_setup import Device, Unchecked
+from nanovllm.extras.self_check.comparison import SelfCheckError, has_kernels
 from nanovllm.extras.self_check.stored_results import StoredResult
-from nanovllm.layers.flash_attention import FlashAttention
 
 if TYPE_CHECKING:
     from nanovllm.extras.all_options import Config
@@ -26,20 +23,19 @@ def mode_of(config: "Config") -> str:
     return mode
 
 
-def begin(runner: "ModelRunner") -> Unchecked:
+def begin(runner: "ModelRunner", kind: Device) -> Unchecked:
     """Return the check of a runner that has chosen its backend, or one that does nothing, if there is nothing to check.
 
     Raises SelfCheckError if this backend has failed on this machine before.
     """
-    can_be_checked = isinstance(runner.backend, KernelBackend | FlashAttention)
-    if mode_of(runner.config) == "off" or not can_be_checked or runner.max_model_len < MIN_MODEL_LEN:
+    if mode_of(runner.config) == "off" or not (kind.draw or has_kernels(runner)):
         return Unchecked()
     stored = StoredResult(runner)
     known = stored.read()
     if known is None:
         from nanovllm.extras.self_check.runner_check import begin  # only now: later starts do without these modules
 
-        return begin(runner, stored)
+        return begin(runner, kind, stored)
     if not known.is_right:
         raise SelfCheckError(f"{known.reason} (found on {known.date}; delete {stored.path} to check again)")
     return Unchecked()

@@ -5,7 +5,7 @@
     attention    random queries, keys and values through the attention backend: its store and its attend
     layers       some layers of the network, and the logits of some tokens
     draws        the sampler's fast version, over random logits
-    graphs       (on CUDA) decodes by a graph, twice with different inputs, against the same decodes without one
+    graphs       (on CUDA) decodes by a graph, with different inputs and with padding, and the same ones without a graph
 """
 
 import logging
@@ -17,23 +17,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nanovllm.batch import SamplingBatch
-from nanovllm.extras.device_setup import Unchecked
-from nanovllm.extras.kernels.backend import AttentionBackend
+from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.extras.device_setup import Device, Unchecked
 from nanovllm.extras.kernels.choices import choose
+from nanovllm.extras.machine_limits import free_bytes
 from nanovllm.extras.runner_hooks import NO_TOKEN, draw_arguments
-from nanovllm.extras.self_check.comparison import WIDER, HangError, SelfCheckError, check_rows
+from nanovllm.extras.self_check.comparison import (
+    OF_QUANTISED,
+    WIDER,
+    HangError,
+    SelfCheckError,
+    check_rows,
+    has_kernels,
+)
 from nanovllm.extras.self_check.crash_test import CrashTest, start_crash_test
 from nanovllm.extras.self_check.networks import (
+    Choices,
     attending_with,
     choose_layers,
     in_wider_dtype,
+    num_weights,
     only_layers,
+    quantised_weight_of,
     run_attention,
     run_network,
     send,
+    unpacked,
 )
-from nanovllm.extras.self_check.steps import draw_vectors, make_long_steps, make_steps
+from nanovllm.extras.self_check.steps import draw_vectors, make_long_steps, make_steps, repeat_decodes
 from nanovllm.extras.self_check.stored_results import Result, StoredResult
 from nanovllm.sampler import sample_tokens
 
@@ -45,12 +56,16 @@ logger = logging.getLogger(__name__)
 NUM_USED = 64  # tokens of the vocabulary that the steps have in their prompts
 NUM_DRAWS = 32
 SHORT_WINDOW = 5  # tokens
+NUMS_OF_TOKENS = (1, 17, 65)  # of products, for each of which kernels may have other tiles
+NUM_LOGITS = 4  # rows, of which logits are compared
+ENDS = [0, -1]  # layers whose K and V are compared: the first and the last
+NEARLY_EQUAL = 0.25  # the length of a difference, as a share of a vector's; the last layer has the roundings of all
 NEARLY_BEST = 0.2  # in standard deviations of the logits; another batch size may decide between almost equal ones
 
 
-def begin(runner: "ModelRunner", stored: StoredResult) -> Unchecked:
+def begin(runner: "ModelRunner", kind: Device, stored: StoredResult) -> Unchecked:
     """Return the check of a runner, whose result is to be stored. The crash test has started."""
-    return SelfCheck(runner, stored, start_crash_test(runner))
+    return SelfCheck(runner, stored, start_crash_test(runner, kind))
 
 
 class SelfCheck(Unchecked):
@@ -71,10 +86,12 @@ class SelfCheck(Unchecked):
         """
         try:
             yield
-        except (MemoryError, torch.OutOfMemoryError, HangError, *passed):
+        except (MemoryError, torch.OutOfMemoryError, HangError):
             raise
         except SelfCheckError as error:
             self.stored.write(Result(False, str(error)))
+            raise
+        except passed:
             raise
         except Exception as error:
             raise SelfCheckError(f"{type(error).__name__}: {error}") from error
@@ -82,16 +99,17 @@ class SelfCheck(Unchecked):
     @contextmanager
     def layers(self) -> Iterator[None]:
         """Compare the layers after the context, in which fast versions replace them, with those before it."""
-        compare: Callable[[], None] | None = None
+        compare: list[Callable[[], None]] = []
         with self.reported():
             self.crash_test.wait()
-            with self.if_memory_suffices():
-                self.compare_attention()
-                compare = None if is_packed(self.runner) else self.expect_layers()
+            if has_kernels(self.runner):
+                with self.if_memory_suffices():
+                    self.compare_attention()
+                    compare = self.expect_layers()
             yield
             with self.if_memory_suffices():
-                if compare is not None:
-                    compare()
+                for one in compare:
+                    one()
 
     @contextmanager
     def if_memory_suffices(self) -> Iterator[None]:
@@ -104,15 +122,18 @@ class SelfCheck(Unchecked):
 
     @contextmanager
     def steps(self) -> Iterator[None]:
-        """Compare what the context has set up: CUDA graphs, and the function that draws tokens."""
-        is_rank = hasattr(self.runner, "communicator")  # then the ranks would have to compute these steps together
-        with self.reported(*((Exception,) if is_rank else (ValueError, TypeError))):
+        """Compare what the context has set up: CUDA graphs, and the function that draws tokens.
+
+        Ranks would have to compute decodes together, so they only compare the draws, which are those of rank 0.
+        """
+        communicator = getattr(self.runner, "communicator", None)
+        with self.reported(*((ValueError, TypeError) if communicator is None else (Exception,))):
             yield
             with self.if_memory_suffices():
-                if not is_rank:
+                if communicator is None or communicator.rank == 0:
                     self.compare_draws()
-                    if self.runner.device.type == "cuda" or self.runner.graphs is not None:
-                        self.compare_graphs()
+                if communicator is None and has_kernels(self.runner):
+                    self.compare_graphs()
         if self.is_complete:
             self.stored.write(Result(True))
 
@@ -142,41 +163,72 @@ class SelfCheck(Unchecked):
 
     # ---- the network
 
-    def expect_layers(self) -> Callable[[], None]:
-        """Run some layers in PyTorch. Returns a function that compares the layers of that time with these results."""
-        runner, block_size = self.runner, self.backend.block_size
+    def expect_layers(self) -> list[Callable[[], None]]:
+        """Run groups of layers in PyTorch. Returns functions that compare the layers of that time with the results."""
+        vocab_size, generator = self.runner.shape.vocab_size, torch.Generator().manual_seed(0)
+        drawn = torch.randint(vocab_size, (NUM_USED - 1,), generator=generator).tolist()
+        used, model = sorted({*drawn, vocab_size - 1}), self.runner.model
+        return [self.expect_group(chosen, used) for chosen in choose_layers(model.model.layers)]  # type: ignore
+
+    @torch.inference_mode()
+    def expect_group(self, chosen: list[int], used: list[int]) -> Callable[[], None]:
+        """Run some layers, and the output layer, in PyTorch. Returns a function that compares the fast versions."""
+        runner, dtype, wider = self.runner, self.runner.dtype, WIDER[self.runner.dtype]
         model: Any = runner.model
-        generator = torch.Generator().manual_seed(0)
-        used = sorted({*torch.randint(runner.shape.vocab_size, (NUM_USED - 1,), generator=generator).tolist(),
-                       runner.shape.vocab_size - 1})  # fmt: skip
-        batches, num_blocks = make_steps(block_size, runner.max_model_len, used)
-        chosen = choose_layers(model.model.layers)
+        batches, num_blocks = make_steps(self.backend.block_size, runner.max_model_len, used)
+        own_tokens, _ = make_steps(self.backend.block_size, runner.max_model_len, list(range(len(used))))
+        exact_choices = Choices()
+        plain_choices = Choices(exact_choices)
+        with only_layers(model, chosen), unpacked(model, chosen, self.backend) as packed:
+            self.compare_products(packed)
+            self.need_memory_for(sum(num_weights(model.model.layers[i]) for i in chosen) * wider.itemsize)
+            wide = in_wider_dtype(model, self.exact, used, wider)
+            with exact_choices:
+                exact = run_network(wide, own_tokens, self.exact, chosen, num_blocks, wider, runner.device)
+            with attending_with(model, self.plain), plain_choices:
+                plain = run_network(model, batches, self.plain, chosen, num_blocks, dtype, runner.device)
+            hidden = plain[-NUM_LOGITS:]
+            logits = model.compute_logits(hidden)[:, used], wide.compute_logits(hidden.to(wider))
 
-        def run(network: Any, backend: Any, dtype: torch.dtype, batches: Any = batches) -> tuple[Tensor, Tensor]:
-            return run_network(network, batches, backend, chosen, num_blocks, dtype, runner.device)
+        is_quantised = any(quantised_weight_of(module) is not None for module in wide.modules())
+        allowed = OF_QUANTISED if is_quantised else 0.0
 
-        with only_layers(model, chosen):
-            with attending_with(model, self.plain):
-                hidden, logits = run(model, self.plain, runner.dtype)
-            plain = hidden, logits[:, used]
-            wide = in_wider_dtype(model, self.exact, used, WIDER[runner.dtype])
-        own_tokens = make_steps(block_size, runner.max_model_len, list(range(len(used))))[0]
-        exact = run(wide, self.exact, WIDER[runner.dtype], own_tokens)
-
+        @torch.inference_mode()
         def compare() -> None:
-            with only_layers(model, chosen):
-                hidden, logits = run(model, self.backend, runner.dtype)
-            may_flip = runner.shape.num_experts > 0
-            check_rows("layers", hidden, plain[0], exact[0], runner.dtype, may_flip)
-            check_rows("logits", logits[:, used], plain[1], exact[1], runner.dtype, may_flip)
+            with only_layers(model, chosen), Choices(exact_choices) as choices:
+                fast = run_network(model, batches, self.backend, chosen, num_blocks, dtype, runner.device)
+            for scores in zip(choices.scores, plain_choices.scores, exact_choices.scores, strict=True):
+                check_rows("scores of experts", *scores, dtype, allowed)
+            check_rows(f"layers {chosen}", fast, plain, exact, dtype, allowed)
+            check_rows("logits", model.compute_logits(hidden)[:, used], *logits, dtype)
 
         return compare
+
+    def compare_products(self, packed: list[tuple[Any, Any]]) -> None:
+        """Compare quantised layers that are packed already, each with PyTorch's version. Their bits should be equal."""
+        dtype = self.runner.dtype
+        for fast, plain in packed:
+            weight = plain.quantised
+            for num_tokens in NUMS_OF_TOKENS:
+                x = draw_vectors(num_tokens, num_tokens, weight.q.shape[1]).to(self.runner.device, dtype)
+                is_table = hasattr(plain, "logits")
+                found = [one.logits(x) if is_table else one(x) for one in (fast, plain)]
+                fast_y, y = (torch.cat(one, -1) if isinstance(one, tuple) else one for one in found)
+                check_rows(f"products with weights of {weight.bits} bits", fast_y, y, y.double(), dtype)
+
+    def need_memory_for(self, num_bytes: int) -> None:
+        """Raise MemoryError if a copy would take half of the free memory: Linux kills processes for lack of it."""
+        free = free_bytes() if self.runner.device.type == "cpu" else None
+        if free is not None and num_bytes > free // 2:
+            raise MemoryError(f"a copy of layers takes {num_bytes} of {free} bytes")
 
     # ---- what follows the forward pass
 
     @torch.inference_mode()
     def compare_draws(self) -> None:
         """Compare the function that draws tokens with the core's, row by row."""
+        if self.runner.draw is sample_tokens:
+            return
         device, vocab_size = self.runner.device, self.runner.shape.vocab_size
         numbers = (5 * draw_vectors(1, NUM_DRAWS, vocab_size)).to(device)
         uniforms = torch.arange(1, NUM_DRAWS + 1, dtype=torch.float64, device=device) / (NUM_DRAWS + 2)
@@ -201,42 +253,60 @@ class SelfCheck(Unchecked):
 
     @torch.inference_mode()
     def compare_graphs(self) -> None:
-        """Compare decodes by a CUDA graph with the same decodes without one, twice, over blocks of the real cache."""
+        """Compare decodes by a CUDA graph with the same decodes without one, over blocks of the real cache.
+
+        Three decodes after four, and one less than the largest graph has, leave a row of padding, where a graph may
+        find what was there before.
+        """
         runner = self.runner
         cache, num_used = runner.kv_cache.tensor, min(NUM_USED, runner.shape.vocab_size)
         batches, num_blocks = make_steps(self.backend.block_size, runner.max_model_len, list(range(num_used)))
         if num_blocks > cache.shape[2]:
             self.is_complete = False
             return
-        cache[:, :, 1:num_blocks] = draw_vectors(2, num_blocks - 1, *cache.shape[3:]).to(cache)
-        model: Any = runner.model
-        for added in (0, 7):  # a graph that reads its inputs from another place gives the first tokens again
-            batch = replace(batches[-1], input_ids=(batches[-1].input_ids + added) % num_used)
-            token_ids = torch.tensor(runner.run(batch).wait().token_ids)
-            sent = send(batch, runner.device)
-            hidden = model(sent.input_ids, sent.positions, sent.metadata, cache)
-            logits = model.compute_logits(hidden[sent.logits_indices]).float().cpu()
-            is_finite = logits.isfinite().all(dim=1)
-            drawn = logits.gather(1, token_ids.clamp(min=0)[:, None])[:, 0]
-            is_wrong = logits.amax(1) - drawn > NEARLY_BEST * logits.std(1)
-            is_wrong = (is_wrong | (token_ids == NO_TOKEN)) & is_finite
-            if is_wrong.any():
-                raise SelfCheckError(
-                    f"wrong result: decodes by a CUDA graph: {int(is_wrong.sum())} of {len(token_ids)} tokens differ "
-                    f"from those without one"
-                )
-        cache[:, :, 1:num_blocks] = 0
+        largest = min(runner.max_rows, runner.max_num_batched_tokens)
+        used = cache[:, :, 1:num_blocks]
+        old = draw_vectors(2, num_blocks - 1, *cache.shape[3:]).to(cache)
+        for num_decodes in dict.fromkeys((4, 3, max(1, largest - 1))):
+            for added in (0, 7):  # a graph that reads its inputs from another place gives the first tokens again
+                batch = repeat_decodes(batches[-1], num_decodes, added, num_used)
+                if runner.is_replayed(batch):
+                    used.copy_(old)
+                    token_ids = torch.tensor(runner.run(batch).wait().token_ids)
+                    written = used[:, ENDS].float()  # [parts, 2, num_blocks - 1, block_size, …]
+                    used.copy_(old)
+                    self.compare_decodes(batch, token_ids)
+                    compare_slots(written, used[:, ENDS].float())
+        used.zero_()
+
+    def compare_decodes(self, batch: Batch, token_ids: Tensor) -> None:
+        """Compare the tokens of a graph, [num_decodes], with the logits of the same decodes without one."""
+        runner, model = self.runner, self.runner.model
+        sent = send(batch, runner.device)
+        hidden = model(sent.input_ids, sent.positions, sent.metadata, runner.kv_cache.tensor)
+        logits = model.compute_logits(hidden[:4]).float().cpu()  # type: ignore[operator]  # of decodes that differ
+        rows = torch.arange(len(token_ids)) % 4
+        behind = logits.amax(1)[rows] - logits[rows, token_ids.clamp(min=0)]  # [num_decodes]
+        is_wrong = (behind > NEARLY_BEST * logits.std(1)[rows]) | (token_ids == NO_TOKEN)
+        is_wrong &= logits.isfinite().all(dim=1)[rows]
+        if is_wrong.any():
+            raise SelfCheckError(
+                f"wrong result: decodes by a CUDA graph: {int(is_wrong.sum())} of {len(token_ids)} tokens differ "
+                f"from those without one"
+            )
+
+
+def compare_slots(written: Tensor, expected: Tensor) -> None:
+    """Compare what a graph has left in the cache with what the same decodes leave without one."""
+    errors = (written - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)  # of each slot and head
+    is_wrong = ~(errors <= NEARLY_EQUAL) & expected.isfinite().all(dim=-1)
+    if is_wrong.any():
+        raise SelfCheckError(
+            f"wrong result: decodes by a CUDA graph: {int(is_wrong.sum())} of {is_wrong.numel()} keys and values in "
+            f"the cache differ from those without one"
+        )
 
 
 def with_short_window(options: Any) -> Any:
     """Return options whose window, if they have one, is shorter than the sequences of a check."""
     return options if options.window is None else replace(options, window=min(options.window, SHORT_WINDOW))
-
-
-def is_packed(runner: "ModelRunner") -> bool:
-    """Return whether layers were packed while they were loaded, so that PyTorch's layers are not there any more."""
-    config, backend_class = runner.config, type(runner.backend)
-    is_quantised = config.quantization is not None or runner.shape.quantization_config is not None
-    pack = getattr(backend_class, "pack_quantised", AttentionBackend.pack_quantised)
-    can_pack = pack is not AttentionBackend.pack_quantised and not config.enforce_eager
-    return can_pack and (is_quantised or config.load_format == "gguf")

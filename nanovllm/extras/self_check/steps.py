@@ -13,10 +13,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from nanovllm.batch import Batch, build_batch
+from nanovllm.batch import Batch, SamplingBatch, build_batch
 from nanovllm.block_tables import BlockTables
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.request_params import SamplingParams
+from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.scheduler import Chunk, make_step
 
 MIN_MODEL_LEN = 16  # tokens; B has 11
@@ -73,6 +74,25 @@ def make_long_steps(block_size: int, max_model_len: int) -> tuple[list[Batch], i
         seq.num_tokens = start + num_new_tokens
         batches.append(build_batch(make_step([(seq, start, num_new_tokens)], num_new_tokens), tables))
     return batches, num_blocks + 1
+
+
+def repeat_decodes(batch: Batch, num_decodes: int, added: int, num_token_ids: int) -> Batch:
+    """Return `num_decodes` decodes: those of `batch` again and again. Equal decodes write the same K and V.
+
+    `added` rotates them, and is added to their token ids, modulo `num_token_ids`.
+    """
+    metadata = batch.metadata
+    rows = (torch.arange(num_decodes) + added) % len(batch.input_ids)  # [num_decodes]
+    offsets = torch.arange(num_decodes + 1, dtype=torch.int32)
+    slots, tables, lens = metadata.slot_mapping[rows], metadata.block_tables[rows], metadata.seq_lens[rows]
+    return Batch(
+        input_ids=(batch.input_ids[rows] + added) % num_token_ids,
+        positions=batch.positions[rows],
+        metadata=AttentionMetadata.of_decodes(slots, tables, lens, offsets),
+        logits_indices=offsets[:-1],
+        sampling=SamplingBatch(torch.zeros(num_decodes)),
+        copies=[],
+    )
 
 
 def draw_from(token_ids: list[int]) -> Iterator[int]:

@@ -6,13 +6,15 @@ Collected only where the kernels can run: on a CUDA device, or under TRITON_INTE
 
 import math
 import os
+import sys
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extras.kernels.cuda import cuda_quantised as quantised
-from nanovllm.extras.kernels.cuda.quantised_layers import replace_quantised
+from nanovllm.extras.kernels.cuda import quantised_layers
+from nanovllm.extras.kernels.cuda.quantised_layers import plain_version_of, replace_quantised
 from nanovllm.extras.quantization.quantised_linear import (
     QuantisedEmbedding,
     QuantisedFusedLinear,
@@ -21,6 +23,9 @@ from nanovllm.extras.quantization.quantised_linear import (
     quantise_weight,
 )
 from nanovllm.extras.quantization.quantised_linear import multiply as multiply_by_definition
+from nanovllm.extras.self_check import runner_check
+from nanovllm.extras.self_check.comparison import SelfCheckError
+from nanovllm.extras.self_check.crash_test import CrashTest
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
@@ -143,6 +148,14 @@ def test_fast_layers_give_the_same_bits():
         small.logits(vectors),
     ]
     replace_quantised(model)
+    for name, layer in layers.items():  # and back again, for the self-check
+        back = plain_version_of(model[name])
+        assert type(back) is type(layer)
+        if name not in ("norm", "embed", "head", "small"):
+            given = plain if name != "ordered" else ordered
+            assert torch.equal(back.quantised.dequantised(), given.dequantised())
+            assert back.bias is layer.bias
+            assert getattr(back, "parts", None) == getattr(layer, "parts", None)
     assert model["embed"] is model["head"]
     assert isinstance(model["norm"], torch.nn.Identity)
     assert not any(hasattr(layer, "quantised") for layer in layers.values())
@@ -168,6 +181,30 @@ def test_a_model_gives_the_tokens_of_the_definition(tiny_checkpoint, quantizatio
         llm = LLM(tiny_checkpoint[0], attention_backend=backend, enforce_eager=True, **options)
         outputs.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", {"method": "int4", "group_size": 32, "embeddings": "int4"}])
+def test_the_self_check_compares_packed_layers(monkeypatch, tmp_path, tiny_checkpoint, quantization):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(runner_check, "start_crash_test", lambda *_: CrashTest([sys.executable, "-c", ""], 60))
+    options = {"dtype": "float32", "quantization": quantization, "num_kv_blocks": 20, "max_model_len": 48}
+    options |= {"device": str(DEVICE), "attention_backend": "triton", "self_check": "strict"}
+    LLM(tiny_checkpoint[0], **options)
+    right = quantised.multiply
+    monkeypatch.setattr(quantised_layers, "multiply", lambda x, *rest: right(x, *rest) * 1.02)
+    with pytest.raises(SelfCheckError, match="wrong result: products with weights of [48] bits"):
+        LLM(tiny_checkpoint[0], max_num_seqs=5, **options)
+
+
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+def test_a_weight_is_unpacked_as_it_was(bits, group_size, has_zeros):
+    weight = make_weight(bits, group_size, has_zeros, 33, 144)
+    packed = quantised.pack(weight.q, weight.scales, weight.zeros, bits, group_size)
+    q, scales, zeros = quantised.unpack(packed)
+    assert torch.equal(q, weight.q)
+    assert torch.equal(scales, weight.scales)
+    assert zeros is None if weight.zeros is None else torch.equal(zeros, weight.zeros)
 
 
 # ---- on a GPU: real sizes, graphs

@@ -72,6 +72,15 @@ def pack(q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits
     return PackedWeight(stored, scales.t().contiguous(), offsets, shift - half, num_inputs, group_size, bits)
 
 
+def unpack(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Convert a weight back to the definition's layout. Returns q, scales and zeros, as `pack` takes them."""
+    is_int4, shift = weight.bits == 4, 0 if weight.bits == 4 else 128
+    stored = torch.stack((weight.q & 15, weight.q >> 4), dim=-1).flatten(1) if is_int4 else weight.q.view(torch.uint8)
+    q = stored[:, : weight.num_inputs]
+    zeros = None if weight.offsets is None else (shift - weight.offsets).to(torch.uint8).t().contiguous()
+    return (q.contiguous() if is_int4 else q ^ 128), weight.scales.t().contiguous(), zeros
+
+
 # ---- x in 8 bits
 
 

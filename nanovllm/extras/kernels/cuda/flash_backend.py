@@ -125,6 +125,8 @@ class FlashAttention(KernelBackend):
 
     default_block_size = 256
     block_size_multiple = 256  # of version 2
+    spreads_nan = True
+    """Version 3 multiplies V of slots behind a sequence by 0 (https://github.com/Dao-AILab/flash-attention/issues/1745)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -179,6 +181,13 @@ class FlashAttention(KernelBackend):
         from nanovllm.extras.kernels.cuda.quantised_layers import fast_version_of
 
         return fast_version_of(layer) or layer
+
+    def unpack_quantised(self, layer: nn.Module) -> nn.Module:
+        if why_no_triton() is not None:
+            return layer
+        from nanovllm.extras.kernels.cuda.quantised_layers import plain_version_of
+
+        return plain_version_of(layer)
 
     def attend(
         self,

@@ -4,13 +4,14 @@ The attention backends for CUDA call `fast_version_of` for each layer that is lo
 bits takes a byte on the device, and `replace_quantised` through `replace_layers` in `cuda_decoder_layer.py`.
 """
 
+import importlib
 from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.extras.kernels.classes import is_one
-from nanovllm.extras.kernels.cuda.cuda_quantised import multiply, pack
+from nanovllm.extras.kernels.cuda.cuda_quantised import multiply, pack, unpack
 
 LAYERS = "extras.quantization.quantised_linear."  # a path and not an import, because the file may be deleted
 
@@ -91,3 +92,20 @@ def fast_version_of(layer: nn.Module) -> nn.Module | None:
     fast: nn.Module = fast_class(layer)
     del layer.quantised  # free the memory of the unpacked weight
     return fast
+
+
+def plain_version_of(layer: nn.Module) -> nn.Module:
+    """Return PyTorch's version of a fast layer, for comparisons, and of any other layer itself."""
+    path = next((path for path, fast_class in FAST_LAYERS.items() if type(layer) is fast_class), None)
+    if path is None:
+        return layer
+    module = importlib.import_module(f"nanovllm.{LAYERS.rstrip('.')}")
+    fast: Any = layer
+    packed = fast.weight_of_groups
+    weight = module.QuantisedWeight(*unpack(packed), packed.bits, packed.group_size, fast.order)
+    if isinstance(fast, TritonQuantisedEmbedding):
+        return module.QuantisedEmbedding(weight, fast.dtype)
+    plain_class = getattr(module, path.removeprefix(LAYERS))
+    more = (fast.parts,) if isinstance(fast, TritonQuantisedFusedLinear) else ()
+    plain: nn.Module = plain_class(weight, fast.bias, *more)
+    return plain

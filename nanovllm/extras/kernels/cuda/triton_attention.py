@@ -83,6 +83,11 @@ class TritonAttention(KernelBackend):
 
         return fast_version_of(layer) or layer
 
+    def unpack_quantised(self, layer: nn.Module) -> nn.Module:
+        from nanovllm.extras.kernels.cuda.quantised_layers import plain_version_of
+
+        return plain_version_of(layer)
+
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         with torch.cuda.device_of(k):  # Triton launches on the current device, which need not be the engine's
             k_cache, v_cache = layer_cache
