@@ -1,8 +1,9 @@
 """Call the C kernels once on random numbers, without torch: a crash or a hang ends only this process.
 
-    python -I -S call_kernels.py '["…/cpu-….so", {"hidden_size": 1024, …}]'
+    python -I -S call_kernels.py '[{"hidden_size": 1024, …}, "…/cpu-….so", "…/int8_kv-….so", "…/quantised-….so"]'
 
-The status is 0 if the products, the norm, argmax and attention return. `crash_test.py` starts this file. It imports
+The status is 0 if the products, the norm, argmax and attention return, and the products with weights of 8 and 4 bits.
+The first two libraries may be the same, and the last one may be left out. `crash_test.py` starts this file. It imports
 only the standard library, so that it ends within a tenth of a second.
 """
 
@@ -14,25 +15,29 @@ import sys
 from array import array
 from collections.abc import Iterable
 from ctypes import c_float, c_int, c_long, c_void_p
-from typing import Any
+from typing import Any, ClassVar
 
 NUM_TOKENS = 21  # of a prompt whose last block is not full
 MAX_OUTPUTS = 400  # columns of a product; the loops over columns are the same for more
+NUM_QUANTISED, GROUP_SIZE = 128, 128  # outputs of a quantised product: two strips; inputs that share a scale
 FAILED = 3  # the exit status, as in `crash_test.py`
 LONG_MAX = (1 << 63) - 1
 
 
 def main(text: str) -> None:
     """Load the library and call its functions. `text` is JSON, as in the example above."""
-    path, sizes = json.loads(text)
+    sizes, *paths = json.loads(text)
     allow_tiles()
-    library = ctypes.CDLL(path)
     two_threads = ctypes.CFUNCTYPE(c_int)(lambda: 2)
-    library.join_team.restype = c_void_p
-    library.join_team(None, two_threads, None, c_long(0))
-    call_products(library, sizes)
+    libraries = [ctypes.CDLL(path) for path in paths]
+    for library in libraries:
+        library.join_team.restype = c_void_p
+        library.join_team(None, two_threads, None, c_long(0))
+    call_products(libraries[0], sizes)
     if sizes["has_kv"]:
-        call_attention(library, sizes)
+        call_attention(libraries[1], sizes)
+    for library in libraries[2:]:
+        call_quantised_products(library, sizes)
 
 
 def allow_tiles() -> None:
@@ -87,6 +92,34 @@ def call_products(library: Any, sizes: dict[str, int]) -> None:
         whole = [c_long(one) for one in (num_tokens, 1, hidden_size // 16 * 16, 0, hidden_size)]
         library.rms_norm(x, weight, None, None, normed, *whole, c_int(0), c_float(1e-6))
         library.argmax(logits, ids, c_long(num_tokens), c_long(num_outputs))
+
+
+class QuantisedStruct(ctypes.Structure):
+    """The C type `struct quantised` of quantised.c."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, c_void_p) for name in ("linear", "gated_linear", "panels", "scales", "zeros")),
+        *((name, c_long) for name in ("bits", "group_size", "has_groups")),
+    ]
+
+
+def call_quantised_products(library: Any, sizes: dict[str, int]) -> None:
+    """Multiply by weights of 8 bits, and of 4 bits with a scale for each group, for one token and for several."""
+    memory, floats = Memory(sizes["element_bytes"]), Memory(4)
+    num_inputs = sizes["hidden_size"] // 16 * 16
+    x, y = memory.drawn(NUM_TOKENS * num_inputs), memory.drawn(NUM_TOKENS * NUM_QUANTISED)
+    ids, rows = memory.of_bytes(bytes(8)), memory.drawn(num_inputs)
+    for bits in (8, 4):
+        num_groups = 1 if bits == 8 else -(-num_inputs // GROUP_SIZE)
+        panels = memory.of_bytes(random.Random(0).randbytes(NUM_QUANTISED * num_inputs * bits // 8))
+        scales = floats.drawn(NUM_QUANTISED * num_groups)
+        weight = ctypes.byref(QuantisedStruct(None, None, panels, scales, None, bits, GROUP_SIZE, bits == 4))
+        for num_tokens in (1, NUM_TOKENS):
+            shape = [c_long(one) for one in (num_tokens, NUM_QUANTISED, num_inputs)]
+            check(library.quantised_linear(x, weight, None, y, *shape, c_int(0)))
+            half = [c_long(one) for one in (num_tokens, NUM_QUANTISED // 2, num_inputs)]
+            check(library.quantised_gated_linear(x, weight, None, y, *half, c_int(1)))
+        library.quantised_rows(ids, weight, rows, c_long(1), c_long(num_inputs))
 
 
 def call_attention(library: Any, sizes: dict[str, int]) -> None:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.extras.kernels.backend import AttentionBackend
+from nanovllm.extras.kernels.cpu.library import QUANTISED, load_library
 from nanovllm.extras.runner_hooks import Device
 from nanovllm.extras.self_check.comparison import HangError, SelfCheckError, has_kernels
 from nanovllm.extras.self_check.networks import run_attention
@@ -118,7 +119,7 @@ def start_crash_test(runner: "ModelRunner", kind: Device) -> CrashTest:
     """Start the test of a runner's attention backend, and of a kernel that draws. No weights need be loaded."""
     shape, backend = runner.shape, runner.backend
     if hasattr(backend, "library"):
-        return CrashTest(of_c_kernels(shape, backend, runner.dtype), TIMEOUTS["cpu"])
+        return CrashTest(of_c_kernels(runner), TIMEOUTS["cpu"])
     attention = None
     if has_kernels(runner):
         heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, backend.block_size)
@@ -132,17 +133,23 @@ def path_of(definition: Any) -> str:
     return f"{definition.__module__}.{definition.__qualname__}"
 
 
-def of_c_kernels(shape: Any, backend: Any, dtype: torch.dtype) -> list[str]:
-    """Return the command that calls the C kernels."""
+def of_c_kernels(runner: "ModelRunner") -> list[str]:
+    """Return the command that calls the C kernels, with those of 8 and 4 bits if the runner uses them."""
     kernels = find_spec("nanovllm.extras.self_check.call_kernels")
     assert kernels is not None
+    config, shape, backend = runner.config, runner.shape, runner.backend
     sizes = {
         "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
         "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads,
         "head_dim": shape.head_dim, "block_size": backend.block_size,
-        "element_bytes": dtype.itemsize, "has_kv": shape.latent_rank is None,
+        "element_bytes": runner.dtype.itemsize, "has_kv": shape.latent_rank is None,
     }  # fmt: skip
-    return [sys.executable, "-I", "-S", str(kernels.origin), json.dumps([backend.library._name, sizes])]
+    libraries = [backend.library, getattr(backend, "cache_library", backend.library)]
+    is_quantised = config.quantization is not None or shape.quantization_config is not None
+    if (is_quantised or config.load_format == "gguf") and not config.enforce_eager:
+        libraries.append(load_library(runner.dtype, QUANTISED))
+    paths = [library.path_for_others() for library in libraries]
+    return [sys.executable, "-I", "-S", str(kernels.origin), json.dumps([sizes, *paths])]
 
 
 # ---- the process on CUDA

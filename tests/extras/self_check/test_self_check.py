@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -426,6 +427,37 @@ def test_kernels_of_a_gpu_have_fifteen_seconds(capsys):
 def test_a_process_that_ends_for_another_reason_says_nothing_of_the_kernels(code):
     CrashTest([sys.executable, "-c", code], 20.0).wait()
     CrashTest(["/no/such/program"], 20.0).wait()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "folder"), [("bfloat16", "deleted"), pytest.param("float32", "kept", marks=pytest.mark.slow)]
+)
+def test_all_kernels_that_are_used_are_called_in_the_process(fresh_cache, monkeypatch, folder, dtype):
+    """Also those of 8 and 4 bits, and from files that are deleted, as where no folder can be written to."""
+    commands = []
+
+    class Recorded(CrashTest):
+        def __init__(self, command, timeout):
+            commands.append(command)
+            super().__init__(command, timeout)
+
+    monkeypatch.setattr(crash_test, "CrashTest", Recorded)
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-O0"))
+    if folder == "deleted":
+        monkeypatch.setattr(library, "cache_folder", lambda: Path("/proc/no such folder"))
+    options = {"dtype": dtype, "quantization": "int8", "kv_cache_dtype": "int8"}
+    assert way_of(make_llm(**options)) == "C kernels"
+    sizes, *paths = json.loads(commands[0][-1])
+    assert len(set(paths)) == 3
+    assert all(path.startswith("/proc/") for path in paths) == (folder == "deleted")
+
+    def call(paths):
+        command = [*commands[0][:-1], json.dumps([sizes, *paths])]
+        return subprocess.run(command, capture_output=True, check=False, text=True)
+
+    assert (call(paths).returncode, call(paths).stderr) == (0, "")
+    for i in range(3):  # another library lacks the functions
+        assert "undefined symbol" in call([*paths[:i], "libm.so.6", *paths[i + 1 :]]).stderr
 
 
 def test_a_hang_is_not_remembered(fresh_cache, monkeypatch):

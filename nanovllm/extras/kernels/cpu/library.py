@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import weakref
 from ctypes import c_char_p, c_float, c_int, c_long, c_void_p
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,8 @@ class Library(ctypes.CDLL):
 
     def __init__(self, path: Path, source: Path, why_no_tiles: str | None) -> None:
         super().__init__(str(path))
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
         for name, argtypes in FUNCTIONS[source].items():
             getattr(self, name).argtypes = argtypes
             getattr(self, name).restype = None if name in WITHOUT_STATUS else c_int
@@ -106,6 +109,10 @@ class Library(ctypes.CDLL):
         team.value = self.join_team(team, thread_counter(), *bound_cpus())
         name = self.instructions().decode()
         self.description = f"{name} (no AMX: {why_no_tiles})" if why_no_tiles else name
+
+    def path_for_others(self) -> str:
+        """Return a path from which another process can load the library. The file itself may have been deleted."""
+        return self._name if os.path.exists(self._name) else f"/proc/{os.getpid()}/fd/{self._file}"
 
 
 @functools.cache
