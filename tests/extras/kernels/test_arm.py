@@ -17,6 +17,10 @@ from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.kernels.cpu.cpu_layers import HugePages, pack
 from nanovllm.extras.kernels.cpu.library import SOURCE, masking
 from nanovllm.extras.models.masking import PLAIN
+from nanovllm.extras.self_check.comparison import WIDER, SelfCheckError, check_rows
+from nanovllm.extras.self_check.networks import run_attention
+from nanovllm.extras.self_check.steps import make_long_steps, make_steps
+from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.norm import RMSNorm
 from tests.extras.attention_options import OPTIONS
 from tests.extras.attention_steps import Int8Step, Step, check_close
@@ -218,3 +222,24 @@ def test_norms_and_the_argmax_equal_the_definition(arm):
     logits, ids = randn(3, 1001, dtype=torch.float32), torch.empty(3, dtype=torch.int64)
     arm.call("argmax", logits, ids, *logits.shape)
     assert torch.equal(ids, logits.argmax(dim=-1))
+
+
+@pytest.mark.parametrize("steps", [make_steps(16, 300, [0]), make_long_steps(16, 300)], ids=["short", "long"])
+@pytest.mark.parametrize("options", [(), (OPTIONS["all"],)], ids=["plain", "all"])
+def test_the_self_check_finds_nothing_but_faults(arm, steps, options):
+    """Its comparison of attention, with kernels that run on ARM."""
+    backend, heads = ArmAttention(arm, 8, 2, 64, 16), (8, 2, 64, 16)
+
+    def run(one, dtype):
+        return run_attention(one, *steps, dtype, arm.dtype, torch.device("cpu"), options)
+
+    fast, plain = run(backend, arm.dtype), run(TorchAttention(*heads), arm.dtype)
+    exact = run(TorchAttention(*heads), WIDER[arm.dtype])
+    check_rows("attention", fast, plain, exact, arm.dtype)
+    for wrong in (
+        fast * 1.1,
+        fast.roll(1, 0),
+        torch.where(torch.arange(len(fast))[:, None, None] == 2, torch.nan, fast),
+    ):
+        with pytest.raises(SelfCheckError, match="wrong result: attention"):
+            check_rows("attention", wrong, plain, exact, arm.dtype)

@@ -28,6 +28,7 @@ from nanovllm.extras.self_check.crash_test import CrashTest
 from nanovllm.extras.self_check.stored_results import Result, StoredResult
 from nanovllm.layers.attention import TorchAttention
 from tests.extras.cuda.test_core_graphs import make_engine, recorded  # noqa: F401 (a fixture)
+from tests.extras.kernels.processors import PROCESSORS, pretend
 from tests.extras.models.architectures import ARCHITECTURES, Checkpoints
 from tests.extras.parallel.scenarios import PLANTED
 
@@ -118,6 +119,19 @@ def test_no_false_alarm(fresh_cache, monkeypatch, tmp_path, name):
                 continue
             options = {**checkpoints.engine_options(name, variant), **options, "self_check": "strict"}
             make_llm(folder, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("float32", {"quantization": "int4", "kv_cache_dtype": "int8"}), ("bfloat16", {"quantization": "int8"})],
+    ids=["float32", "bfloat16"],
+)
+def test_no_false_alarm_on_other_processors(fresh_cache, monkeypatch, processor, dtype, options):
+    with pretend(monkeypatch, processor):
+        assert way_of(make_llm(dtype=dtype, self_check="strict")) == "C kernels"
+        assert way_of(make_llm(dtype=dtype, self_check="strict", **options)) == "C kernels"
 
 
 def test_a_hit_costs_little(fresh_cache):
