@@ -21,7 +21,7 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.extras.device_setup import Device, Unchecked
 from nanovllm.extras.kernels.choices import choose
 from nanovllm.extras.machine_limits import free_bytes
-from nanovllm.extras.runner_hooks import NO_TOKEN, draw_arguments
+from nanovllm.extras.runner_hooks import NO_TOKEN, draw_arguments, sample_with
 from nanovllm.extras.self_check.comparison import (
     OF_QUANTISED,
     WIDER,
@@ -235,11 +235,10 @@ class SelfCheck(Unchecked):
         rows = torch.arange(NUM_DRAWS, device=device)
         limited = {"top_k": rows % 7 * 5, "top_p": 1 - rows % 5 * 0.1, "min_p": rows % 3 * 0.01}
         temperatures = torch.where(rows % 4 == 0, 0.0, 0.8)
-        kinds = {
-            "greedy draws": SamplingBatch(torch.zeros(NUM_DRAWS, device=device)),
-            "draws": SamplingBatch(temperatures, uniforms),
-            "draws by top-k, top-p and min-p": SamplingBatch(temperatures, uniforms, **limited),
-        }
+        kinds = {"greedy draws": SamplingBatch(torch.zeros(NUM_DRAWS, device=device))}
+        if getattr(self.runner.draw, "func", None) is not sample_with:  # which has PyTorch draw by numbers
+            kinds["draws"] = SamplingBatch(temperatures, uniforms)
+            kinds["draws by top-k, top-p and min-p"] = SamplingBatch(temperatures, uniforms, **limited)
         for dtype in dict.fromkeys((torch.float32, self.runner.dtype)):
             logits = numbers.to(dtype)
             for what, sampling in kinds.items():

@@ -306,7 +306,7 @@ def test_layers_are_run_together_if_they_are_small(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("where", ["layers", "scores of experts"])
 def test_faults_of_experts_are_found(fresh_cache, monkeypatch, tmp_path, dtype, where):
-    """Rounding may let a token have other experts, but a fault is no rounding."""
+    """Rounding may let a token have other experts, but a fault is not rounding."""
     folder, _ = Checkpoints(tmp_path).make("qwen3_moe", "plain")
 
     class RolledExperts(Wrong):
