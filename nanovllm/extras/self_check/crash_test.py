@@ -1,8 +1,8 @@
 """Crashes and hangs of kernels, found in a process of their own, which runs while the weights are loaded.
 
 On a CPU the process runs `call_kernels.py`: the C kernels through ctypes, without torch. On CUDA it runs this file: the
-attention backend over random tensors, and the kernel that draws tokens. This compiles Triton's kernels into the cache
-that the engine uses too.
+attention backend over random tensors, layers with random weights, and the kernel that draws tokens. This compiles
+Triton's kernels into the cache that the engine uses too.
 
 The kernels on a GPU have 15 seconds. The time to import torch and to compile is not theirs, so the process prints how
 many seconds the part that follows may take.
@@ -22,6 +22,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +36,7 @@ from nanovllm.extras.kernels.cpu.library import QUANTISED, load_library
 from nanovllm.extras.runner_hooks import Device
 from nanovllm.extras.self_check.comparison import HangError, SelfCheckError, has_kernels
 from nanovllm.extras.self_check.networks import run_attention
+from nanovllm.extras.self_check.random_layers import SHARE_OF_MEMORY, RandomLayers, describe_model
 from nanovllm.extras.self_check.steps import MIN_MODEL_LEN, draw_vectors, make_steps
 
 if TYPE_CHECKING:
@@ -120,12 +123,14 @@ def start_crash_test(runner: "ModelRunner", kind: Device) -> CrashTest:
     shape, backend = runner.shape, runner.backend
     if hasattr(backend, "library"):
         return CrashTest(of_c_kernels(runner), TIMEOUTS["cpu"])
-    attention = None
+    attention = model = None
     if has_kernels(runner):
         heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, backend.block_size)
         attention = [path_of(type(backend)), heads, runner.config.kv_cache_dtype]
+        if hasattr(backend, "replace_layers") and not runner.config.enforce_eager:
+            model = describe_model(runner)
     draw = None if kind.draw is None else [path_of(kind.draw), shape.vocab_size]
-    arguments = [attention, draw, str(runner.dtype).removeprefix("torch."), str(runner.device)]
+    arguments = [attention, model, draw, str(runner.dtype).removeprefix("torch."), str(runner.device)]
     return CrashTest([sys.executable, "-m", __name__, json.dumps(arguments)], TIMEOUTS["compile"])
 
 
@@ -155,23 +160,46 @@ def of_c_kernels(runner: "ModelRunner") -> list[str]:
 # ---- the process on CUDA
 
 
-def call_kernels(attention: list[Any] | None, draw: list[Any] | None, dtype_name: str, device_name: str) -> None:
-    """Attend and draw tokens, unless one of them is None.
+def call_kernels(
+    attention: list[Any] | None,
+    model: dict[str, Any] | None,
+    draw: list[Any] | None,
+    dtype_name: str,
+    device_name: str,
+) -> None:
+    """Attend, run layers, and draw tokens, unless one of them is None.
 
-    `attention` has the class of the backend, its sizes, and the option `kv_cache_dtype`; `draw` has the function, and
-    the size of the vocabulary.
+    `attention` has the class of the backend, its sizes, and the option `kv_cache_dtype`; `model` is what
+    `describe_model` returns; `draw` has the function, and the size of the vocabulary.
     """
     dtype, device = getattr(torch, dtype_name), torch.device(device_name)
-    try:
-        if attention is not None:
-            attend_once(dtype, device, *attention)
-        if draw is not None:
+    if attention is not None:
+        backend = make_backend(dtype, *attention)
+        layers = None if model is None else RandomLayers(backend, dtype, device, model, bytes_for_layers(device))
+        with failing():
+            attend_once(dtype, device, backend)
+            if layers is not None:
+                layers.run(lambda: wait_for(device))
+    if draw is not None:
+        with failing():
             draw_once(dtype, device, *draw)
+
+
+@contextmanager
+def failing() -> Iterator[None]:
+    """End the process with the status `FAILED` if a kernel raises an exception within the context."""
+    try:
+        yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(FAILED)
+
+
+def bytes_for_layers(device: torch.device) -> int:
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 1 << 30
+    return total // SHARE_OF_MEMORY
 
 
 def draw_once(dtype: torch.dtype, device: torch.device, path: str, vocab_size: int) -> None:
@@ -184,13 +212,14 @@ def draw_once(dtype: torch.dtype, device: torch.device, path: str, vocab_size: i
     wait_for(device)
 
 
-def attend_once(
-    dtype: torch.dtype, device: torch.device, path: str, heads: tuple[int, int, int, int], kv_cache_dtype: str
-) -> None:
-    """Store and attend as in the three steps of `steps.py`, with random numbers."""
+def make_backend(dtype: torch.dtype, path: str, heads: tuple[int, int, int, int], kv_cache_dtype: str) -> Any:
     backend_class = find(path)
     more = (dtype, kv_cache_dtype) if issubclass(backend_class, AttentionBackend) else ()  # else it is the core's
-    backend = backend_class(*heads, *more)
+    return backend_class(*heads, *more)
+
+
+def attend_once(dtype: torch.dtype, device: torch.device, backend: Any) -> None:
+    """Store and attend as in the three steps of `steps.py`, with random numbers."""
     steps = make_steps(backend.block_size, 4 * backend.block_size + MIN_MODEL_LEN, [0])
     run_attention(backend, *steps, dtype, dtype, device, wait=lambda: wait_for(device))
 

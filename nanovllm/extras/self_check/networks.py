@@ -192,8 +192,9 @@ def run_network(
     num_blocks: int,
     dtype: torch.dtype,
     device: torch.device,
+    wait: Callable[[], object] = lambda: None,
 ) -> Tensor:
-    """Run the batches one after the other over a small cache of their own.
+    """Run the batches one after the other over a small cache of their own. `wait` is called after each.
 
     Returns the hidden states of all tokens: [num_tokens, hidden_size]
     """
@@ -203,6 +204,7 @@ def run_network(
         sent = send(batch, device)
         found = model(sent.input_ids, sent.positions, sent.metadata, LayerCaches(caches))
         hidden.append(found.clone())  # the next step may overwrite it
+        wait()
     return torch.cat(hidden)
 
 

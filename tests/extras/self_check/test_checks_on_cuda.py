@@ -27,6 +27,7 @@ from nanovllm.extras.self_check import runner_check as checks
 from nanovllm.extras.self_check.comparison import SelfCheckError
 from nanovllm.extras.self_check.core_on_cuda import CoreRunner
 from nanovllm.extras.self_check.crash_test import CrashTest
+from nanovllm.extras.self_check.random_layers import RandomLayers, describe_model
 from nanovllm.extras.self_check.stored_results import StoredResult
 from nanovllm.layers import flash_attention
 from nanovllm.layers.attention import AttentionMetadata
@@ -35,6 +36,7 @@ from nanovllm.sampler import sample_tokens
 from tests.cuda_stand_in import prefill
 from tests.extras.cuda import test_graphs
 from tests.extras.cuda.test_core_graphs import CPU, CUDA, make_engine, recorded  # noqa: F401 (a fixture)
+from tests.extras.models.architectures import ARCHITECTURES, Checkpoints
 from tests.extras.recorded_operations import GatherAttention
 from tests.extras.self_check.test_self_check import compiled_before, fresh_cache  # noqa: F401 (fixtures)
 from tests.extras.test_full_engine import ids
@@ -230,7 +232,9 @@ WAYS = {  # what is wrong, and the way that is left
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("nothing", "kernels"))) for name in WAYS]
+)
 def test_the_next_way_gives_the_right_tokens(monkeypatch, tiny_checkpoint, on_cuda, caplog, name):
     wrong, expected = WAYS[name]
     right_tokens = tokens_of(start(tiny_checkpoint[0], attention_backend="torch", enforce_eager=True))
@@ -273,6 +277,61 @@ def test_packed_layers_are_compared(monkeypatch, tiny_checkpoint, on_cuda, quant
             start(tiny_checkpoint[0], max_num_batched_tokens=max_num_batched_tokens, **options)
 
 
+# ---- the process of its own
+
+
+class FailingLayer(torch.nn.Module):
+    def forward(self, *_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "gemma3")) for name in ARCHITECTURES]
+)
+def test_layers_are_called_with_random_weights(monkeypatch, tmp_path, capsys, name):
+    """As on CUDA, here with the C kernels. The weights of the model need not be there."""
+    variant = next(iter(ARCHITECTURES[name].variants))
+    folder, _ = Checkpoints(tmp_path).make(name, variant)
+    options = Checkpoints(tmp_path).engine_options(name, variant)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    for dtype, more in (
+        ("float32", {}),
+        ("bfloat16", {"quantization": "int8"}),
+        ("bfloat16", {"quantization": "int4"}),
+    ):
+        config = Config(folder, device="cpu", dtype=dtype, load_format="dummy", **options, **more)
+        runner = ModelRunner(config, folder)
+        backend, shape = runner.backend, runner.shape
+        if shape.latent_rank is not None:  # these have no kernels on CUDA
+            return
+        heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, backend.block_size)
+        attention = [crash_test.path_of(type(backend)), heads, "auto"]
+        arguments = [attention, json.loads(json.dumps(describe_model(runner))), None, dtype, "cpu"]
+        capsys.readouterr()
+        crash_test.call_kernels(*arguments)
+        assert capsys.readouterr().out.split() == ["15", "120"] * 7, "three steps of attention and of layers, logits"
+    with monkeypatch.context() as patch:
+
+        def put_failing(self, model, max_model_len):
+            model.model.layers[-1] = FailingLayer()
+
+        patch.setattr(type(backend), "replace_layers", put_failing)
+        with pytest.raises(SystemExit) as ended:
+            crash_test.call_kernels(*arguments)
+        assert ended.value.code == crash_test.FAILED
+        assert "RuntimeError: an illegal memory access" in capsys.readouterr().out
+
+
+def test_layers_that_are_too_large_are_not_called(tiny_checkpoint):
+    runner = ModelRunner(Config(tiny_checkpoint[0], device="cpu", dtype="float32"), tiny_checkpoint[0])
+    given = (CPU, describe_model(runner))
+    for max_bytes, expected in ((1 << 30, [0, 1]), (200_000, [0]), (100, [])):
+        layers = RandomLayers(runner.backend, torch.float32, *given, max_bytes)
+        assert layers.chosen == expected
+        layers.run(lambda: None)
+
+
 # ---- draws
 
 
@@ -308,7 +367,7 @@ def test_a_kernel_that_draws_is_checked_with_attention_in_pytorch(
         llm = start(tiny_checkpoint[0], attention_backend="torch")
     assert "the self-check of PyTorch with a kernel that draws tokens has failed: wrong result: greedy" in caplog.text
     assert llm.engine.runner.draw is sample_tokens
-    assert commands == [[None, [f"{__name__}.draw_the_wrong_row", 300], "float32", "cpu"]]
+    assert commands == [[None, None, [f"{__name__}.draw_the_wrong_row", 300], "float32", "cpu"]]
     monkeypatch.setattr(DrawingDevice, "draw", staticmethod(lambda *given: sample_tokens(*given)))
     llm = start(tiny_checkpoint[0], attention_backend="torch", seed=1, max_num_batched_tokens=64)
     assert llm.engine.runner.draw is DrawingDevice.draw

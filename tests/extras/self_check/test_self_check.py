@@ -431,7 +431,7 @@ def test_a_limit_of_time_begins_with_each_line():
 
 def test_kernels_of_a_gpu_have_fifteen_seconds(capsys):
     attention = ["nanovllm.layers.attention.TorchAttention", (4, 2, 32, 16), "auto"]
-    crash_test.call_kernels(attention, ["nanovllm.sampler.sample_tokens", 300], "float32", "cpu")
+    crash_test.call_kernels(attention, None, ["nanovllm.sampler.sample_tokens", 300], "float32", "cpu")
     limits = [int(line) for line in capsys.readouterr().out.splitlines()]
     assert limits == [15, 120] * (len(limits) // 2)
     assert len(limits) == 2 * 5, "three steps, the logits, the draws"
@@ -494,15 +494,15 @@ def test_without_memory_for_a_comparison_it_is_left_out(fresh_cache, monkeypatch
 
 
 def test_the_attention_of_the_core_is_called_too():
-    path = "nanovllm.layers.attention.TorchAttention"
-    crash_test.attend_once(torch.float32, torch.device("cpu"), path, (4, 2, 32, 16), "auto")
+    backend = crash_test.make_backend(torch.float32, "nanovllm.layers.attention.TorchAttention", (4, 2, 32, 16), "auto")
+    crash_test.attend_once(torch.float32, torch.device("cpu"), backend)
 
 
 @pytest.mark.slow
 def test_the_attention_of_a_gpu_is_called_in_a_process_of_its_own(monkeypatch):
     """Its command, run here with the CPU's backend."""
     attention = ["nanovllm.extras.kernels.cpu.cpu_attention.CpuAttention", [4, 2, 32, 16], "auto"]
-    arguments = [attention, ["nanovllm.sampler.sample_tokens", 300], "float32", "cpu"]
+    arguments = [attention, None, ["nanovllm.sampler.sample_tokens", 300], "float32", "cpu"]
     crash_test.call_kernels(*arguments)
     command = [sys.executable, "-m", "nanovllm.extras.self_check.crash_test", json.dumps(arguments)]
     CrashTest(command, 120).wait()
