@@ -14,17 +14,23 @@ from nanovllm.extras.kernels.cpu.toolchain import cpu_flags, find_compiler
 from nanovllm.extras.machine_limits import free_bytes, read_text
 from nanovllm.extras.self_check.stored_results import version_of
 
-ALWAYS = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub")
+ALWAYS = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub", "xxhash", "tqdm",
+          "docstring-parser")  # fmt: skip
 OPTIONAL = {  # package -> the extra of pyproject.toml that installs it
     "triton": "",
     "flash-attn": "cuda",
     "fastapi": "serve",
     "uvicorn": "serve",
+    "prometheus-client": "serve",
+    "uvloop": "serve",
+    "pyarrow": "batch",
     "llguidance": "structured",
     "gguf": "gguf",
     "prompt_toolkit": "chat",
     "rich": "chat",
+    "httpx": "chat",
     "aiohttp": "bench",
+    "matplotlib": "bench",
     "ray": "ray",
 }
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")

@@ -2,6 +2,9 @@
 
 import builtins
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from nanovllm.extras.commands import run_command
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.self_check import machine_report, way_report
 from tests.extras.self_check.test_self_check import compiled_before, fresh_cache  # noqa: F401 (fixtures)
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +90,23 @@ def test_tables(monkeypatch, capsys, has_rich):
     for text in ("pip install 'nanovllm[cuda]'", "pip install 'nanovllm[ray]'", "C kernels for attention only", "GB/s"):
         assert text in printed
     assert printed.count("right") >= 3
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_all_packages_of_pyproject_are_looked_for():
+    """But for those that only developers need."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {**project["optional-dependencies"], "always": project["dependencies"]}
+    for developers in ("train", "browser", "docs", "formats", "lm-eval", "test"):
+        del extras[developers]
+    found = {name: command for name, _, command in machine_report.describe_packages()}
+    for extra, requirements in extras.items():
+        for name in (re.match(r"[\w-]+", one)[0] for one in requirements if not one.startswith("nanovllm")):
+            assert name in found
+            assert machine_report.OPTIONAL.get(name, "always") == extra or name == "uvloop"
+    assert found["ray"] in ("", "pip install 'nanovllm[ray]'")
 
 
 def test_bad_arguments_are_named(capsys, tmp_path):
