@@ -9,6 +9,8 @@ times the largest error of the plain rows. A wrong kernel exceeds that by far: a
 constant or an uninitialised value change some rows by tenths.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +39,17 @@ class HangError(SelfCheckError):
 
 class NotAvailableError(SelfCheckError):
     """Raised with the reason if a way to compute is not for this machine or this model."""
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn the RuntimeError of PyTorch's allocator for CPUs into a MemoryError within the context."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise MemoryError(str(error)) from error
 
 
 def has_kernels(runner: "ModelRunner") -> bool:

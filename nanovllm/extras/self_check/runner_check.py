@@ -29,6 +29,7 @@ from nanovllm.extras.self_check.comparison import (
     SelfCheckError,
     check_rows,
     has_kernels,
+    memory_errors,
 )
 from nanovllm.extras.self_check.crash_test import CrashTest, start_crash_test
 from nanovllm.extras.self_check.networks import (
@@ -85,7 +86,8 @@ class SelfCheck(Unchecked):
         A kernel that crashes or computes wrongly is stored, so that the next start does not run it again.
         """
         try:
-            yield
+            with memory_errors():
+                yield
         except (MemoryError, torch.OutOfMemoryError, HangError):
             raise
         except SelfCheckError as error:
@@ -115,7 +117,8 @@ class SelfCheck(Unchecked):
     def if_memory_suffices(self) -> Iterator[None]:
         """Leave out a comparison if it runs out of memory: the engine itself may need less."""
         try:
-            yield
+            with memory_errors():
+                yield
         except (MemoryError, torch.OutOfMemoryError) as error:
             logger.warning("a part of the self-check is left out, for which there is no memory: %s", error)
             self.is_complete = False
