@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,7 +85,9 @@ class CrashTest:
         except queue.Empty:
             seconds = f"{self.timeout:g} s"
             self.error = HangError(f"hang: the kernels did not return within {seconds}, in a process of their own")
-            process.kill()  # which may take long if it waits for a device
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):  # it may still wait for a device
+                process.wait(1)
             return
         status = process.wait()
         if -status in CRASHES:

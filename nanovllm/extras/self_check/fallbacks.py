@@ -87,8 +87,13 @@ def start(kind: Callable[[Config, Path], ModelRunner], config: Config, folder: P
         message = f"the self-check of {way.name} has failed: {reason}; {REPORT}"
         if not may_replace or way is ways[-1]:
             break
-        gc.collect()  # the weights, before the next runner loads them
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        release_memory()
         logger.warning("%s. The next best way to compute is taken, which may be much slower", message)
     raise SelfCheckError(message)
+
+
+def release_memory() -> None:
+    """Free the weights and graphs of a runner that is not used any more, before the next one loads its own."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.kernels.cpu.library_cache import CacheError, cache_folder
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.self_check.comparison import NotAvailableError, SelfCheckError
-from nanovllm.extras.self_check.fallbacks import ways_to_compute
+from nanovllm.extras.self_check.fallbacks import release_memory, ways_to_compute
 from nanovllm.layers.attention import TorchAttention
 
 NUM_SEQS = 4
@@ -44,7 +44,11 @@ def measure_ways(model: str, options: dict[str, Any]) -> list[WayReport]:
     """Start every way to compute of this machine, one after the other. ValueError if the model cannot be loaded."""
     resolve_model(model, options["load_format"] != "dummy")
     config = Config(model, **options)
-    return [measure_way(way.name, {**options, **way.options}, way.kind, model) for way in ways_to_compute(config)]
+    reports = []
+    for way in ways_to_compute(config):
+        reports.append(measure_way(way.name, {**options, **way.options}, way.kind, model))
+        release_memory()
+    return reports
 
 
 def measure_way(name: str, options: dict[str, Any], kind: Any, model: str) -> WayReport:

@@ -4,6 +4,7 @@ import builtins
 import json
 import re
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,22 @@ def test_everything_is_checked_again(monkeypatch, capsys):
     assert json_of(capsys)[0] == 0
     monkeypatch.setattr(CpuAttention, "argmax", lambda self, logits: logits.argmin(-1))
     assert json_of(capsys)[0] == 1
+
+
+def test_each_engine_is_freed_before_the_next_one_starts(monkeypatch, capsys):
+    """Also one that is part of a cycle: a GPU has no memory for two."""
+    start_engine, started = way_report.start_engine, []
+
+    def start(config, kind):
+        assert all(engine() is None for engine in started)
+        engine = start_engine(config, kind)
+        engine.runner.itself = engine
+        started.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(way_report, "start_engine", start)
+    assert json_of(capsys)[0] == 0
+    assert len(started) == 3
 
 
 def test_without_a_compiler_ways_are_not_available(monkeypatch, capsys):
