@@ -3,12 +3,16 @@
 `cuda/startup.py` and `parallel/start_ranks.py` have subclasses of `Device`, and `self_check/` has one of `Unchecked`.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from nanovllm.extras.plain_runner import PlainRunner
 from nanovllm.extras.runner_hooks import Draw, untouched_zeros
 from nanovllm.kv_cache import KVCache
+from nanovllm.sampler import sample_tokens
 
 if TYPE_CHECKING:
     from nanovllm.extras.full_runner import ModelRunner
@@ -52,3 +56,10 @@ class Unchecked:
     def steps(self) -> AbstractContextManager[None]:
         """Return a context for what follows the layers: CUDA graphs, and the function that draws tokens."""
         return nullcontext()
+
+
+def sample_with(
+    argmax: Callable[[Tensor], Tensor], logits: Tensor, temperatures: Tensor, uniforms: Tensor | None = None, *rest: Any
+) -> Tensor:
+    """Sample as `sample_tokens` does, with a faster `argmax` for batches whose rows are all greedy."""
+    return argmax(logits) if uniforms is None else sample_tokens(logits, temperatures, uniforms, *rest)

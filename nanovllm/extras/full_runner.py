@@ -18,7 +18,7 @@ from nanovllm.batch import Batch
 from nanovllm.config import resolve_device
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.device_setup import Device, Unchecked
+from nanovllm.extras.device_setup import Device, Unchecked, sample_with
 from nanovllm.extras.plain_runner import PlainRunner
 from nanovllm.extras.runner_hooks import LapClock
 from nanovllm.extras.weights import load_model
@@ -193,13 +193,6 @@ def has_overlap_by_default(config: Config) -> bool:
 def most_rows(config: Config) -> int:
     """Return the most decodes of a step, for which CUDA graphs are recorded. Drafts are decodes."""
     return max(config.max_num_seqs, 0 if config.speculative_config is None else MAX_DRAFTED_ROWS)
-
-
-def sample_with(
-    argmax: Callable[[Tensor], Tensor], logits: Tensor, temperatures: Tensor, uniforms: Tensor | None = None, *rest: Any
-) -> Tensor:
-    """Sample as `sample_tokens` does, with a faster `argmax` for batches whose rows are all greedy."""
-    return argmax(logits) if uniforms is None else sample_tokens(logits, temperatures, uniforms, *rest)
 
 
 def pytorch_layers(module: nn.Module) -> set[str]:

@@ -1,7 +1,7 @@
 """What happens once: its parts are timed, and PyTorch draws tokens unless a kernel does."""
 
 from nanovllm import Config, LLMEngine
-from nanovllm.extras.full_runner import sample_with
+from nanovllm.extras.device_setup import sample_with
 from nanovllm.kv_cache import KVCache
 
 

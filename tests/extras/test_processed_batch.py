@@ -13,7 +13,7 @@ import torch
 from nanovllm import sampler
 from nanovllm.batch import SamplingBatch
 from nanovllm.extras import logprobs as logprobs_module
-from nanovllm.extras.full_runner import sample_with
+from nanovllm.extras.device_setup import sample_with
 from nanovllm.extras.logits_processors import ForbiddenTokens, apply_processors
 from nanovllm.extras.logprobs import compute_logprobs
 from nanovllm.extras.runner_hooks import wants_only_tokens

@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nanovllm.extras.device_setup import Device
 from nanovllm.extras.kernels.backend import AttentionBackend
 from nanovllm.extras.kernels.cpu.library import QUANTISED, load_library
-from nanovllm.extras.runner_hooks import Device
 from nanovllm.extras.self_check.comparison import HangError, SelfCheckError, has_kernels
 from nanovllm.extras.self_check.networks import run_attention
 from nanovllm.extras.self_check.random_layers import SHARE_OF_MEMORY, RandomLayers, describe_model

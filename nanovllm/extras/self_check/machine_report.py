@@ -31,6 +31,8 @@ OPTIONAL = {  # package -> the extra of pyproject.toml that installs it
     "httpx": "chat",
     "aiohttp": "bench",
     "matplotlib": "bench",
+    "hypothesis": "learn",
+    "watchfiles": "learn",
     "ray": "ray",
 }
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")

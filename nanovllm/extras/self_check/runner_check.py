@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch, SamplingBatch
-from nanovllm.extras.device_setup import Device, Unchecked
+from nanovllm.extras.device_setup import Device, Unchecked, sample_with
 from nanovllm.extras.kernels.choices import choose
 from nanovllm.extras.machine_limits import free_bytes
-from nanovllm.extras.runner_hooks import NO_TOKEN, draw_arguments, sample_with
+from nanovllm.extras.runner_hooks import NO_TOKEN, draw_arguments
 from nanovllm.extras.self_check.comparison import (
     OF_QUANTISED,
     WIDER,

@@ -17,11 +17,11 @@ from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.extras.cuda import startup
 from nanovllm.extras.cuda.graphs import DecodeInputs, choose_graphs
 from nanovllm.extras.cuda.startup import CudaDevice
+from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.kernels.backend import KernelBackend
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.quantization import quantised_linear
-from nanovllm.extras.runner_hooks import Device
 from nanovllm.extras.self_check import crash_test, fallbacks
 from nanovllm.extras.self_check import runner_check as checks
 from nanovllm.extras.self_check.comparison import SelfCheckError
