@@ -77,9 +77,10 @@ def exercises() -> None:
     import cog
 
     from nanovllm.extras.learn.catalog import list_exercises
+    from nanovllm.extras.learn.texts import Language
 
     page = Path(cog.inFile)
-    language = "zh" if page.parent.name == "zh" else "en"
+    language: Language = "zh" if page.parent.name == "zh" else "en"
     lines = [
         f"- `nanovllm learn start {exercise.name}`: {exercise.title.show(language)}"
         for exercise in list_exercises()
