@@ -900,7 +900,7 @@ def test_an_interrupt_at_any_line(checkpoint, work, every):
     """Every line of the package that `generate` runs is hit once, at one of the times it runs (or every 17th line)."""
     prompts, params, _ = work
     llm = scarce_llm(checkpoint)
-    generate(llm, [GOOD], greedy(2))  # what happens once in a life
+    generate(llm, prompts, params)  # what happens once in a life, the texts of tokens included
 
     def start_anew():
         llm.reset_prefix_cache()
