@@ -1,0 +1,4 @@
+"""The K/V store: full blocks of K and V that outlive their place in the pool, found by their content.
+
+Read `tier.py` first: what a store is. `memory_tier.py` keeps blocks in host memory.
+"""
