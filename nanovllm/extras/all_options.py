@@ -47,6 +47,10 @@ class Config(config.Config):
     """What happens to a preempted sequence's K and V: `recompute`, or `swap` to host memory while there is room."""
     swap_space_bytes: int = checked(0, check_int, minimum=0)
     """Host memory for `preemption_mode="swap"`."""
+    kv_offloading_size: float | None = checked(None, check_in, module="kv_store.store_options")
+    """Host memory in GiB for blocks that are kept after the KV cache has reused their place; None keeps none."""
+    kv_transfer_config: Mapping[str, Any] | None = checked(None, check_in, module="kv_store.store_options")
+    """Where else blocks are kept, for other engines and after a restart: see docs/kv_store.md."""
     enable_cuda_graphs: bool | None = checked(None, check_optional_bool)
     """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
     enable_overlap: bool | None = checked(None, check_optional_bool)
@@ -97,6 +101,14 @@ class Config(config.Config):
             from nanovllm.extras.speculation.speculation_options import check_speculation
 
             check_speculation(self)
+        if self.has_kv_store:
+            from nanovllm.extras.kv_store.store_options import check_store
+
+            check_store(self)
+
+    @property
+    def has_kv_store(self) -> bool:
+        return self.kv_offloading_size is not None or self.kv_transfer_config is not None
 
     @classmethod
     def from_options(cls, model: str | Path, options: dict[str, Any]) -> "Config":

@@ -53,6 +53,7 @@ class Parts:
         self.enable_overlap = runner.has_overlap
         self.description = runner.description  # what computes, and why that was chosen
         self.startup_seconds = runner.clock.seconds  # how long each part of the start took, in order
+        self.kv_store: Any = None  # a `KVStore` (`kv_store/store.py`), if the options ask for one
 
 
 class LLMEngine(engine.LLMEngine):
@@ -236,6 +237,8 @@ class LLMEngine(engine.LLMEngine):
         from nanovllm.extras.roll_back import reset_prefix_cache
 
         reset_prefix_cache(self.scheduler)
+        if self.parts.kv_store is not None:
+            self.parts.kv_store.forget_all()
 
     def deliver(self, requests: list[Any], now: float) -> list[Any]:
         """Return the outputs of requests that have read their tokens, and remove finished requests."""
@@ -304,6 +307,10 @@ class LLMEngine(engine.LLMEngine):
         defaults = self._default_sampling_params
         self.parts = Parts(self.config, self.runner, self.tokenizer, self.eos_token_ids, defaults)
         self.description = self.parts.description
+        if self.config.has_kv_store:
+            from nanovllm.extras.kv_store.store import KVStore
+
+            self.parts.kv_store = KVStore(self.runner)
         if self._watcher is None:
             return SchedulingStats()
         from nanovllm.extras.watching import Watching
@@ -327,4 +334,6 @@ class LLMEngine(engine.LLMEngine):
         from nanovllm.extras.assembly import make_scheduler
 
         scheduler, self._next_step = make_scheduler(self.parts, block_manager, LLMEngine.launch_one)
+        if self.parts.kv_store is not None:
+            self.parts.kv_store.attach(block_manager)
         return scheduler

@@ -38,6 +38,12 @@ class Observer(observer.Observer):
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
         """`seq` gives up blocks behind the window of all layers. In its block table the null block replaces them."""
 
+    def on_load_blocks(self, seq: Sequence, block_ids: list[int], num_tokens: int) -> None:
+        """`seq`, which is about to be admitted, has taken these blocks, which the K/V store fills before the step.
+
+        They count as computed: `num_tokens` tokens, with those of blocks behind the window of all layers.
+        """
+
     def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
         """A step has computed drafts (`speculation/`): `seq` keeps the accepted ones, and gives up blocks."""
 
@@ -53,6 +59,10 @@ class Counts(observer.Stats):
     """Blocks that sequences have given back because they were behind the window of all layers."""
     num_swaps: int = 0
     """Preemptions that copied K and V to host memory."""
+    num_loaded_blocks: int = 0
+    """Blocks that were loaded from the K/V store, instead of being computed."""
+    loaded_tokens: int = 0
+    """Prompt tokens whose K and V came from the K/V store when their request was first admitted."""
     num_finished: int = 0
     kv_tokens_stored: int = 0
     """Summed over the steps: tokens in the cache; a shared block counts once."""
@@ -118,6 +128,12 @@ class SchedulingStats(Counts, Observer):
 
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
         self.num_window_blocks += len(block_ids)
+
+    def on_load_blocks(self, seq: Sequence, block_ids: list[int], num_tokens: int) -> None:
+        self.num_loaded_blocks += len(block_ids)
+        if seq.num_cached_tokens is None:
+            self.loaded_tokens += num_tokens
+            self.prefix_cache_hit_tokens -= num_tokens  # `on_admit`, which comes next, adds all cached tokens
 
     def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
         self.num_drafts += num_drafts > 0

@@ -153,11 +153,16 @@ class ModelRunner(PlainRunner):
     def make_kv_cache(self) -> KVCache:
         dtype = getattr(self.backend, "kv_cache_dtype", None) or self.dtype
         arguments = (self.backend, self.shape.num_hidden_layers, dtype, self.device)
-        if not self.config.swap_space_bytes:
-            return KVCache(*arguments)
-        from nanovllm.extras.swap.host_blocks import SwappingKVCache
+        kind: Callable[..., KVCache] = KVCache
+        if self.config.swap_space_bytes:
+            from nanovllm.extras.swap.host_blocks import SwappingKVCache as kind
 
-        return SwappingKVCache(*arguments, self.config.swap_space_bytes)
+            arguments = (*arguments, self.config.swap_space_bytes)
+        if self.config.has_kv_store:
+            from nanovllm.extras.kv_store.moves import loading
+
+            kind = loading(kind)
+        return kind(*arguments)
 
     def make_graphs(self) -> CudaGraphs:
         """Return the core's graphs of the forward pass of decodes; `choose_graphs` has decided that there are some."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 BEYOND_THE_CORE = (
+    "kv_offloading_size",
+    "kv_transfer_config",
     *("kv_cache_dtype", "load_format", "quantization", "enable_cuda_graphs", "enable_overlap", "speculative_config"),
     *("scheduling_policy", "long_prefill_token_threshold", "preemption_mode"),
     *("tensor_parallel_size", "nnodes", "node_rank"),

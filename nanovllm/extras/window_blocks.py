@@ -66,7 +66,7 @@ class WindowBlockManager(KnownTokensBlockManager):
     def try_admit(self, seq: Sequence, num_reserved: int = 0) -> bool:
         """Admit `seq` as the base class does; it only owns the cached blocks that its first new token sees."""
         hits = self.prefix_cache.find(seq)
-        num_behind = self._num_behind(len(hits) * self.block_size)
+        num_behind = self.num_behind(len(hits) * self.block_size)
         num_revived = sum([self._ref_counts[hit.block_id] == 0 for hit in hits[num_behind:]])
         num_needed = self.num_missing_blocks(seq) - len(hits[num_behind:]) + num_revived
         if num_needed > len(self._free) - num_reserved:
@@ -79,14 +79,14 @@ class WindowBlockManager(KnownTokensBlockManager):
         return True
 
     def try_allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        table, num_behind = seq.block_table, self._num_behind(seq.num_computed_tokens)
+        table, num_behind = seq.block_table, self.num_behind(seq.num_computed_tokens)
         while table.length < num_behind:  # it is swapped in: there are no blocks for these entries
             self._share(seq, NULL_BLOCK)
         if num_behind and table.data[num_behind - 1] != NULL_BLOCK:
             self._give_back(seq, num_behind)
         return super().try_allocate(seq, num_tokens)
 
-    def _num_behind(self, position: int) -> int:
+    def num_behind(self, position: int) -> int:
         """Return the number of blocks that are wholly before the window of the token at `position`."""
         return max(0, position - self.window + 1) // self.block_size
 

@@ -137,8 +137,8 @@ ENGINE_OPTIONS = (
     ),
     Refused("tokens are sampled one after the other", off("diffusion_config")),
     Refused(
-        "use preemption_mode='swap' with swap_space_bytes",
-        off("swap_space kv_offloading_size kv_transfer_config kv_events_config ec_transfer_config"),
+        "use preemption_mode='swap' with swap_space_bytes, or kv_offloading_size and kv_transfer_config",
+        off("swap_space kv_events_config ec_transfer_config"),
     ),
     Refused(
         "weights stay on the device: lower gpu_memory_utilization, max_num_seqs or max_model_len if memory is short",

@@ -1,0 +1,88 @@
+"""The thread that saves blocks. The engine copies them to the host and goes on; the thread gives them to the tiers.
+
+What waits to be saved is bounded in bytes. A block that does not fit is dropped: it is not in the store, and if its
+prefix comes back, it is computed.
+"""
+
+import threading
+import weakref
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.extras.kv_store.moves import CopyOut
+from nanovllm.extras.kv_store.tier import BlockName, Tier
+
+MAX_PENDING_BYTES = 1 << 30
+MAX_EXIT_S = 10.0  # how long the end of an engine waits for blocks that are not saved yet
+
+
+class Pending(NamedTuple):
+    names: list[BlockName]
+    blocks: CopyOut
+
+
+class Backlog:
+    """Counts the bytes that wait to be saved. The engine's thread adds, and the saver's thread subtracts."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.changed = threading.Condition()
+
+    def add(self, num_bytes: int) -> None:
+        with self.changed:
+            self.num_bytes += num_bytes
+            self.changed.notify_all()
+
+
+class Saver:
+    """Saves blocks to `store`. The thread ends with this object, when all blocks are saved."""
+
+    def __init__(self, store: Tier, bytes_per_block: int, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+        self.bytes_per_block = bytes_per_block
+        self.max_pending_bytes = max(max_pending_bytes, bytes_per_block)
+        self.num_dropped = 0
+        self._queue: SimpleQueue[Pending | None] = SimpleQueue()
+        self._backlog = Backlog()
+        self._stream: torch.cuda.Stream | None = None
+        arguments = (store, self._queue, self._backlog, bytes_per_block)
+        thread = threading.Thread(target=save_all, args=arguments, name="kv-store-saver", daemon=True)
+        thread.start()
+        self.stop = weakref.finalize(self, stop, self._queue, thread)
+
+    def save_blocks(self, kv_cache: torch.Tensor, saves: list[tuple[BlockName, int]]) -> None:
+        """Copy blocks of the KV cache to the host and queue them. The first ones are kept if not all fit."""
+        room = (self.max_pending_bytes - self._backlog.num_bytes) // self.bytes_per_block
+        self.num_dropped += max(0, len(saves) - max(0, room))
+        saves = saves[: max(0, room)]
+        if not saves:
+            return
+        if kv_cache.is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(kv_cache.device)
+        names, block_ids = map(list, zip(*saves, strict=True))
+        blocks = CopyOut(kv_cache, block_ids, self._stream)
+        self._backlog.add(len(saves) * self.bytes_per_block)
+        self._queue.put(Pending(names, blocks))
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all blocks are saved. Returns False if this takes longer than `timeout_s`."""
+        with self._backlog.changed:
+            return self._backlog.changed.wait_for(lambda: self._backlog.num_bytes == 0, timeout_s)
+
+
+def save_all(store: Tier, queue: "SimpleQueue[Pending | None]", backlog: Backlog, bytes_per_block: int) -> None:
+    """Save what comes through the queue, until None comes. The store never raises: it is a `Chain`."""
+    while (pending := queue.get()) is not None:
+        data = pending.blocks.wait().numpy()  # [num_blocks, bytes_per_block]
+        for i in reversed(range(len(pending.names))):  # the beginning of a prefix is evicted last
+            store.save(pending.names[i], data[i])
+        store.finished()
+        del data
+        backlog.add(-len(pending.names) * bytes_per_block)
+
+
+def stop(queue: "SimpleQueue[Pending | None]", thread: threading.Thread) -> None:
+    queue.put(None)
+    if thread is not threading.current_thread():
+        thread.join(MAX_EXIT_S)

@@ -1,0 +1,213 @@
+"""The engine's side of the store: which blocks are loaded when a sequence is admitted, and which are saved.
+
+`KVStore` lives as long as the engine. `attach` connects it with the block manager of a new scheduler, by wrapping four
+methods:
+
+    try_admit       after the pool's own prefix hits: load the blocks that follow, and count them as computed
+    register        a full block is registered in the prefix cache: note it, to be saved after the step
+    forget          the block is evicted before it was saved: drop the note
+    take_copies     the loads and saves of the step travel with its copies (`moves.py`)
+
+A step with prefix hits from the pool and from the store, and with block_size 4:
+
+    prompt          [ 0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 ]
+    pool            [ block 7 ]
+    store                     [ loaded into block 2 ]
+    computed                                [ block 5, saved after the step | block 3 ]
+
+Loading is synchronous: when `load` has filled a buffer, the block counts as computed, and the buffer is copied to the
+device before the step's forward pass. If a load fails, the sequence computes from this block on.
+"""
+
+import weakref
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.extras.kv_store.keys import digest_folder, make_root_key, names_of
+from nanovllm.extras.kv_store.memory_tier import MemoryTier
+from nanovllm.extras.kv_store.moves import SavesAfterwards, StoreMoves
+from nanovllm.extras.kv_store.saver import Saver
+from nanovllm.extras.kv_store.store_options import make_tiers, read_transfer, smallest_size
+from nanovllm.extras.kv_store.tier import BlockName, Chain
+
+if TYPE_CHECKING:
+    from nanovllm.extras.full_runner import ModelRunner
+
+NULL_BLOCK = 0
+
+
+class KVStore:
+    """The tiers of one engine, and the thread that saves to them.
+
+    Raises ValueError if a tier is smaller than one block.
+    """
+
+    def __init__(self, runner: "ModelRunner") -> None:
+        config, cache = runner.config, runner.kv_cache
+        self.block_size = runner.backend.block_size
+        self.bytes_per_block = cache.bytes_per_block
+        self.is_pinned = cache.tensor.is_cuda
+        if smallest_size(config) < self.bytes_per_block:
+            option = "kv_transfer_config" if config.kv_offloading_size is None else "kv_offloading_size"
+            raise ValueError(
+                f"{option} must hold at least one block of {self.bytes_per_block} bytes, got {smallest_size(config)}"
+            )
+        role = "kv_both" if config.kv_transfer_config is None else read_transfer(config.kv_transfer_config).kv_role
+        self.can_load, self.can_save = role != "kv_producer", role != "kv_consumer"
+        self.tiers = Chain(make_tiers(config))
+        is_private = all(isinstance(tier, MemoryTier) for tier in self.tiers.tiers)
+        self.root_key = make_root_key(facts_of(runner, has_digest=not is_private))
+        self.saver = Saver(self.tiers, self.bytes_per_block)
+        if self.can_save:
+            runner.compute = SavesAfterwards(runner.compute, self.saver)
+
+    def attach(self, blocks: BlockManager) -> None:
+        """Load and save the blocks of a new scheduler."""
+        StoreHooks(self, blocks)
+
+    def forget_all(self) -> None:
+        """Let new sequences find no block that was saved before: their keys begin with another root."""
+        self.root_key = make_root_key({"before": self.root_key.hex(), "salt": token_hex()})
+
+    def names(self, seq: Any, start: int, stop: int) -> list[BlockName]:
+        """Return the names of the blocks [start, stop) of `seq`, whose tokens are known."""
+        return names_of(seq, start, stop, self.root_key, self.block_size)
+
+    def match(self, names: list[BlockName]) -> int:
+        return self.tiers.match(names)
+
+    def load(self, name: BlockName) -> torch.Tensor | None:
+        """Return the block's data: [bytes_per_block] uint8 in host memory, or None if it cannot be loaded."""
+        data = torch.empty(self.bytes_per_block, dtype=torch.uint8, pin_memory=self.is_pinned)
+        if self.tiers.load(name, data.numpy()):
+            return data
+        self.tiers.failed(name)
+        return None
+
+
+def facts_of(runner: "ModelRunner", has_digest: bool) -> dict[str, Any]:
+    """Return what shapes the K and V of this runner's model.
+
+    has_digest: include the contents of the model's files. Host memory that ends with the engine does not need them.
+    """
+    config, backend, cache = runner.config, runner.backend, runner.kv_cache
+    facts = {
+        "shape": {name: repr(value) for name, value in vars(runner.shape).items()},
+        "dtype": str(runner.dtype),
+        "cache": [str(cache.dtype), *backend.kv_cache_shape(cache.num_layers, 1)],
+        "block_size": backend.block_size,
+        "backend": [type(backend).__name__, getattr(backend, "instructions", ""), config.enforce_eager],
+        "weights": [repr(config.quantization), config.load_format, config.seed if config.load_format == "dummy" else 0],
+        "max_model_len": runner.max_model_len,  # some rope types depend on it
+    }
+    return facts | {"digest": digest_folder(runner.folder)} if has_digest else facts
+
+
+class StoreHooks:
+    """Wraps the methods of one block manager."""
+
+    def __init__(self, store: KVStore, blocks: BlockManager) -> None:
+        self._store: KVStore = weakref.proxy(store)  # this object and the block manager refer to each other
+        self.blocks: Any = blocks
+        self._loads: list[tuple[torch.Tensor, int]] = []
+        self._saves: dict[int, BlockName] = {}  # block id -> name, of blocks that are full after the next step
+        cache: Any = blocks.prefix_cache
+        self._try_admit, self._take_copies = self.blocks.try_admit, self.blocks.take_copies
+        self._register, self._forget = cache.register, cache.forget
+        self.blocks.take_copies = self.take_copies
+        if store.can_load:
+            self.blocks.try_admit = self.try_admit
+        if store.can_save:
+            cache.register, cache.forget = self.register, self.forget
+
+    # ---- the wrapped methods
+
+    def try_admit(self, seq: Any, num_reserved: int = 0) -> bool:
+        if not self._try_admit(seq, num_reserved):
+            return False
+        if seq.num_computed_tokens == seq.block_table.length * self.blocks.block_size:
+            self._load_more(seq)  # it is not half-way in a block, as a swapped one may be
+        return True
+
+    def register(self, seq: Any, num_tokens: int) -> None:
+        first = seq.num_registered_blocks
+        self._register(seq, num_tokens)
+        if seq.num_registered_blocks > first:
+            names = self._store.names(seq, first, seq.num_registered_blocks)
+            for name, block_id in zip(names, seq.block_table.view(first).tolist(), strict=False):
+                if block_id in self.blocks.prefix_cache:  # else another block with the same contents is
+                    self._saves[block_id] = name
+
+    def forget(self, block_id: int) -> None:
+        self._saves.pop(block_id, None)
+        self._forget(block_id)
+
+    def take_copies(self) -> Any:
+        copies = self._take_copies()
+        if not self._loads and not self._saves:
+            return copies
+        moves = StoreMoves(copies, self._loads, [(name, block_id) for block_id, name in self._saves.items()])
+        self._loads, self._saves = [], {}
+        return moves
+
+    # ---- loading
+
+    def _load_more(self, seq: Any) -> None:
+        """Load the full blocks after the computed tokens of `seq` that the store has, and count them as computed."""
+        first, stop = seq.block_table.length, seq.max_cached_tokens // self.blocks.block_size
+        if first >= stop:
+            return
+        names = self._store.names(seq, first, stop)
+        num_found = self._store.match(names)
+        if not num_found:
+            return
+        stop, loaded = self._load(names, first, first + num_found)
+        if stop > first:
+            self._append(seq, first, stop, loaded)
+
+    def _load(self, names: list[BlockName], first: int, stop: int) -> tuple[int, dict[int, torch.Tensor]]:
+        """Load the blocks [first, stop) that the token after them sees.
+
+        Returns a smaller `stop` if a block cannot be loaded, and the data of blocks, by their places.
+        """
+        loaded: dict[int, torch.Tensor] = {}
+        while stop > first:
+            for i in range(max(first, self._num_behind(stop)), stop):
+                data = loaded.get(i)
+                if data is None:
+                    data = self._store.load(names[i - first])
+                if data is None:
+                    stop = i
+                    break
+                loaded[i] = data
+            else:
+                break  # all are there
+        return stop, loaded
+
+    def _append(self, seq: Any, first: int, stop: int, loaded: dict[int, torch.Tensor]) -> None:
+        """Append the blocks [first, stop) to the block table of `seq`: loaded ones, or null blocks behind the window."""
+        blocks, num_behind = self.blocks, self._num_behind(stop)
+        if seq.block_table.view(0, min(first, num_behind)).any():
+            blocks._give_back(seq, min(first, num_behind))  # what the pool has found and the next token does not see
+        block_ids = []
+        for i in range(first, stop):
+            if i < num_behind:
+                blocks._share(seq, NULL_BLOCK)
+                continue
+            block_id = blocks._take(seq)
+            blocks._append(seq, block_id)
+            block_ids.append(block_id)
+            self._loads.append((loaded[i], block_id))
+        if num_behind > first:  # the pool has no block before these: no other sequence can find them by its prefix
+            seq.num_registered_blocks, seq.parent_serial = num_behind, next(blocks.prefix_cache._serials)
+        seq.num_computed_tokens = stop * blocks.block_size
+        self._register(seq, seq.num_computed_tokens)
+        blocks.observer.on_load_blocks(seq, block_ids, (stop - first) * blocks.block_size)
+
+    def _num_behind(self, num_blocks: int) -> int:
+        """Return how many of the first `num_blocks` blocks are behind the window of the token after them."""
+        find = getattr(self.blocks, "num_behind", None)
+        return 0 if find is None else find(num_blocks * self.blocks.block_size)
