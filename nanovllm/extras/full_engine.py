@@ -230,7 +230,7 @@ class LLMEngine(engine.LLMEngine):
             self.reset()
 
     def get_stats(self) -> EngineStats:
-        return make_stats(self.observer, self.scheduler)
+        return make_stats(self.observer, self.scheduler, self.parts.kv_store)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, as before a fair measurement. Running requests are not affected."""

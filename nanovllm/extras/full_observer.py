@@ -6,7 +6,7 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import observer
@@ -97,6 +97,12 @@ class EngineStats(Counts):
     num_waiting: int
     budget_used: float
     """Share of the steps' token budgets that was scheduled."""
+    kv_tiers: Mapping[str, Any] = field(default_factory=dict)
+    """Name of each tier of the K/V store -> its `TierStats`."""
+    num_failed_loads: int = 0
+    """Blocks that the K/V store had when it was asked, and could not load."""
+    num_dropped_blocks: int = 0
+    """Blocks that were not saved to the K/V store, because too many waited."""
 
 
 class SchedulingStats(Counts, Observer):

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import fields
+from typing import Any
 
 from nanovllm.extras.full_observer import Counts, EngineStats
 from nanovllm.extras.full_request import Request
@@ -52,8 +53,9 @@ class Observations:
             self.sums[name] += value
 
 
-def make_stats(counts: Counts, scheduler: Scheduler) -> EngineStats:
+def make_stats(counts: Counts, scheduler: Scheduler, kv_store: Any = None) -> EngineStats:
     blocks = scheduler.block_manager
+    of_store = {} if kv_store is None else kv_store.get_stats()
     return EngineStats(
         **{one.name: getattr(counts, one.name) for one in fields(Counts)},
         num_kv_blocks=blocks.num_blocks,
@@ -61,4 +63,5 @@ def make_stats(counts: Counts, scheduler: Scheduler) -> EngineStats:
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         budget_used=counts.scheduled_tokens / max(1, counts.steps * scheduler.max_num_batched_tokens),
+        **of_store,
     )

@@ -8,6 +8,7 @@ from nanovllm.extras.roll_back import reset_prefix_cache
 from nanovllm.extras.trace.recorder import Recorder
 from tests.extras.full_traffic import RecordingStats, Run
 from tests.extras.speculative_traffic import SpeculativeRun
+from tests.extras.store_traffic import WithStore
 
 
 class Lines:
@@ -101,6 +102,14 @@ class RecordedSpeculativeRun(RecordedRun, SpeculativeRun):
     """The same with drafts."""
 
 
+class RecordedStoreRun(WithStore, RecordedRun):
+    """The same with a K/V store."""
+
+
+class RecordedSpeculativeStoreRun(WithStore, RecordedSpeculativeRun):
+    """The same with drafts and a K/V store."""
+
+
 def known_run():
     """(lines, states) of a run in which a prefix is shared, a fork copies, and a request is preempted and waits."""
     lines = Lines()
@@ -115,12 +124,19 @@ def known_run():
 
 
 def random_run(seed, limit=10**9, window=None, has_drafts=False):
-    """A finished run of some thirty requests in a pool of a few blocks, in which all kinds of events occur."""
+    """A finished run of some thirty requests in a pool of a few blocks, in which all kinds of events occur.
+
+    Odd seeds have a K/V store, which fails now and then.
+    """
     rng = random.Random(seed)
     lines = Lines(limit)
     make_run = RecordedSpeculativeRun if has_drafts else RecordedRun
+    options = {}
+    if seed % 2:
+        make_run, options = RecordedSpeculativeStoreRun if has_drafts else RecordedStoreRun, {"store_seed": seed}
     run = make_run(
         lines,
+        **options,
         num_blocks=rng.randint(8, 14),
         block_size=rng.choice([1, 2, 4]),
         max_num_seqs=rng.randint(3, 6),

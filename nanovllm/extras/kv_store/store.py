@@ -20,6 +20,7 @@ device before the step's forward pass. If a load fails, the sequence computes fr
 """
 
 import weakref
+from dataclasses import replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,9 @@ import torch
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.kv_store.keys import digest_folder, make_root_key, names_of
-from nanovllm.extras.kv_store.memory_tier import MemoryTier
 from nanovllm.extras.kv_store.moves import SavesAfterwards, StoreMoves
 from nanovllm.extras.kv_store.saver import Saver
-from nanovllm.extras.kv_store.store_options import make_tiers, read_transfer, smallest_size
+from nanovllm.extras.kv_store.store_options import is_private, make_tiers, read_transfer, smallest_size
 from nanovllm.extras.kv_store.tier import BlockName, Chain
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class KVStore:
         self.block_size = runner.backend.block_size
         self.bytes_per_block = cache.bytes_per_block
         self.is_pinned = cache.tensor.is_cuda
+        self.num_failed_loads = 0
         if smallest_size(config) < self.bytes_per_block:
             option = "kv_transfer_config" if config.kv_offloading_size is None else "kv_offloading_size"
             raise ValueError(
@@ -58,8 +59,7 @@ class KVStore:
         role = "kv_both" if config.kv_transfer_config is None else read_transfer(config.kv_transfer_config).kv_role
         self.can_load, self.can_save = role != "kv_producer", role != "kv_consumer"
         self.tiers = Chain(make_tiers(config))
-        is_private = all(isinstance(tier, MemoryTier) for tier in self.tiers.tiers)
-        self.root_key = make_root_key(facts_of(runner, has_digest=not is_private))
+        self.root_key = make_root_key(facts_of(runner, has_digest=not is_private(config)))
         self.saver = Saver(self.tiers, self.bytes_per_block)
         if self.can_save:
             runner.compute = SavesAfterwards(runner.compute, self.saver)
@@ -71,6 +71,15 @@ class KVStore:
     def forget_all(self) -> None:
         """Let new sequences find no block that was saved before: their keys begin with another root."""
         self.root_key = make_root_key({"before": self.root_key.hex(), "salt": token_hex()})
+
+    def get_stats(self) -> dict[str, Any]:
+        """Return fields of `EngineStats`: copies of the tiers' counters, which other threads still change."""
+        tiers = {tier.name: replace(tier.stats) for tier in self.tiers.tiers}
+        return {
+            "kv_tiers": tiers,
+            "num_failed_loads": self.num_failed_loads,
+            "num_dropped_blocks": self.saver.num_dropped,
+        }
 
     def names(self, seq: Any, start: int, stop: int) -> list[BlockName]:
         """Return the names of the blocks [start, stop) of `seq`, whose tokens are known."""
@@ -84,6 +93,7 @@ class KVStore:
         data = torch.empty(self.bytes_per_block, dtype=torch.uint8, pin_memory=self.is_pinned)
         if self.tiers.load(name, data.numpy()):
             return data
+        self.num_failed_loads += 1
         self.tiers.failed(name)
         return None
 
@@ -188,7 +198,7 @@ class StoreHooks:
         return stop, loaded
 
     def _append(self, seq: Any, first: int, stop: int, loaded: dict[int, torch.Tensor]) -> None:
-        """Append the blocks [first, stop) to the block table of `seq`: loaded ones, or null blocks behind the window."""
+        """Append the blocks [first, stop) to the block table of `seq`: null blocks behind the window, then loaded ones."""
         blocks, num_behind = self.blocks, self._num_behind(stop)
         if seq.block_table.view(0, min(first, num_behind)).any():
             blocks._give_back(seq, min(first, num_behind))  # what the pool has found and the next token does not see
@@ -201,11 +211,22 @@ class StoreHooks:
             blocks._append(seq, block_id)
             block_ids.append(block_id)
             self._loads.append((loaded[i], block_id))
-        if num_behind > first:  # the pool has no block before these: no other sequence can find them by its prefix
-            seq.num_registered_blocks, seq.parent_serial = num_behind, next(blocks.prefix_cache._serials)
+        if num_behind > first:
+            self._skip_registration(seq, num_behind)
         seq.num_computed_tokens = stop * blocks.block_size
         self._register(seq, seq.num_computed_tokens)
         blocks.observer.on_load_blocks(seq, block_ids, (stop - first) * blocks.block_size)
+
+    def _skip_registration(self, seq: Any, num_blocks: int) -> None:
+        """Go on after `num_blocks` blocks, of which the prefix cache does not have all.
+
+        Their serial numbers are unknown, so the last one gets a new number. Other sequences do not find the blocks that
+        are registered after it, but these are noted and saved.
+        """
+        cache = self.blocks.prefix_cache
+        for i in range(len(seq.block_hashes), num_blocks):
+            cache._key(seq, i)  # appends the hash, from which the next one follows
+        seq.num_registered_blocks, seq.parent_serial = num_blocks, next(cache._serials)
 
     def _num_behind(self, num_blocks: int) -> int:
         """Return how many of the first `num_blocks` blocks are behind the window of the token after them."""

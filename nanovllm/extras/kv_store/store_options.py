@@ -37,7 +37,7 @@ class Transfer:
     """A checked `kv_transfer_config`. A bad value raises a TypeError or ValueError that names it."""
 
     kv_connector: Any = None
-    """`OffloadingConnector` (host memory), `SharedStorageConnector` (a folder), `SharedMemoryConnector`, or a `Tier`."""
+    """`OffloadingConnector` (host memory), `SharedStorageConnector` (a folder), `SharedMemoryConnector`, a `Tier`."""
     kv_role: str = "kv_both"
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -144,6 +144,12 @@ def make_tiers(config: "Config") -> list[Tier]:
     from nanovllm.extras.kv_store.shared_tier import SharedTier
 
     return [*tiers, SharedTier(extra["name"], max_bytes)]
+
+
+def is_private(config: "Config") -> bool:
+    """Return whether no other engine can use the store, so that its keys need not identify the model's weights."""
+    transfer = config.kv_transfer_config
+    return transfer is None or read_transfer(transfer).kv_connector == "OffloadingConnector"
 
 
 def smallest_size(config: "Config") -> int:

@@ -38,7 +38,7 @@ class TierStats:
     load_time_s: float = 0.0
     save_time_s: float = 0.0
     evictions: int = 0  # blocks that made room for others
-    failures: int = 0  # blocks that could not be loaded although they matched, and calls that raised
+    failures: int = 0  # calls that raised, and blocks that were found damaged
 
 
 class Tier(ABC):

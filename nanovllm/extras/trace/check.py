@@ -161,6 +161,7 @@ EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
     "take": {"seq": "a known sequence", "block": "a block of the pool", "evicted": "0 or 1"},
     "share": {"seq": "a known sequence", "block": "a block of the pool or 0"},
     "copy": {"seq": "a known sequence", "source": "a block of the pool", "destination": "a block of the pool"},
+    "load": {"seq": "a known sequence", "blocks": "a list of blocks of the pool"},
     "give_back": {"seq": "a known sequence", "blocks": "a list of blocks of the pool"},
     "free": {"seq": "a known sequence"},
     "register": {
@@ -255,12 +256,12 @@ class Checker(Replay):
 
     # ---- bounds of the page's loops
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _load_state(self, state: Mapping[str, Any]) -> None:
         self.check_fields(state, STATE)
         for about in state["seqs"]:
             self.check_field("seqs", "an object", about)
             self.check_fields(about, SEQUENCE)
-        super()._load(state)
+        super()._load_state(state)
 
     def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:
         self.check_fields(about, NEW_SEQUENCE)

@@ -44,6 +44,7 @@ DECIDED_BY = {  # code of an event -> a file of the package, and the function or
     "take": "block_manager.py BlockManager._take",
     "share": "block_manager.py BlockManager._share",
     "copy": "block_manager.py BlockManager._copy_tail",
+    "load": "extras/kv_store/store.py StoreHooks._append",
     "give_back": "extras/window_blocks.py WindowBlockManager._give_back",
     "free": "block_manager.py BlockManager.free",
     "register": "prefix_cache.py PrefixCache.register",

@@ -298,6 +298,10 @@ class Recorder(SchedulingStats):
     def on_copy_block(self, seq: Sequence, source: int, destination: int) -> None:
         self._events.append(["copy", self._number(seq), source, destination])
 
+    def on_load_blocks(self, seq: Sequence, block_ids: list[int], num_tokens: int) -> None:
+        super().on_load_blocks(seq, block_ids, num_tokens)
+        self._events.append(["load", self._number(seq), list(block_ids)])
+
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
         super().on_give_back(seq, block_ids)
         self._events.append(["give_back", self._number(seq), list(block_ids)])

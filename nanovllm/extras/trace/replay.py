@@ -28,7 +28,7 @@ EVENTS = {
         "update",
         "roll_back",
     ),
-    *("take", "share", "copy", "give_back", "free", "register", "forget", "reset"),
+    *("take", "share", "copy", "load", "give_back", "free", "register", "forget", "reset"),
 }
 
 
@@ -67,7 +67,7 @@ class Replay:
         self.cached: dict[int, tuple[str, int]] = {}  # block id -> (hash, serial number)
         self._empty_pool(header["num_blocks"])
         if header["state"] is not None:
-            self._load(header["state"])
+            self._load_state(header["state"])
 
     def apply(self, event: list) -> None:
         """Apply one event. Raises ReplayError if it is unknown or contradicts the events before it."""
@@ -84,7 +84,7 @@ class Replay:
         if not holds:
             raise ReplayError(f"step {self.step}: {message}")
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _load_state(self, state: Mapping[str, Any]) -> None:
         self.free = OrderedDict.fromkeys(state["free"])
         self.cached = {block_id: (block_hash, serial) for block_id, block_hash, serial, _ in state["cached"]}
         self.seqs = {about["number"]: ReplayedSequence(**about) for about in state["seqs"]}
@@ -227,6 +227,12 @@ class Replay:
         self._check(seq.block_table[place] == source, f"sequence {number} does not write to block {source}")
         seq.block_table[place] = destination
         self._disown(source)
+
+    def _load(self, number: int, block_ids: list[int]) -> None:
+        """Note blocks that the K/V store fills before the step. `take` has put them in the block table."""
+        table = self.seqs[number].block_table
+        for block_id in block_ids:
+            self._check(block_id in table, f"block {block_id} is loaded for sequence {number}, which does not own it")
 
     def _give_back(self, number: int, block_ids: list[int]) -> None:
         table = self.seqs[number].block_table

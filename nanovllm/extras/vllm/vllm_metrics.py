@@ -66,8 +66,25 @@ COUNTERS: Mapping[str, str] = {
     "recording_failures": "Recordings and other observers that have failed and are no longer called.",
     "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens that were found in the prefix cache.",
+    "external_prefix_cache_hits": "Prompt tokens that were loaded from the K/V store.",
+    "kv_store_failed_loads": "Blocks that the K/V store had when it was asked, and could not load.",
+    "kv_store_dropped_blocks": "Blocks that were not saved to the K/V store, because too many waited.",
+    "kv_store_hits": "Blocks that a tier of the K/V store had when it was asked.",
+    "kv_store_misses": "Blocks that a tier of the K/V store was asked for and did not have.",
+    "kv_store_loaded_bytes": "Bytes loaded from a tier of the K/V store.",
+    "kv_store_saved_bytes": "Bytes saved to a tier of the K/V store.",
+    "kv_store_load_time_seconds": "Time spent in loading from a tier of the K/V store.",
+    "kv_store_save_time_seconds": "Time spent in saving to a tier of the K/V store.",
+    "kv_store_evictions": "Blocks that a tier of the K/V store has evicted.",
+    "kv_store_failures": "Calls of a tier of the K/V store that have raised, and blocks found damaged.",
     "request_success": "Requests that have ended, by finish reason.",
 }
+
+TIER_FIELDS = (
+    *("hits", "misses", "loaded_bytes", "saved_bytes", "load_time_s", "save_time_s"),
+    *("evictions", "failures"),
+)
+"""Counters of each tier of a K/V store: fields of `TierStats`."""
 
 
 @dataclass
@@ -82,7 +99,7 @@ class Metric:
 class Counter(Metric):
     """A value that only grows."""
 
-    value: int = 0
+    value: float = 0
 
 
 @dataclass
@@ -136,7 +153,22 @@ def make_metrics(stats: EngineStats, observed: Observations) -> list[Metric]:
         Gauge(f"nanovllm:{name}", {}, float(value)) if name in GAUGES else Counter(f"nanovllm:{name}", {}, int(value))
         for name, value in values.items()
     ]
-    return metrics + request_metrics(observed)
+    return metrics + store_metrics(stats) + request_metrics(observed)
+
+
+def store_metrics(stats: EngineStats) -> list[Metric]:
+    """Return the metrics of the K/V store, one of each kind for each tier; none if the engine has no store."""
+    if not stats.kv_tiers:
+        return []
+    metrics: list[Metric] = [
+        Counter("nanovllm:external_prefix_cache_hits", {}, stats.loaded_tokens),
+        Counter("nanovllm:kv_store_failed_loads", {}, stats.num_failed_loads),
+        Counter("nanovllm:kv_store_dropped_blocks", {}, stats.num_dropped_blocks),
+    ]
+    for counter in TIER_FIELDS:
+        name = f"nanovllm:kv_store_{counter.replace('_time_s', '_time_seconds')}"
+        metrics += [Counter(name, {"tier": tier}, getattr(one, counter)) for tier, one in stats.kv_tiers.items()]
+    return metrics
 
 
 def get_metrics(self: "LLM") -> list[Metric]:

@@ -23,6 +23,7 @@ export function describeEvent(run, event, t, numFree) {
     case "evictions": return t("event.evictions", { blocks: number.join(", ") });
     case "share": return t(rest[0] ? "event.share" : "event.share.null", { seq, block: rest[0] });
     case "copy": return t("event.copy", { seq, block: rest[0], other: rest[1] });
+    case "load": return t("event.load", { seq, blocks: rest[0].join(", ") });
     case "give_back": return t("event.give_back", { seq, blocks: rest[0].join(", ") });
     case "free": return t("event.free", { seq });
     case "register": return t("event.register", { seq, block: rest[0] });
@@ -47,6 +48,7 @@ export function freeBefore(run, frame) {
 // Return the sequence and block that an event is about: {seq, block}.
 export function subjectOf([code, number, ...rest]) {
   if (["take", "share", "register"].includes(code) && rest[0]) return { seq: number, block: rest[0] };
+  if (code === "load" && rest[0].length) return { seq: number, block: rest[0][0] };
   if (code === "copy") return { seq: number, block: rest[1] };
   if (code === "evictions") return { block: number[0] };
   if (code === "forget") return { block: number };

@@ -157,6 +157,7 @@ const WORDS = {
   "event.draft": ["{seq} gets drafts to verify: {text}", "{seq} 得到待验证的草稿：{text}"],
   "event.verify": ["{seq} keeps {count} of {all} drafts", "{seq} 保留 {all} 个草稿中的 {count} 个"],
   "event.verify.blocks": [", and gives back {blocks}", "，并归还 {blocks}"],
+  "event.load": ["Blocks {blocks} of {seq} are loaded from the K/V store, and not computed", "{seq} 的块 {blocks} 从 K/V 存储载入，无需计算"],
   "event.give_back": ["{seq} gives back {blocks}: they are behind the window of all layers", "{seq} 归还 {blocks}：已在所有层的窗口之外"],
   "event.free": ["{seq} frees its blocks", "{seq} 归还其块"],
   "event.register": ["block {block} of {seq} is now in the prefix cache", "{seq} 的块 {block} 从此可被找到"],

@@ -15,7 +15,7 @@ export class Replay {
     this.decodes = [];
     this.broken = [];
     this.emptyPool(header.num_blocks);
-    if (header.state) this.load(header.state);
+    if (header.state) this.loadState(header.state);
   }
 
   // Copy the state. The copy shares tokens and hashes, because these only grow.
@@ -57,7 +57,7 @@ export class Replay {
     this.previous = Int32Array.from({ length: numBlocks + 1 }, (_, i) => (i + numBlocks) % (numBlocks + 1));
   }
 
-  load(state) {
+  loadState(state) {
     this.next.fill(-1);
     this.next[0] = this.previous[0] = 0;
     this.numFree = 0;
@@ -231,6 +231,12 @@ export class Replay {
     this.disown(source);
   }
 
+  // The K/V store fills these blocks before the step. `take` has put them in the table.
+  load(number, blocks) {
+    const { table } = this.seqs.get(number);
+    for (const b of blocks) this.check(table.includes(b), `block ${b} is loaded for sequence ${number}, which does not own it`);
+  }
+
   give_back(number, blocks) {
     const { table } = this.seqs.get(number);
     for (const b of blocks) {
@@ -355,7 +361,7 @@ export class Replay {
 
 const EVENTS = new Set([
   "start", "add", "fork", "tokens", "finish", "wait", "idle", "admit", "preempt", "draft", "schedule", "verify", "update", "roll_back",
-  "take", "share", "copy", "give_back", "free", "register", "forget", "reset",
+  "take", "share", "copy", "load", "give_back", "free", "register", "forget", "reset",
 ]);
 
 function makeSequence(number, about) {
