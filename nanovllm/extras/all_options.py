@@ -108,6 +108,7 @@ class Config(config.Config):
 
     @property
     def has_kv_store(self) -> bool:
+        """Return whether blocks are kept outside of the KV cache (`kv_store/`)."""
         return self.kv_offloading_size is not None or self.kv_transfer_config is not None
 
     @classmethod

@@ -6,7 +6,7 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import observer
@@ -39,10 +39,7 @@ class Observer(observer.Observer):
         """`seq` gives up blocks behind the window of all layers. In its block table the null block replaces them."""
 
     def on_load_blocks(self, seq: Sequence, block_ids: list[int], num_tokens: int) -> None:
-        """`seq`, which is about to be admitted, has taken these blocks, which the K/V store fills before the step.
-
-        They count as computed: `num_tokens` tokens, with those of blocks behind the window of all layers.
-        """
+        """The K/V store fills these blocks of `seq` before the step: `num_tokens` of its tokens are not computed."""
 
     def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
         """A step has computed drafts (`speculation/`): `seq` keeps the accepted ones, and gives up blocks."""
@@ -59,10 +56,6 @@ class Counts(observer.Stats):
     """Blocks that sequences have given back because they were behind the window of all layers."""
     num_swaps: int = 0
     """Preemptions that copied K and V to host memory."""
-    num_loaded_blocks: int = 0
-    """Blocks that were loaded from the K/V store, instead of being computed."""
-    loaded_tokens: int = 0
-    """Prompt tokens whose K and V came from the K/V store when their request was first admitted."""
     num_finished: int = 0
     kv_tokens_stored: int = 0
     """Summed over the steps: tokens in the cache; a shared block counts once."""
@@ -97,12 +90,8 @@ class EngineStats(Counts):
     num_waiting: int
     budget_used: float
     """Share of the steps' token budgets that was scheduled."""
-    kv_tiers: Mapping[str, Any] = field(default_factory=dict)
-    """Name of each tier of the K/V store -> its `TierStats`."""
-    num_failed_loads: int = 0
-    """Blocks that the K/V store had when it was asked, and could not load."""
-    num_dropped_blocks: int = 0
-    """Blocks that were not saved to the K/V store, because too many waited."""
+    kv_store: Any = None
+    """The `StoreStats` of the K/V store (`kv_store/store.py`), if there is one."""
 
 
 class SchedulingStats(Counts, Observer):
@@ -136,10 +125,8 @@ class SchedulingStats(Counts, Observer):
         self.num_window_blocks += len(block_ids)
 
     def on_load_blocks(self, seq: Sequence, block_ids: list[int], num_tokens: int) -> None:
-        self.num_loaded_blocks += len(block_ids)
-        if seq.num_cached_tokens is None:
-            self.loaded_tokens += num_tokens
-            self.prefix_cache_hit_tokens -= num_tokens  # `on_admit`, which comes next, adds all cached tokens
+        if seq.num_cached_tokens is None:  # `on_admit`, which comes next, adds all cached tokens
+            self.prefix_cache_hit_tokens -= num_tokens
 
     def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
         self.num_drafts += num_drafts > 0

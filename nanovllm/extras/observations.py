@@ -55,7 +55,6 @@ class Observations:
 
 def make_stats(counts: Counts, scheduler: Scheduler, kv_store: Any = None) -> EngineStats:
     blocks = scheduler.block_manager
-    of_store = {} if kv_store is None else kv_store.get_stats()
     return EngineStats(
         **{one.name: getattr(counts, one.name) for one in fields(Counts)},
         num_kv_blocks=blocks.num_blocks,
@@ -63,5 +62,5 @@ def make_stats(counts: Counts, scheduler: Scheduler, kv_store: Any = None) -> En
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         budget_used=counts.scheduled_tokens / max(1, counts.steps * scheduler.max_num_batched_tokens),
-        **of_store,
+        kv_store=kv_store and kv_store.get_stats(),
     )

@@ -9,7 +9,7 @@ import random
 import numpy as np
 
 from nanovllm.extras.kv_store.keys import names_of
-from nanovllm.extras.kv_store.store import StoreHooks
+from nanovllm.extras.kv_store.store import StoreHooks, StoreStats
 from tests.extras.full_fake_kv_cache import FullFakeKVCache
 from tests.extras.full_traffic import Run
 from tests.extras.speculative_traffic import SpeculativeRun
@@ -24,6 +24,7 @@ class FakeStore:
         self.block_size = block_size
         self.rng = None if seed is None else random.Random(seed)
         self.can_load = self.can_save = True
+        self.stats = StoreStats()
         self.kept = {}  # name -> contents of the slots of a block
         self.num_loads = self.num_failures = 0
 

@@ -22,6 +22,8 @@ DEFAULTS = {
     "long_prefill_token_threshold": 0,
     "preemption_mode": "recompute",
     "swap_space_bytes": 0,
+    "kv_offloading_size": None,
+    "kv_transfer_config": None,
     "enable_cuda_graphs": None,
     "enable_overlap": None,
     "self_check": None,

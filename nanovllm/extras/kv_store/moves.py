@@ -9,8 +9,9 @@ in a stream of their own.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm.batch import Batch
@@ -62,40 +63,53 @@ class SavesAfterwards:
 
 def copy_in(kv_cache: torch.Tensor, loads: list[tuple[torch.Tensor, int]]) -> None:
     """Copy blocks from host memory to kv_cache: [parts, num_layers, num_blocks, …]."""
-    shape = (*kv_cache.shape[:2], *kv_cache.shape[3:])
     if not kv_cache.is_cuda:
+        blocks = as_bytes(kv_cache)
         for data, block_id in loads:
-            kv_cache[:, :, block_id].copy_(data.view(kv_cache.dtype).view(shape))
+            block = blocks[:, :, block_id]
+            np.copyto(block, data.numpy().reshape(block.shape))
         return
+    shape = (*kv_cache.shape[:2], *kv_cache.shape[3:])
     arrived = torch.empty((len(loads), *shape), dtype=kv_cache.dtype, device=kv_cache.device)
-    for block, (data, _) in zip(arrived, loads, strict=True):
-        block.copy_(data.view(kv_cache.dtype).view(shape), non_blocking=True)
+    for device_block, (data, _) in zip(arrived, loads, strict=True):
+        device_block.copy_(data.view(kv_cache.dtype).view(shape), non_blocking=True)
     block_ids = indices_on(kv_cache.device, tuple(block_id for _, block_id in loads))
     as_words(kv_cache)[:, :, block_ids] = as_words(arrived).movedim(0, 2)
 
 
-class CopyOut:
-    """Blocks on their way to the host. `wait` returns their data: [num_blocks, bytes_per_block] uint8."""
+def copy_out(kv_cache: torch.Tensor, block_ids: list[int], stream: torch.cuda.Stream | None) -> "Arriving":
+    """Copy blocks of kv_cache: [parts, num_layers, num_blocks, …] to host memory, on CUDA in `stream`."""
+    if stream is None:
+        blocks = as_bytes(kv_cache)
+        found = np.stack([blocks[:, :, block_id] for block_id in block_ids])  # [len(block_ids), parts, num_layers, …]
+        return Arriving(torch.from_numpy(found).flatten(1), None)
+    words = as_words(kv_cache)[:, :, indices_on(kv_cache.device, tuple(block_ids))]
+    gathered = words.movedim(2, 0).contiguous()
+    data = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+    stream.wait_stream(torch.cuda.current_stream(kv_cache.device))
+    with torch.cuda.stream(stream):
+        data.copy_(gathered, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(stream)
+    gathered.record_stream(stream)
+    return Arriving(data.view(torch.uint8).flatten(1), arrived)
 
-    def __init__(self, kv_cache: torch.Tensor, block_ids: list[int], stream: torch.cuda.Stream | None) -> None:
-        shape = (len(block_ids), *kv_cache.shape[:2], *kv_cache.shape[3:])
-        self._arrived: torch.cuda.Event | None = None
-        if stream is None:
-            self._data = torch.empty(shape, dtype=kv_cache.dtype)
-            for block, block_id in zip(self._data, block_ids, strict=True):
-                block.copy_(kv_cache[:, :, block_id])
-            return
-        found = as_words(kv_cache)[:, :, indices_on(kv_cache.device, tuple(block_ids))]
-        gathered = found.movedim(2, 0).contiguous()  # [num_blocks, parts, num_layers, …]
-        self._data = torch.empty(shape, dtype=kv_cache.dtype, pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(kv_cache.device))
-        with torch.cuda.stream(stream):
-            as_words(self._data).copy_(gathered, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(stream)
-        gathered.record_stream(stream)
 
-    def wait(self) -> torch.Tensor:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._data.view(torch.uint8).flatten(1) if self._data.dim() > 1 else self._data
+class Arriving(NamedTuple):
+    """Blocks on their way to the host: [num_blocks, bytes_per_block] uint8."""
+
+    data: torch.Tensor
+    event: torch.cuda.Event | None
+
+    def wait(self) -> np.ndarray:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.data.numpy()
+
+
+def as_bytes(kv_cache: torch.Tensor) -> np.ndarray:
+    """View a cache in host memory as an array of bytes: [parts, num_layers, num_blocks, …, bytes of a row] uint8
+
+    NumPy copies blocks in the caller's thread. PyTorch would wait for all of its threads at each block.
+    """
+    return kv_cache.view(torch.uint8).numpy()

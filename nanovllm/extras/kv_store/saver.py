@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.extras.kv_store.moves import CopyOut
+from nanovllm.extras.kv_store.moves import Arriving, copy_out
 from nanovllm.extras.kv_store.tier import BlockName, Tier
 
 MAX_PENDING_BYTES = 1 << 30
@@ -20,7 +20,7 @@ MAX_EXIT_S = 10.0  # how long the end of an engine waits for blocks that are not
 
 class Pending(NamedTuple):
     names: list[BlockName]
-    blocks: CopyOut
+    blocks: Arriving
 
 
 class Backlog:
@@ -61,7 +61,7 @@ class Saver:
         if kv_cache.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(kv_cache.device)
         names, block_ids = map(list, zip(*saves, strict=True))
-        blocks = CopyOut(kv_cache, block_ids, self._stream)
+        blocks = copy_out(kv_cache, block_ids, self._stream)
         self._backlog.add(len(saves) * self.bytes_per_block)
         self._queue.put(Pending(names, blocks))
 
@@ -74,7 +74,7 @@ class Saver:
 def save_all(store: Tier, queue: "SimpleQueue[Pending | None]", backlog: Backlog, bytes_per_block: int) -> None:
     """Save what comes through the queue, until None comes. The store never raises: it is a `Chain`."""
     while (pending := queue.get()) is not None:
-        data = pending.blocks.wait().numpy()  # [num_blocks, bytes_per_block]
+        data = pending.blocks.wait()  # [num_blocks, bytes_per_block]
         for i in reversed(range(len(pending.names))):  # the beginning of a prefix is evicted last
             store.save(pending.names[i], data[i])
         store.finished()

@@ -20,7 +20,7 @@ device before the step's forward pass. If a load fails, the sequence computes fr
 """
 
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +31,28 @@ from nanovllm.extras.kv_store.keys import digest_folder, make_root_key, names_of
 from nanovllm.extras.kv_store.moves import SavesAfterwards, StoreMoves
 from nanovllm.extras.kv_store.saver import Saver
 from nanovllm.extras.kv_store.store_options import is_private, make_tiers, read_transfer, smallest_size
-from nanovllm.extras.kv_store.tier import BlockName, Chain
+from nanovllm.extras.kv_store.tier import BlockName, Chain, TierStats
 
 if TYPE_CHECKING:
     from nanovllm.extras.full_runner import ModelRunner
 
 NULL_BLOCK = 0
+
+
+@dataclass
+class StoreStats:
+    """Counters of an engine's store."""
+
+    num_loaded_blocks: int = 0
+    """Blocks that were loaded, instead of being computed."""
+    loaded_tokens: int = 0
+    """Tokens whose K and V came from the store when a sequence was admitted."""
+    num_failed_loads: int = 0
+    """Blocks that a tier had when it was asked, and that could not be loaded."""
+    num_dropped_blocks: int = 0
+    """Blocks that were not saved, because too many waited."""
+    tiers: dict[str, TierStats] = field(default_factory=dict)
+    """Name of each tier -> its counters."""
 
 
 class KVStore:
@@ -50,7 +66,7 @@ class KVStore:
         self.block_size = runner.backend.block_size
         self.bytes_per_block = cache.bytes_per_block
         self.is_pinned = cache.tensor.is_cuda
-        self.num_failed_loads = 0
+        self.stats = StoreStats()
         if smallest_size(config) < self.bytes_per_block:
             option = "kv_transfer_config" if config.kv_offloading_size is None else "kv_offloading_size"
             raise ValueError(
@@ -72,14 +88,10 @@ class KVStore:
         """Let new sequences find no block that was saved before: their keys begin with another root."""
         self.root_key = make_root_key({"before": self.root_key.hex(), "salt": token_hex()})
 
-    def get_stats(self) -> dict[str, Any]:
-        """Return fields of `EngineStats`: copies of the tiers' counters, which other threads still change."""
+    def get_stats(self) -> StoreStats:
+        """Return a copy of all counters, which other threads still change."""
         tiers = {tier.name: replace(tier.stats) for tier in self.tiers.tiers}
-        return {
-            "kv_tiers": tiers,
-            "num_failed_loads": self.num_failed_loads,
-            "num_dropped_blocks": self.saver.num_dropped,
-        }
+        return replace(self.stats, num_dropped_blocks=self.saver.num_dropped, tiers=tiers)
 
     def names(self, seq: Any, start: int, stop: int) -> list[BlockName]:
         """Return the names of the blocks [start, stop) of `seq`, whose tokens are known."""
@@ -93,7 +105,7 @@ class KVStore:
         data = torch.empty(self.bytes_per_block, dtype=torch.uint8, pin_memory=self.is_pinned)
         if self.tiers.load(name, data.numpy()):
             return data
-        self.num_failed_loads += 1
+        self.stats.num_failed_loads += 1
         self.tiers.failed(name)
         return None
 
@@ -198,7 +210,7 @@ class StoreHooks:
         return stop, loaded
 
     def _append(self, seq: Any, first: int, stop: int, loaded: dict[int, torch.Tensor]) -> None:
-        """Append the blocks [first, stop) to the block table of `seq`: null blocks behind the window, then loaded ones."""
+        """Append the blocks [first, stop) to the table of `seq`: null blocks behind the window, then loaded ones."""
         blocks, num_behind = self.blocks, self._num_behind(stop)
         if seq.block_table.view(0, min(first, num_behind)).any():
             blocks._give_back(seq, min(first, num_behind))  # what the pool has found and the next token does not see
@@ -215,6 +227,8 @@ class StoreHooks:
             self._skip_registration(seq, num_behind)
         seq.num_computed_tokens = stop * blocks.block_size
         self._register(seq, seq.num_computed_tokens)
+        self._store.stats.num_loaded_blocks += len(block_ids)
+        self._store.stats.loaded_tokens += (stop - first) * blocks.block_size
         blocks.observer.on_load_blocks(seq, block_ids, (stop - first) * blocks.block_size)
 
     def _skip_registration(self, seq: Any, num_blocks: int) -> None:

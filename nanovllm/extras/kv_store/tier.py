@@ -62,7 +62,7 @@ class Tier(ABC):
 
     @abstractmethod
     def save(self, block: BlockName, data: np.ndarray) -> None:
-        """Keep a copy of `data`: [num_bytes] uint8. Does nothing if the block is there or there is no room."""
+        """Keep a copy of `data`: [num_bytes] uint8. Does nothing if the tier has the block, or has no room."""
 
     def finished(self) -> None:  # noqa: B027  # most tiers have nothing to do
         """Make what was saved visible to other processes, and after a restart."""

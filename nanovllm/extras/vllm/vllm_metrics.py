@@ -66,7 +66,7 @@ COUNTERS: Mapping[str, str] = {
     "recording_failures": "Recordings and other observers that have failed and are no longer called.",
     "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens that were found in the prefix cache.",
-    "external_prefix_cache_hits": "Prompt tokens that were loaded from the K/V store.",
+    "external_prefix_cache_hits": "Tokens whose K and V were loaded from the K/V store.",
     "kv_store_failed_loads": "Blocks that the K/V store had when it was asked, and could not load.",
     "kv_store_dropped_blocks": "Blocks that were not saved to the K/V store, because too many waited.",
     "kv_store_hits": "Blocks that a tier of the K/V store had when it was asked.",
@@ -158,16 +158,17 @@ def make_metrics(stats: EngineStats, observed: Observations) -> list[Metric]:
 
 def store_metrics(stats: EngineStats) -> list[Metric]:
     """Return the metrics of the K/V store, one of each kind for each tier; none if the engine has no store."""
-    if not stats.kv_tiers:
+    store = stats.kv_store
+    if store is None:
         return []
     metrics: list[Metric] = [
-        Counter("nanovllm:external_prefix_cache_hits", {}, stats.loaded_tokens),
-        Counter("nanovllm:kv_store_failed_loads", {}, stats.num_failed_loads),
-        Counter("nanovllm:kv_store_dropped_blocks", {}, stats.num_dropped_blocks),
+        Counter("nanovllm:external_prefix_cache_hits", {}, store.loaded_tokens),
+        Counter("nanovllm:kv_store_failed_loads", {}, store.num_failed_loads),
+        Counter("nanovllm:kv_store_dropped_blocks", {}, store.num_dropped_blocks),
     ]
     for counter in TIER_FIELDS:
         name = f"nanovllm:kv_store_{counter.replace('_time_s', '_time_seconds')}"
-        metrics += [Counter(name, {"tier": tier}, getattr(one, counter)) for tier, one in stats.kv_tiers.items()]
+        metrics += [Counter(name, {"tier": tier}, getattr(one, counter)) for tier, one in store.tiers.items()]
     return metrics
 
 

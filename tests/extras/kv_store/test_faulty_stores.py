@@ -109,9 +109,9 @@ def test_a_faulty_store_changes_no_token(folder, expected, kind):
     assert answers_of(llm) == expected
     stats = llm.get_stats()
     can_load = kind in ("lying", "slow", "forgetful", "full")
-    assert (stats.num_loaded_blocks > 0) == can_load
-    assert (stats.kv_tiers[STORES[kind].name].failures > 0) == ("raising" in kind)
-    assert (stats.num_failed_loads > 0) == (kind in ("lying", "forgetful", "raising on load"))
+    assert (stats.kv_store.num_loaded_blocks > 0) == can_load
+    assert (stats.kv_store.tiers[STORES[kind].name].failures > 0) == ("raising" in kind)
+    assert (stats.kv_store.num_failed_loads > 0) == (kind in ("lying", "forgetful", "raising on load"))
     assert stats.num_free_blocks == stats.num_kv_blocks
 
 
@@ -130,7 +130,7 @@ def test_a_store_that_stands_still_holds_up_no_request(folder, expected):
     saver.wait = lambda *_: True
     assert answers_of(llm) == expected
     assert saver._backlog.num_bytes == 10 * saver.bytes_per_block
-    assert llm.get_stats().num_dropped_blocks > 0
+    assert llm.get_stats().kv_store.num_dropped_blocks > 0
     gate.set()
     assert Saver.wait(saver, 5)
 
@@ -140,11 +140,11 @@ def test_two_engines_share_a_tier(folder, expected):
     tier = MemoryTier(1 << 20)
     producer = LLM(folder, kv_transfer_config={"kv_connector": tier, "kv_role": "kv_producer"}, **OPTIONS)
     assert answers_of(producer) == expected
-    assert producer.get_stats().num_loaded_blocks == 0
+    assert producer.get_stats().kv_store.num_loaded_blocks == 0
     saved_bytes = tier.stats.saved_bytes
     consumer = LLM(folder, kv_transfer_config={"kv_connector": tier, "kv_role": "kv_consumer"}, **OPTIONS)
     assert answers_of(consumer) == expected
-    assert consumer.get_stats().loaded_tokens >= 28 * 3, "all full blocks of the prompts, but for their last token"
+    assert consumer.get_stats().kv_store.loaded_tokens >= 28 * 3, "all full blocks of the prompts, but for their last token"
     assert tier.stats.saved_bytes == saved_bytes
     del producer
     gc.collect()
@@ -158,18 +158,18 @@ def test_another_model_finds_nothing(checkpoints, folder):
     llm = LLM(other, kv_transfer_config={"kv_connector": tier}, **OPTIONS)
     alone = answers_of(LLM(other, **OPTIONS), order=[0])
     assert answers_of(llm, order=[0]) == alone
-    assert llm.get_stats().num_loaded_blocks == 0
+    assert llm.get_stats().kv_store.num_loaded_blocks == 0
 
 
 def test_a_reset_of_the_prefix_cache_forgets_the_store(folder, expected):
     llm = LLM(folder, kv_offloading_size=1e-3, **OPTIONS)
     answers_of(llm)
     llm.reset_prefix_cache()
-    before = llm.get_stats().num_loaded_blocks
+    before = llm.get_stats().kv_store.num_loaded_blocks
     assert answers_of(llm, order=[0]) == expected[:1]
-    assert llm.get_stats().num_loaded_blocks == before
+    assert llm.get_stats().kv_store.num_loaded_blocks == before
     answers_of(llm, order=[1, 2, 0])
-    assert llm.get_stats().num_loaded_blocks > before, "what was saved since is found"
+    assert llm.get_stats().kv_store.num_loaded_blocks > before, "what was saved since is found"
 
 
 def test_a_failed_step_loads_and_saves_nothing_wrong(folder, expected, monkeypatch):
@@ -271,7 +271,7 @@ def test_the_memory_tier_by_the_connectors_name(folder, expected):
     assert answers_of(llm) == expected
     stats = llm.get_stats()
     metrics = {(one.name, one.labels.get("tier")): one for one in llm.get_metrics()}
-    assert metrics["nanovllm:kv_store_hits", "memory"].value == stats.kv_tiers["memory"].hits > 0
-    assert metrics["nanovllm:external_prefix_cache_hits", None].value == stats.loaded_tokens > 0
+    assert metrics["nanovllm:kv_store_hits", "memory"].value == stats.kv_store.tiers["memory"].hits > 0
+    assert metrics["nanovllm:external_prefix_cache_hits", None].value == stats.kv_store.loaded_tokens > 0
     assert metrics["nanovllm:prefix_cache_hits", None].value == stats.prefix_cache_hit_tokens
-    np.testing.assert_equal(stats.kv_tiers["memory"].loaded_bytes, 1024 * stats.num_loaded_blocks)
+    np.testing.assert_equal(stats.kv_store.tiers["memory"].loaded_bytes, 1024 * stats.kv_store.num_loaded_blocks)

@@ -107,6 +107,6 @@ def test_tokens_are_those_without_a_store(models, name, variant, layers):
     if layers == "kernels":
         assert answers == expected, "bit for bit"
     stats = engine.get_stats()
-    assert stats.num_loaded_blocks > 0
-    assert stats.kv_tiers["memory"].saved_bytes > 0 == stats.num_dropped_blocks
+    assert stats.kv_store.num_loaded_blocks > 0
+    assert stats.kv_store.tiers["memory"].saved_bytes > 0 == stats.kv_store.num_dropped_blocks
     assert stats.num_free_blocks == stats.num_kv_blocks

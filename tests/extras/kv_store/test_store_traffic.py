@@ -64,6 +64,6 @@ def test_what_was_pushed_out_of_the_pool_is_loaded(window, num_loads):
     """Behind a window nothing is loaded: the token at position 20 sees the positions from 16, or from 12, on."""
     run = StoreRun(num_blocks=8, block_size=4, window=window)
     again = serve_twice(run, list(range(21)), OTHERS, max_tokens=4)
-    assert run.store.num_loads == run.stats.num_loaded_blocks == num_loads - (window is not None)
+    assert run.store.num_loads == run.store.stats.num_loaded_blocks == num_loads - (window is not None)
     assert again.num_cached_tokens == 20
-    assert run.stats.loaded_tokens == 20
+    assert run.store.stats.loaded_tokens == 20
