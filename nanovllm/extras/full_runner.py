@@ -152,8 +152,8 @@ class ModelRunner(PlainRunner):
 
     def make_kv_cache(self) -> KVCache:
         dtype = getattr(self.backend, "kv_cache_dtype", None) or self.dtype
-        arguments = (self.backend, self.shape.num_hidden_layers, dtype, self.device)
-        kind: Callable[..., KVCache] = KVCache
+        arguments: tuple[Any, ...] = (self.backend, self.shape.num_hidden_layers, dtype, self.device)
+        kind: Any = KVCache
         if self.config.swap_space_bytes:
             from nanovllm.extras.swap.host_blocks import SwappingKVCache as kind
 
@@ -162,7 +162,7 @@ class ModelRunner(PlainRunner):
             from nanovllm.extras.kv_store.moves import loading
 
             kind = loading(kind)
-        return kind(*arguments)
+        return kind(*arguments)  # type: ignore[no-any-return]
 
     def make_graphs(self) -> CudaGraphs:
         """Return the core's graphs of the forward pass of decodes; `choose_graphs` has decided that there are some."""

@@ -26,7 +26,7 @@ class FakeStore:
         self.can_load = self.can_save = True
         self.stats = StoreStats()
         self.kept = {}  # name -> contents of the slots of a block
-        self.num_loads = self.num_failures = 0
+        self.num_loads = self.num_failures = self.num_saves = 0
 
     def names(self, seq, start, stop):
         return names_of(seq, start, stop, ROOT, self.block_size)
@@ -46,6 +46,7 @@ class FakeStore:
         return contents
 
     def save(self, name, contents):
+        self.num_saves += 1
         prefix = contents[-1]
         assert np.array(prefix[-self.block_size :], dtype="<i4").tobytes() == name.tokens
         assert contents == [prefix[: len(prefix) - i] for i in reversed(range(self.block_size))], "a half-filled block"

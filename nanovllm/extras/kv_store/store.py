@@ -117,6 +117,7 @@ def facts_of(runner: "ModelRunner", has_digest: bool) -> dict[str, Any]:
     """
     config, backend, cache = runner.config, runner.backend, runner.kv_cache
     facts = {
+        "model": [runner.model_class.__name__, repr(config.hf_overrides)],
         "shape": {name: repr(value) for name, value in vars(runner.shape).items()},
         "dtype": str(runner.dtype),
         "cache": [str(cache.dtype), *backend.kv_cache_shape(cache.num_layers, 1)],
@@ -131,13 +132,13 @@ def facts_of(runner: "ModelRunner", has_digest: bool) -> dict[str, Any]:
 class StoreHooks:
     """Wraps the methods of one block manager."""
 
-    def __init__(self, store: KVStore, blocks: BlockManager) -> None:
+    def __init__(self, store: KVStore, blocks: Any) -> None:
         self._store: KVStore = weakref.proxy(store)  # this object and the block manager refer to each other
-        self.blocks: Any = blocks
+        self.blocks = blocks
         self._loads: list[tuple[torch.Tensor, int]] = []
         self._saves: dict[int, BlockName] = {}  # block id -> name, of blocks that are full after the next step
-        cache: Any = blocks.prefix_cache
-        self._try_admit, self._take_copies = self.blocks.try_admit, self.blocks.take_copies
+        cache = blocks.prefix_cache
+        self._try_admit, self._take_copies = blocks.try_admit, blocks.take_copies
         self._register, self._forget = cache.register, cache.forget
         self.blocks.take_copies = self.take_copies
         if store.can_load:

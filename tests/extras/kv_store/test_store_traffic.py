@@ -67,3 +67,22 @@ def test_what_was_pushed_out_of_the_pool_is_loaded(window, num_loads):
     assert run.store.num_loads == run.store.stats.num_loaded_blocks == num_loads - (window is not None)
     assert again.num_cached_tokens == 20
     assert run.store.stats.loaded_tokens == 20
+    num_computed_again = 1  # the block of the last token and the output
+    assert run.store.num_saves == len(run.store.kept) + num_computed_again, "each computed block is saved once"
+
+
+def test_a_sequence_that_is_swapped_in_half_way_in_a_block_loads_nothing():
+    """The rest of the block would not be computed."""
+    run = StoreRun(num_blocks=16, block_size=4, budget=6, num_swap_blocks=8)
+    seq, prompt = run.add(list(range(21)), max_tokens=3), tuple(range(21))
+    run.step()
+    assert seq.num_computed_tokens == 6
+    for i, name in enumerate(run.store.names(seq, 0, 5)):  # another engine has computed the prompt meanwhile
+        run.store.kept[name] = [prompt[: 4 * i + j] for j in range(1, 5)]
+    run.scheduler.preempt(seq, needy=seq)
+    run.scheduler.waiting.insert(0, run.scheduler.running.pop())
+    assert run.host_block_ids(seq)
+    run.cache.move(run.manager.take_copies().swap_outs)
+    run.finish()
+    run.check_end()
+    assert run.store.num_loads == 0
