@@ -3,10 +3,9 @@
     python -m benchmarks.kv_store
     python -m benchmarks.kv_store --layers 4 --rounds 3
 
-Four figures:
+Three figures:
 
     TTFT       of a prompt that is computed, and of the same prompt when its blocks are loaded
-    decode     the tokens per second of a step's copies: the bytes of a block over the time of a load
     nothing    an empty store is asked at each admission: the time of these calls, over the time of the steps
     all        each block is saved: the time of the engine's own thread for it, over the time of the steps, and the
                processor time of the whole run with and without a store
@@ -80,7 +79,9 @@ def measure_ttft(engine: LLMEngine, args: argparse.Namespace) -> None:
         assert store.stats.loaded_tokens - before >= args.prompt_len - engine.parts.block_size
         reset_prefix_cache(engine.scheduler)
     tier = engine.get_stats().kv_store.tiers["memory"]
-    print(f"prompt of {args.prompt_len} tokens, {store.bytes_per_block / 2**20:.2f} MiB a block, medians of {args.rounds}")
+    print(
+        f"prompt of {args.prompt_len} tokens, {store.bytes_per_block / 2**20:.2f} MiB a block, medians of {args.rounds}"
+    )
     print(f"  computed {median(computed) * 1e3:9.1f} ms")
     print(f"  loaded   {median(loaded) * 1e3:9.1f} ms    {median(computed) / median(loaded):.1f} times as fast")
     print(f"  the tier's own copies: {tier.loaded_bytes / tier.load_time_s / 2**30:.2f} GiB/s")

@@ -1,5 +1,6 @@
 """Engines over stores that lie, are slow, raise, lose blocks or are full: each request gets its own tokens."""
 
+import dataclasses
 import gc
 import threading
 import time
@@ -8,9 +9,14 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, Config, SamplingParams
+from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.kv_store.memory_tier import MemoryTier
 from nanovllm.extras.kv_store.saver import Saver
 from nanovllm.extras.kv_store.tier import Tier
+from nanovllm.extras.logits import BiasRows, LogitBias
+from nanovllm.extras.roll_back import reset_prefix_cache
+from nanovllm.extras.trace.check import check_recording
+from nanovllm.extras.trace.recording import read_recording
 
 OPTIONS = {
     "attention_backend": "torch",
@@ -144,7 +150,9 @@ def test_two_engines_share_a_tier(folder, expected):
     saved_bytes = tier.stats.saved_bytes
     consumer = LLM(folder, kv_transfer_config={"kv_connector": tier, "kv_role": "kv_consumer"}, **OPTIONS)
     assert answers_of(consumer) == expected
-    assert consumer.get_stats().kv_store.loaded_tokens >= 28 * 3, "all full blocks of the prompts, but for their last token"
+    assert consumer.get_stats().kv_store.loaded_tokens >= 28 * 3, (
+        "all full blocks of the prompts, but for their last token"
+    )
     assert tier.stats.saved_bytes == saved_bytes
     del producer
     gc.collect()
@@ -195,6 +203,47 @@ def test_a_failed_step_loads_and_saves_nothing_wrong(folder, expected, monkeypat
                 engine.reset_prefix_cache()  # the pool is lost
         engine.parts.kv_store.saver.wait(5)
     assert tokens == expected
+
+
+@pytest.mark.parametrize(("owner", "method"), [(LogitBias, "build"), (BiasRows, "apply")])
+def test_a_request_that_fails_its_step_costs_the_others_no_loaded_block(folder, expected, monkeypatch, owner, method):
+    """The engine looks for the request at fault, and computes the step again: loaded blocks are still there."""
+    engine = IsolatingEngine(Config(folder, kv_offloading_size=1e-3, **OPTIONS | {"num_kv_blocks": 24}))
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    def serve(prompt, **fields):
+        engine.add_request("r", prompt, params)
+        if fields:
+            engine.add_request("bad", PROMPTS[1][:5], dataclasses.replace(params, **fields))
+        answers, failures = [], {}
+        while engine.has_unfinished_requests():
+            answers += [one.outputs[0].token_ids for one in engine.step().outputs if one.finished]
+            failures |= engine.take_failures()
+        engine.parts.kv_store.saver.wait(5)
+        return answers, failures
+
+    def fail(*_):
+        raise RuntimeError("this request is at fault")
+
+    assert serve(PROMPTS[0]) == (expected[:1], {})
+    reset_prefix_cache(engine.scheduler)  # of the pool only
+    engine.runner.kv_cache.tensor.fill_(50.0)  # garbage that would show
+    monkeypatch.setattr(owner, method, classmethod(fail) if method == "build" else fail)
+    answers, failures = serve(PROMPTS[0], logit_bias={3: 1.0})
+    assert (answers, list(failures)) == (expected[:1], ["bad"])
+    assert engine.get_stats().kv_store.num_loaded_blocks == 7
+
+
+def test_a_recording_of_loaded_blocks_agrees_with_itself(folder, expected, tmp_path):
+    path = tmp_path / "run.jsonl"
+    llm = LLM(folder, kv_offloading_size=1e-3, trace=path, **OPTIONS)
+    assert answers_of(llm) == expected
+    num_loaded = llm.get_stats().kv_store.num_loaded_blocks
+    llm.shutdown()
+    lines = read_recording(path)
+    check_recording(path, lines)
+    loads = [event for line in lines[1:] for event in line["events"] if event[0] == "load"]
+    assert sum(len(block_ids) for _, _, block_ids in loads) == num_loaded > 0
 
 
 def test_the_thread_ends_with_the_engine(folder):
