@@ -1,0 +1,121 @@
+"""Blocks in shared memory, for all engines of one user on one machine: a `DiskTier` on a file system in memory.
+
+Each block is a file in /dev/shm. A reader has to copy the block in any case, and reading a file of tmpfs is that copy.
+One file per block gives what a single mapped region would need an allocator and locks of its own for: eviction, blocks
+of several sizes, and a rename that shows a block as a whole. When /dev/shm is full, `write` fails and the block is not
+saved; a store to mapped memory would kill the process by SIGBUS. `multiprocessing.shared_memory` would also remove the
+segment when the first process that has opened it ends (Python before 3.13).
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import weakref
+from pathlib import Path
+
+from nanovllm.extras.kv_store.disk_tier import DiskTier, check_name, lock_file
+
+SHARED_MEMORY = Path("/dev/shm")
+USERS = "users"  # locked by each process that uses the folder, so that the last one knows to remove it
+
+
+class SharedTier(DiskTier):
+    """A tier in shared memory. Engines with the same `group` share it; it takes at most `max_bytes`.
+
+    The last engine that closes it frees the memory. After SIGKILL, the next engine of the group finds the blocks, and
+    the next engine of any other group frees them.
+    """
+
+    name = "shared"
+
+    def __init__(self, max_bytes: int, group: str = "default", root: Path = SHARED_MEMORY) -> None:
+        check_name("group", group)
+        if not root.is_dir():
+            raise ValueError(f"there is no shared memory at {root}: use a `DiskTier`, or leave the tier out")
+        statistics = os.statvfs(root)
+        num_bytes = statistics.f_blocks * statistics.f_frsize
+        if isinstance(max_bytes, int) and max_bytes > num_bytes:
+            raise ValueError(
+                f"`max_bytes` must be at most {num_bytes}, the size of {root}, got {max_bytes}. "
+                "In a container, its size is set by `--shm-size`."
+            )
+        prefix = f"nanovllm-kv-{os.geteuid()}-"
+        folder = root / f"{prefix}{group}"
+        for other in root.glob(f"{prefix}*"):
+            if other != folder:
+                remove_if_unused(other)
+        users = open_users(folder)
+        self._release = weakref.finalize(self, release, folder, users, os.getpid())  # at the end of the process too
+        try:
+            super().__init__(folder, max_bytes)
+        except BaseException:
+            self._release()
+            raise
+
+    def close(self) -> None:
+        self._release()
+
+
+def open_users(folder: Path) -> int:
+    """Create the folder if it is not there, and hold a shared lock on its file of users. Returns the open file."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        if not is_own_folder(folder):
+            raise ValueError(f"{folder} must be a folder of this user with mode 0700. Remove it, or change `group`.")
+        with contextlib.suppress(FileNotFoundError):  # removed by its last user: try again
+            users = os.open(folder / USERS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                lock_file(users, fcntl.LOCK_SH)
+                if os.fstat(users).st_ino == os.stat(folder / USERS).st_ino:
+                    return users
+            except BaseException:
+                os.close(users)
+                raise
+            os.close(users)
+
+
+def is_own_folder(path: Path) -> bool:
+    """Return whether this is a private folder, and not a link: /dev/shm is writable by all users."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return True  # removed by the last user meanwhile
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def release(folder: Path, users: int, pid: int) -> None:
+    """Give up the lock on the file of users, and remove the folder if no other process has one."""
+    if os.getpid() != pid:  # a forked process: its parent still uses the folder
+        return
+    try:
+        remove_unless_locked(folder, users)
+    finally:
+        os.close(users)
+
+
+def remove_if_unused(folder: Path) -> None:
+    """Remove the folder of another group whose processes have all ended without closing it."""
+    if not is_own_folder(folder):
+        return
+    with contextlib.suppress(OSError):
+        users = os.open(folder / USERS, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            remove_unless_locked(folder, users)
+        finally:
+            os.close(users)
+
+
+def remove_unless_locked(folder: Path, users: int) -> None:
+    """Remove the folder if no other process has a lock on `users`, its open file of users."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in folder.iterdir():
+            if path.is_dir():  # of conversations
+                shutil.rmtree(path)
+            elif path.name != USERS:
+                path.unlink()
+        (folder / USERS).unlink()  # the last: until then, a process that starts waits for the lock
+        folder.rmdir()

@@ -1,0 +1,490 @@
+"""The tier on disk: a dictionary in the order of last use is the oracle; damage, full disks and SIGKILL are misses."""
+
+import errno
+import fcntl
+import os
+import random
+import resource
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+from hypothesis import settings
+
+from nanovllm.extras.kv_store import disk_tier
+from nanovllm.extras.kv_store.disk_tier import DiskTier
+from tests.conftest import examples
+from tests.extras.kv_store.forked import fork, join
+from tests.extras.kv_store.tier_machine import (
+    MAX_BYTES,
+    OVERHEAD,
+    TierMachine,
+    block_data,
+    block_name,
+    files_of,
+    load,
+    noted_sum,
+)
+
+BLOCK, DATA = block_name(), block_data()
+
+
+class DiskMachine(TierMachine):
+    def make_tier(self):
+        return DiskTier(self.root / "store", MAX_BYTES)
+
+
+@pytest.mark.examples
+class TestDiskTraffic(DiskMachine.TestCase):
+    settings = settings(max_examples=examples(160), stateful_step_count=30, deadline=None)
+
+
+@pytest.fixture
+def tier(tmp_path):
+    return DiskTier(tmp_path / "store", MAX_BYTES)
+
+
+@pytest.fixture
+def path(tier):
+    """The file of the one block that is saved."""
+    tier.save(BLOCK, DATA)
+    (path,) = tier.folder.glob("*.kv")
+    return path
+
+
+def check_it_is_a_miss_and_can_be_saved_again(tier, path):
+    assert load(tier, BLOCK) is None
+    assert tier.match([BLOCK]) == 0
+    assert load(tier, BLOCK) is None
+    tier.save(BLOCK, DATA)
+    assert load(tier, BLOCK) == DATA.tobytes()
+    assert files_of(tier.folder) == {path.name: len(DATA) + OVERHEAD}
+    assert noted_sum(tier.folder) == len(DATA) + OVERHEAD
+
+
+# ---- damage
+
+
+def test_a_file_that_is_cut_or_longer_is_a_miss(tier, path):
+    content = path.read_bytes()
+    for length in [*range(0, len(content), 5), len(content) - 1]:
+        path.write_bytes(content[:length])
+        assert tier.match([BLOCK]) == 0, length
+        assert load(tier, BLOCK) is None, length
+    path.write_bytes(content + b"\0")
+    assert tier.match([BLOCK]) == 0
+    tier.failed(BLOCK)
+    check_it_is_a_miss_and_can_be_saved_again(tier, path)
+
+
+def test_each_flipped_byte_is_a_miss(tier, path):
+    content = path.read_bytes()
+    for position in range(1, len(content), 3):  # some of each field
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        assert load(tier, BLOCK) is None, position
+        assert tier.match([BLOCK]) == 0, position
+    assert tier.stats.failures == (len(DATA) + 8) // 3, "the checksum finds these; a wrong header is another block's"
+    tier.failed(BLOCK)
+    check_it_is_a_miss_and_can_be_saved_again(tier, path)
+
+
+def test_a_file_of_another_block_or_version_is_a_miss(tier, path):
+    for block in (block_name(key=1), block_name(tokens=1)):
+        other = DiskTier(tier.folder.parent / "other", MAX_BYTES)
+        other.save(block, DATA)
+        (source,) = other.folder.glob("*.kv")
+        path.write_bytes(source.read_bytes())
+        check_it_is_a_miss_and_can_be_saved_again(tier, path)
+        source.unlink()
+    path.write_bytes(path.read_bytes().replace(b"K/V 1", b"K/V 2", 1))
+    check_it_is_a_miss_and_can_be_saved_again(tier, path)
+
+
+def test_two_blocks_with_one_key_are_never_taken_for_each_other(tier):
+    tier.save(block_name(tokens=1), DATA)
+    assert tier.match([block_name(tokens=2)]) == 0
+    assert load(tier, block_name(tokens=2)) is None
+    assert load(tier, block_name(tokens=1)) == DATA.tobytes()
+
+
+def test_an_array_of_another_size_is_not_filled(tier, path):
+    assert load(tier, BLOCK, len(DATA) + 1) is None
+    assert load(tier, BLOCK, len(DATA) - 1) is None
+    assert load(tier, BLOCK) == DATA.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["empty", "folder", "pipe", "link", "dangling link"])
+def test_something_else_in_the_way(tier, path, kind, caplog):
+    elsewhere = tier.folder.parent / "elsewhere"
+    os.replace(path, elsewhere)
+    {
+        "empty": path.touch,
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "link": lambda: path.symlink_to(elsewhere),
+        "dangling link": lambda: path.symlink_to("nowhere"),
+    }[kind]()
+    assert tier.match([BLOCK]) == 0
+    assert load(tier, BLOCK) is None
+    content = elsewhere.read_bytes()
+    tier.save(BLOCK, DATA)
+    tier.save(BLOCK, DATA)
+    assert load(tier, BLOCK) == (None if kind == "folder" else DATA.tobytes())
+    tier.failed(BLOCK)
+    assert elsewhere.read_bytes() == content, "a link is replaced, not followed"
+    assert len(caplog.records) == (kind == "folder")
+    assert not files_of(tier.folder, ".tmp")
+
+
+def test_a_disk_that_cannot_be_read(tier, path, monkeypatch):
+    def read(*args):
+        raise OSError(errno.EIO, "input/output error")
+
+    for function in ("read", "readv"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, read)
+            assert load(tier, BLOCK) is None
+    check_it_is_a_miss_and_can_be_saved_again(tier, path)
+
+
+# ---- a disk that is full or read-only
+
+
+def raises(code):
+    def fail(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "code"),
+    [
+        (disk_tier.tempfile, "mkstemp", errno.EROFS),
+        (disk_tier.os, "replace", errno.ENOSPC),
+        (disk_tier.os, "pwrite", errno.ENOSPC),
+        (disk_tier.fcntl, "flock", errno.ENOLCK),
+    ],
+)
+def test_a_save_that_fails_is_dropped_with_one_line(tier, path, monkeypatch, caplog, module, function, code):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, function, raises(code))
+        for key in range(1, 4):
+            tier.save(block_name(key), DATA)
+            assert tier.match([block_name(key)]) == 0
+        tier.failed(block_name(9))
+        assert load(tier, BLOCK) == DATA.tobytes()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert os.strerror(code) in caplog.text
+    assert str(tier.folder) in caplog.text
+    assert tier.stats.failures >= 3
+    assert tier.stats.saved_bytes == len(DATA)
+    assert not files_of(tier.folder, ".tmp")
+    tier.save(block_name(1), DATA)
+    assert load(tier, block_name(1)) == DATA.tobytes()
+    assert noted_sum(tier.folder) >= sum(files_of(tier.folder).values())
+
+
+def test_a_file_that_cannot_be_written_to_its_end(tier, path, caplog):
+    """The system refuses files of more than 4,096 bytes, after it has written that many: like a full disk."""
+    tier = DiskTier(tier.folder, 100_000)
+
+    def save():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        for key in range(1, 4):
+            tier.save(block_name(key), block_data(key, 50_000))
+            assert tier.match([block_name(key)]) == 0
+        tier.save(block_name(4), DATA)
+        assert load(tier, block_name(4)) == DATA.tobytes()
+        assert len(caplog.records) == 1
+        assert tier.stats.failures == 3
+
+    join(fork(save))
+    assert len(files_of(tier.folder)) == 2
+    assert not files_of(tier.folder, ".tmp")
+
+
+def test_a_read_only_folder_can_be_loaded_from(tier, path, monkeypatch, caplog):
+    real_open = os.open
+
+    def read_only_open(path, flags, *args, **kwargs):
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", read_only_open)
+    monkeypatch.setattr(os, "utime", raises(errno.EROFS))
+    again = DiskTier(tier.folder, MAX_BYTES)
+    assert again.match([BLOCK]) == 1
+    assert load(again, BLOCK) == DATA.tobytes()
+    again.save(block_name(1), DATA)
+    again.failed(BLOCK)
+    assert load(again, BLOCK) == DATA.tobytes()
+    assert len(caplog.records) == 1
+
+
+def test_a_block_larger_than_the_bound_is_not_saved(tier, path, caplog):
+    tier.save(block_name(1), block_data(1, MAX_BYTES - OVERHEAD + 1))
+    assert files_of(tier.folder).keys() == {path.name}
+    tier.save(block_name(1), block_data(1, MAX_BYTES - OVERHEAD))
+    assert sum(files_of(tier.folder).values()) == MAX_BYTES
+    assert not caplog.records
+
+
+# ---- the folder
+
+
+def test_modes(tmp_path, path):
+    folder = path.parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
+    folder.chmod(0o750)
+    with pytest.raises(ValueError, match=r"`folder` must belong to this user and have mode 0700.*0750.*chmod 700"):
+        DiskTier(folder, MAX_BYTES)
+    with pytest.raises(ValueError, match="`folder` cannot be created"):
+        DiskTier(path, MAX_BYTES)
+    deep = DiskTier(tmp_path / "a" / "b", MAX_BYTES)
+    assert deep.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_of_another_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ValueError, match="must belong to this user"):
+        DiskTier(tmp_path / "store", MAX_BYTES)
+
+
+@pytest.mark.parametrize("max_bytes", [0, -1, True, 1.5, "1"])
+def test_bounds_that_are_refused(tmp_path, max_bytes):
+    with pytest.raises(ValueError, match="`max_bytes` must be an integer >= 1"):
+        DiskTier(tmp_path / "store", max_bytes)
+    assert not (tmp_path / "store").exists()
+
+
+def test_keys_of_any_bytes_stay_in_the_folder(tier):
+    for key in (b"../../x", b"/etc/x", b"\0", b"", b"." * 32):
+        block = BLOCK._replace(key=key)
+        tier.save(block, DATA)
+        assert load(tier, block) == DATA.tobytes()
+    assert [path.name for path in tier.folder.parent.iterdir()] == ["store"]
+    tier.save(BLOCK._replace(key=b"x" * 200), DATA)  # the name is too long
+
+
+def test_old_temporary_files_are_removed_at_the_start(tier, path):
+    young, old, stranger = (tier.folder / name for name in ("young.tmp", "old.tmp", "notes.txt"))
+    for file in (young, old, stranger):
+        file.write_bytes(b"x")
+    for file in (old, stranger):
+        os.utime(file, (time.time() - 100,) * 2)
+    again = DiskTier(tier.folder, MAX_BYTES)
+    assert not old.exists()
+    assert young.exists()
+    assert stranger.exists()
+    assert load(again, BLOCK) == DATA.tobytes()
+
+
+def test_a_smaller_bound_holds_from_the_start(tier):
+    for key in range(5):
+        tier.save(block_name(key), DATA)
+    assert load(tier, block_name(0)) is not None  # the most recently used
+    again = DiskTier(tier.folder, 2 * (len(DATA) + OVERHEAD))
+    assert again.match([block_name(0), block_name(4)]) == 2
+    assert len(files_of(tier.folder)) == 2
+    assert again.stats.evictions == 3
+
+
+def test_a_lost_or_wrong_sum_is_found_again(tier, path):
+    lock = tier.folder / "lock"
+    lock.unlink()
+    tier.save(block_name(1), DATA)
+    assert noted_sum(tier.folder) == 2 * (len(DATA) + OVERHEAD)
+    lock.write_bytes((10**6).to_bytes(8, "little"))  # too large, as after SIGKILL
+    for key in range(8):
+        tier.save(block_name(key), DATA)
+    assert noted_sum(tier.folder) == sum(files_of(tier.folder).values()) == 5 * (len(DATA) + OVERHEAD)
+    shutil.rmtree(tier.folder)  # a user's `rm -r`
+    tier.save(block_name(9), DATA)
+    assert tier.match([block_name(9)]) == 0
+
+
+# ---- threads and processes
+
+
+def test_threads(tmp_path):
+    tier = DiskTier(tmp_path / "store", MAX_BYTES)
+    wrong = []
+
+    def work(seed):
+        choose = random.Random(seed)
+        for _ in range(60):
+            key = choose.randrange(8)
+            if choose.random() < 0.5:
+                tier.save(block_name(key), block_data(key))
+            else:
+                tier.failed(block_name(key))
+            found = load(tier, block_name(key))
+            if found not in (None, block_data(key).tobytes()):
+                wrong.append(key)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert tier.stats.failures == 0
+    assert noted_sum(tier.folder) == sum(files_of(tier.folder).values()) <= MAX_BYTES
+
+
+def test_processes_write_the_same_blocks(tmp_path):
+    """Each removes what it and the others write, over a folder that holds five of eight blocks."""
+
+    def work(seed):
+        tier = DiskTier(tmp_path / "store", MAX_BYTES)
+        choose = random.Random(seed)
+        num_loaded = 0
+        for i in range(100):
+            key = choose.randrange(8)
+            tier.save(block_name(key), block_data(key))
+            if i % 5 == 0:
+                tier.failed(block_name(choose.randrange(8)))
+            found = load(tier, block_name(key))
+            assert found in (None, block_data(key).tobytes())
+            num_loaded += found is not None
+            assert sum(files_of_others(tier.folder)) <= MAX_BYTES
+        assert num_loaded > 15
+        assert tier.stats.failures == 0
+
+    def files_of_others(folder):
+        fd = os.open(folder / "lock", os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        sizes = list(files_of(folder).values())
+        os.close(fd)
+        return sizes
+
+    join(*[fork(work, seed) for seed in range(2)])
+    assert noted_sum(tmp_path / "store") == sum(files_of(tmp_path / "store").values())
+    assert not files_of(tmp_path / "store", ".tmp")
+
+
+def test_a_process_that_holds_the_lock_and_is_stopped(tier, path, monkeypatch, caplog):
+    monkeypatch.setattr(disk_tier, "LOCK_TIMEOUT_S", 0.01)
+    with open(tier.folder / "lock", "rb+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        tier.save(block_name(1), DATA)
+        assert load(tier, BLOCK) == DATA.tobytes()
+        DiskTier(tier.folder, MAX_BYTES)
+    assert tier.match([block_name(1)]) == 0
+    assert "another process holds the lock" in caplog.text
+    tier.save(block_name(1), DATA)
+    assert tier.match([block_name(1)]) == 1
+
+
+def test_a_process_forked_while_the_lock_is_held_does_not_keep_it(tier, path, monkeypatch):
+    monkeypatch.setattr(disk_tier, "LOCK_TIMEOUT_S", 0.01)
+    with tier._files._locked():
+        pid = fork(signal.pause)
+    tier.save(block_name(1), DATA)
+    assert tier.match([block_name(1)]) == 1
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+# ---- SIGKILL
+
+
+def die_at(function, num_calls=1, after=False):
+    """Wrap a function: its call number `num_calls` kills the process, before or after the work is done."""
+    calls = []
+
+    def wrapped(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == num_calls and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*args, **kwargs)
+        if len(calls) == num_calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return wrapped
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("module", "function", "num_calls"),
+    [(os, "replace", 1), (os, "unlink", 1), (os, "stat", 1), *[(disk_tier, "write_sum", i) for i in (1, 2, 3)]],
+)
+def test_sigkill_at_each_moment_of_a_save(tmp_path, module, function, num_calls, after):
+    """The folder is full, so that a save evicts a block too."""
+    tier = DiskTier(tmp_path / "store", MAX_BYTES)
+    for key in range(5):
+        tier.save(block_name(key), block_data(key))
+
+    def save():
+        setattr(module, function, die_at(getattr(module, function), num_calls, after))
+        tier.save(block_name(5), block_data(5))
+
+    _, status = os.waitpid(fork(save), 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    true_sum = sum(files_of(tier.folder).values())
+    assert true_sum <= noted_sum(tier.folder)
+    assert true_sum <= MAX_BYTES
+    assert len(files_of(tier.folder)) >= 4
+    again = DiskTier(tmp_path / "store", MAX_BYTES)
+    assert noted_sum(tier.folder) == true_sum
+    for one in (tier, again):
+        for key in range(6):
+            assert load(one, block_name(key)) in (None, block_data(key).tobytes())
+            one.save(block_name(key), block_data(key))
+            assert load(one, block_name(key)) == block_data(key).tobytes()
+        assert sum(files_of(tier.folder).values()) <= noted_sum(tier.folder) <= MAX_BYTES
+
+
+@pytest.mark.parametrize("num_kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_sigkill_in_the_middle_of_writes(tmp_path, num_kills):
+    size, num_blocks = 1 << 19, 5
+    max_bytes = 3 * (size + OVERHEAD)
+    choose = random.Random(0)
+    data = [block_data(key, size) for key in range(num_blocks)]
+
+    def save_without_end(ready):
+        tier = DiskTier(tmp_path / "store", max_bytes)
+        os.write(ready, b"x")
+        while True:
+            for key in range(num_blocks):
+                tier.save(block_name(key), data[key])
+
+    num_found = num_left = 0
+    for _ in range(num_kills):
+        is_ready, ready = os.pipe()
+        pid = fork(save_without_end, ready)
+        os.read(is_ready, 1)
+        time.sleep(choose.uniform(0.002, 0.01))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(is_ready)
+        num_left += len(files_of(tmp_path / "store", ".tmp"))
+        tier = DiskTier(tmp_path / "store", max_bytes)
+        assert sum(files_of(tier.folder).values()) == noted_sum(tier.folder) <= max_bytes
+        for key in range(num_blocks):
+            found = load(tier, block_name(key), size)
+            assert found in (None, data[key].tobytes())
+            num_found += found is not None
+        assert tier.stats.failures == 0, "no block is ever half written"
+        for file in tier.folder.glob("*.tmp"):
+            file.unlink()
+    assert num_found >= num_kills
+    assert num_left >= 1, "some writes were cut off"
+
+
+def test_sums_do_not_wrap(tmp_path):
+    """A sum below zero would read as a huge one, and evict everything."""
+    tier = DiskTier(tmp_path / "store", MAX_BYTES)
+    tier.save(BLOCK, DATA)
+    (tier.folder / "lock").write_bytes(bytes(8))
+    tier.failed(BLOCK)
+    assert noted_sum(tier.folder) == 0
