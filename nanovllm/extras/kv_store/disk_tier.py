@@ -1,6 +1,6 @@
 """Blocks in a folder on disk: one file per block, bounded in bytes, for several processes, kept across restarts.
 
-The file system is the index: a block's file name is its key, its modification time says when it was last used, and a
+The file system is the index: a block's file name is its key, its modification time says when it was last found, and a
 rename makes it visible as a whole. An embedded key-value store such as LMDB would need a fixed size, one writer at a
 time, and overflow pages for values of a megabyte; it would give back only what `open` gives here.
 
@@ -45,8 +45,8 @@ BLOCK, TEMPORARY = ".kv", ".tmp"
 class DiskTier(Tier):
     """A tier in `folder`, which is created with mode 0700. All its blocks together take at most `max_bytes`.
 
-    The least recently used blocks are evicted, whichever process has used them. A block that is being written comes on
-    top of `max_bytes`. If the disk is full or read-only, saving does nothing, and one line is logged.
+    The block that `match` has found least recently is evicted first, whichever process has asked. A block that is being
+    written comes on top of `max_bytes`. If the disk is full or read-only, saving does nothing, and one line is logged.
     """
 
     name = "disk"
@@ -74,6 +74,8 @@ class DiskTier(Tier):
                 break
             os.close(file[0])
             num_found += 1
+        for block in reversed(blocks[:num_found]):  # the ends of prefixes are evicted first
+            self._files.touch(self.path_of(block))
         self._count(hits=num_found, misses=len(blocks) - num_found)
         return num_found
 
@@ -88,8 +90,6 @@ class DiskTier(Tier):
             if num_bytes != out.nbytes:
                 return False
             is_loaded = read_data(descriptor, block, out)
-            if is_loaded:
-                self._files.touch(descriptor)
         finally:
             os.close(descriptor)
         if is_loaded:
@@ -103,8 +103,11 @@ class DiskTier(Tier):
         begin = time.perf_counter()
         path = self.path_of(block)
         try:
-            if self._is_there(path, block, data.nbytes):
-                return
+            file = open_block(path, block)
+            if file is not None:
+                os.close(file[0])
+                if file[1] == data.nbytes:
+                    return
             header = header_of(block, data.nbytes)
             if len(header) + CHECKSUM_BYTES + data.nbytes > self.max_bytes:
                 return
@@ -123,17 +126,6 @@ class DiskTier(Tier):
     def path_of(self, block: BlockName) -> str:
         """Return the file of a block. Its name is hexadecimal digits only, so it cannot leave the folder."""
         return f"{self._files.folder}/{block.key.hex()}{BLOCK}"
-
-    def _is_there(self, path: str, block: BlockName, num_bytes: int) -> bool:
-        """Return whether a block needs no save. It then becomes the most recently used one."""
-        file = open_block(path, block)
-        if file is None:
-            return False
-        is_there = file[1] == num_bytes
-        if is_there:
-            self._files.touch(file[0])
-        os.close(file[0])
-        return is_there
 
     def _count(self, **numbers: float) -> None:
         with self._stats_lock:
@@ -175,8 +167,7 @@ class BoundedFolder:
             with open(descriptor, "wb") as file:
                 for part in parts:
                     file.write(part)
-                file.flush()
-                self.touch(descriptor)
+            self.touch(temporary)
             size = os.stat(temporary).st_size
             with self._locked() as lock:
                 num_evicted = self._make_room(lock, size)
@@ -197,11 +188,11 @@ class BoundedFolder:
             os.unlink(path)
             write_sum(lock, read_sum(lock) - size)
 
-    def touch(self, descriptor: int) -> None:
-        """Make an open file the most recently used one, for this and all other processes."""
+    def touch(self, path: str) -> None:
+        """Make a file the most recently used one, for this and all other processes."""
         self._last_use_ns = max(self._last_use_ns + 1, time.time_ns())
-        with contextlib.suppress(OSError):  # read-only
-            os.utime(descriptor, ns=(self._last_use_ns, self._last_use_ns))
+        with contextlib.suppress(OSError):  # read-only, or evicted by another process
+            os.utime(path, ns=(self._last_use_ns, self._last_use_ns), follow_symlinks=False)
 
     def _make_room(self, lock: int, size: int) -> int:
         """Remove the least recently used files until `size` bytes fit. Returns how many were removed."""
@@ -269,7 +260,7 @@ def checksum_of(header: bytes, data: np.ndarray) -> bytes:
 def open_block(path: str, block: BlockName) -> tuple[int, int] | None:
     """Open a block's file, at its checksum. Returns the descriptor and the number of bytes of data.
 
-    None if there is no such file, or if it is of another version, key or length, or of other tokens.
+    None if the file does not exist, or is of another version, key or length, or of other tokens.
     """
     try:
         # a name that is a FIFO must not block, and a link must not lead out of the folder

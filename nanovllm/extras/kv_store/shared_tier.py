@@ -1,10 +1,10 @@
 """Blocks in shared memory, for all engines of one user on one machine: a `DiskTier` on a file system in memory.
 
-Each block is a file in /dev/shm. A reader has to copy the block in any case, and reading a file of tmpfs is that copy.
-One file per block gives what a single mapped region would need an allocator and locks of its own for: eviction, blocks
-of several sizes, and a rename that shows a block as a whole. When /dev/shm is full, `write` fails and the block is not
-saved; a store to mapped memory would kill the process by SIGBUS. `multiprocessing.shared_memory` would also remove the
-segment when the first process that has opened it ends (Python before 3.13).
+Each block is a file in /dev/shm, so eviction, blocks of several sizes, and a rename that shows a block as a whole are
+those of the tier on disk. One region of memory that every process keeps mapped would load about twice as fast, because
+the pages of a file are looked up at each read. It would need an allocator and locks that survive SIGKILL. And if
+/dev/shm is full, `write` only fails, while a store to mapped memory kills the process (SIGBUS).
+`multiprocessing.shared_memory` is such a region; before Python 3.13, the first process that ends also removes it.
 """
 
 import contextlib
@@ -33,7 +33,9 @@ class SharedTier(DiskTier):
     def __init__(self, max_bytes: int, group: str = "default", root: Path = SHARED_MEMORY) -> None:
         check_name("group", group)
         if not root.is_dir():
-            raise ValueError(f"there is no shared memory at {root}: use a `DiskTier`, or leave the tier out")
+            raise ValueError(
+                f"{root}, the folder of shared memory, does not exist: use a `DiskTier`, or leave the tier out"
+            )
         statistics = os.statvfs(root)
         num_bytes = statistics.f_blocks * statistics.f_frsize
         if isinstance(max_bytes, int) and max_bytes > num_bytes:

@@ -1,6 +1,7 @@
 """Run a function in a forked process, which is faster than a new one that imports everything again."""
 
 import os
+import signal
 import traceback
 
 
@@ -9,6 +10,7 @@ def fork(function, *args):
     pid = os.fork()
     if pid:
         return pid
+    signal.alarm(60)  # no process is left behind if the test fails
     status = 1
     try:
         function(*args)

@@ -169,7 +169,7 @@ def test_memory_that_is_not_there(root, caplog, monkeypatch):
         SharedTier(too_many, root=root)
     with pytest.raises(ValueError, match="`max_bytes` must be an integer"):
         SharedTier("1", root=root)
-    with pytest.raises(ValueError, match="there is no shared memory at"):
+    with pytest.raises(ValueError, match="the folder of shared memory, does not exist"):
         SharedTier(MAX_BYTES, root=root / "no")
     assert not list(root.iterdir())
     tier = SharedTier(MAX_BYTES, root=root)

@@ -1,4 +1,4 @@
-"""A state machine for tiers whose blocks are files, against a dictionary in the order of last use.
+"""A state machine for tiers whose blocks are files, against a dictionary in the order of eviction.
 
 Two tiers of the same folder take turns, as those of two processes do, and are closed and opened again.
 """
@@ -70,7 +70,6 @@ class TierMachine(RuleBasedStateMachine):
         self.tiers[which].save(block, data)
         data[:] = 0  # the tier has a copy
         if self.has(block) and len(self.model[block.key][1]) == size:
-            self.model.move_to_end(block.key)
             return
         while self.num_bytes() + size + OVERHEAD > MAX_BYTES:
             self.model.popitem(last=False)
@@ -86,7 +85,6 @@ class TierMachine(RuleBasedStateMachine):
         found = load(self.tiers[which], block, size)
         if self.has(block) and len(self.model[block.key][1]) == size:
             assert found == self.model[block.key][1]
-            self.model.move_to_end(block.key)
             assert stats.loaded_bytes == loaded_bytes + size
         else:
             assert found is None
@@ -99,6 +97,8 @@ class TierMachine(RuleBasedStateMachine):
         before = stats.hits, stats.misses
         expected = next((i for i, block in enumerate(blocks) if not self.has(block)), len(blocks))
         assert self.tiers[which].match(blocks) == expected
+        for block in reversed(blocks[:expected]):
+            self.model.move_to_end(block.key)
         assert (stats.hits, stats.misses) == (before[0] + expected, before[1] + len(blocks) - expected)
 
     @rule(which=WHICH, block=NAMES)
