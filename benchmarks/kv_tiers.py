@@ -45,7 +45,7 @@ def main() -> None:
         disk = DiskTier(Path(folder) / "store", room)
         rows += measure_tier(disk, names, data, args.repeats)
         rows += measure_cold(disk, names, data, args.repeats)
-    shared = SharedTier(room, group=f"benchmark-{os.getpid()}")
+    shared = SharedTier(f"benchmark-{os.getpid()}", room)
     try:
         rows += measure_tier(shared, names, data, args.repeats)
     finally:

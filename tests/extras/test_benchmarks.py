@@ -25,6 +25,7 @@ from benchmarks import (
     cpu,
     cpu_kernels,
     decode_profile,
+    kv_tiers,
     long_prefill,
     offline,
     preemption,
@@ -97,6 +98,26 @@ def test_named_commands_exist_and_know_the_named_options(name, options, run_main
 
 
 # ---- the engine's own work
+
+
+def test_tiers_of_the_store_are_measured(run_main, monkeypatch, tmp_path):
+    real_save = kv_tiers.DiskTier.save
+
+    def slow_save(self, *args):
+        time.sleep(0.02)
+        real_save(self, *args)
+
+    monkeypatch.setattr(kv_tiers.DiskTier, "save", slow_save)
+    options = ["--blocks", 2, "--repeats", 1, "--folder", tmp_path]
+    lines = run_main(kv_tiers, *options, "--json", tmp_path / "out.json")
+    assert lines[0] == "2 blocks of 1.75 MiB, median of 1"
+    rows = {row.pop("what"): row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    assert len(rows) == len(lines) - 1
+    for row in rows.values():
+        if "gb_per_s" in row:
+            assert row["gb_per_s"] * row["ms_per_block"] == pytest.approx(1.75 * 2**20 / 1e6)
+    assert min(rows[f"{tier}: save"]["ms_per_block"] for tier in ("disk", "shared")) >= 20
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
 def test_step_overhead_is_the_sum_of_its_parts(run_main, monkeypatch, tmp_path):

@@ -25,7 +25,8 @@ KEY_BYTES = 32
 def save_conversation(store: DiskTier, name: str, blocks: Sequence[BlockName]) -> int:
     """Save the names of a conversation's blocks, in order, and return how many of the first ones are in the store.
 
-    A conversation with the same name is replaced. Raises ValueError if the name could leave the folder.
+    A conversation with the same name is replaced. Raises ValueError if the name could leave the folder, and OSError if
+    the file cannot be written.
     """
     path = path_of(store, name)
     listed = [{"key": block.key.hex(), "tokens": np.frombuffer(block.tokens, "<i4").tolist()} for block in blocks]

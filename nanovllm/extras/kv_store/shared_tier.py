@@ -22,16 +22,16 @@ USERS = "users"  # locked by each process that uses the folder, so that the last
 
 
 class SharedTier(DiskTier):
-    """A tier in shared memory. Engines with the same `group` share it; it takes at most `max_bytes`.
+    """A tier in shared memory, of at most `max_bytes`. Engines of one user that give the same `name` share it.
 
-    The last engine that closes it frees the memory. After SIGKILL, the next engine of the group finds the blocks, and
-    the next engine of any other group frees them.
+    The last engine that closes it frees the memory. After SIGKILL, the next engine with this name finds the blocks, and
+    the next engine with another name frees them.
     """
 
     name = "shared"
 
-    def __init__(self, max_bytes: int, group: str = "default", root: Path = SHARED_MEMORY) -> None:
-        check_name("group", group)
+    def __init__(self, name: str, max_bytes: int, root: Path = SHARED_MEMORY) -> None:
+        check_name("name", name)
         if not root.is_dir():
             raise ValueError(
                 f"{root}, the folder of shared memory, does not exist: use a `DiskTier`, or leave the tier out"
@@ -44,7 +44,7 @@ class SharedTier(DiskTier):
                 "In a container, its size is set by `--shm-size`."
             )
         prefix = f"nanovllm-kv-{os.geteuid()}-"
-        folder = root / f"{prefix}{group}"
+        folder = root / f"{prefix}{name}"
         for other in root.glob(f"{prefix}*"):
             if other != folder:
                 remove_if_unused(other)
@@ -66,7 +66,7 @@ def open_users(folder: Path) -> int:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         if not is_own_folder(folder):
-            raise ValueError(f"{folder} must be a folder of this user with mode 0700. Remove it, or change `group`.")
+            raise ValueError(f"{folder} must be a folder of this user with mode 0700. Remove it, or change `name`.")
         with contextlib.suppress(FileNotFoundError):  # removed by its last user: try again
             users = os.open(folder / USERS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
@@ -99,7 +99,7 @@ def release(folder: Path, users: int, pid: int) -> None:
 
 
 def remove_if_unused(folder: Path) -> None:
-    """Remove the folder of another group whose processes have all ended without closing it."""
+    """Remove the folder of another name whose processes have all ended without closing it."""
     if not is_own_folder(folder):
         return
     with contextlib.suppress(OSError):

@@ -34,7 +34,7 @@ def root():
 
 class SharedMachine(TierMachine):
     def make_tier(self):
-        return SharedTier(MAX_BYTES, root=self.root)
+        return SharedTier("default", MAX_BYTES, root=self.root)
 
     def teardown(self):
         if hasattr(self, "root"):
@@ -51,7 +51,7 @@ class TestSharedTraffic(SharedMachine.TestCase):
 
 
 def test_engines_share_blocks_and_the_last_one_frees_the_memory(root):
-    one, other = SharedTier(MAX_BYTES, root=root), SharedTier(MAX_BYTES, root=root)
+    one, other = SharedTier("default", MAX_BYTES, root=root), SharedTier("default", MAX_BYTES, root=root)
     one.save(BLOCK, DATA)
     save_conversation(one, "chat", [BLOCK])
     one.close()
@@ -59,7 +59,7 @@ def test_engines_share_blocks_and_the_last_one_frees_the_memory(root):
     assert load(other, BLOCK) == DATA.tobytes()
 
     def use():
-        tier = SharedTier(MAX_BYTES, root=root)
+        tier = SharedTier("default", MAX_BYTES, root=root)
         assert load(tier, BLOCK) == DATA.tobytes()
         tier.save(block_name(1), DATA)
         tier.close()
@@ -71,8 +71,8 @@ def test_engines_share_blocks_and_the_last_one_frees_the_memory(root):
     assert not list(root.iterdir())
 
 
-def test_groups_are_apart(root):
-    one, other = SharedTier(MAX_BYTES, "one", root), SharedTier(MAX_BYTES, "other", root)
+def test_names_are_apart(root):
+    one, other = SharedTier("one", MAX_BYTES, root), SharedTier("other", MAX_BYTES, root)
     one.save(BLOCK, DATA)
     assert other.match([BLOCK]) == 0
     one.close()
@@ -81,12 +81,12 @@ def test_groups_are_apart(root):
 
 
 def test_memory_of_killed_engines_is_found_again_or_freed(root):
-    def work(group):
-        tier = SharedTier(MAX_BYTES, group, root)
+    def work(name):
+        tier = SharedTier(name, MAX_BYTES, root)
         tier.save(BLOCK, DATA)
         signal.pause()
 
-    pids = [fork(work, group) for group in ("one", "other")]
+    pids = [fork(work, name) for name in ("one", "other")]
     deadline = time.monotonic() + 30
     while len(list(root.rglob("*.kv"))) < 2:
         assert time.monotonic() < deadline
@@ -96,7 +96,7 @@ def test_memory_of_killed_engines_is_found_again_or_freed(root):
         os.waitpid(pid, 0)
     folders = {folder.name.rpartition("-")[2]: folder for folder in root.iterdir()}
     assert all(len(files_of(folder)) == 1 for folder in folders.values())
-    tier = SharedTier(MAX_BYTES, "one", root)
+    tier = SharedTier("one", MAX_BYTES, root)
     assert load(tier, BLOCK) == DATA.tobytes()
     assert list(root.iterdir()) == [folders["one"]], "no process uses the other one"
     tier.close()
@@ -114,7 +114,7 @@ from pathlib import Path
 import numpy as np
 from nanovllm.extras.kv_store.shared_tier import SharedTier
 from nanovllm.extras.kv_store.tier import BlockName
-tier = SharedTier(1000, root=Path({str(root)!r}))
+tier = SharedTier("default", 1000, root=Path({str(root)!r}))
 block = BlockName(bytes(32), bytes(16))
 tier.save(block, np.zeros(40, np.uint8))
 assert tier.match([block]) == 1 and "torch" not in sys.modules
@@ -128,7 +128,7 @@ def test_engines_that_start_and_end_at_once(root):
 
     def work(key):
         for _ in range(25):
-            tier = SharedTier(MAX_BYTES, root=root)
+            tier = SharedTier("default", MAX_BYTES, root=root)
             tier.save(block_name(key), DATA)
             assert load(tier, block_name(key)) == DATA.tobytes()
             assert tier.stats.failures == 0
@@ -145,20 +145,20 @@ def test_folders_that_are_not_this_users(root, monkeypatch):
     (secret / "users").touch()
     folder.symlink_to(secret)
     with pytest.raises(ValueError, match="must be a folder of this user with mode 0700"):
-        SharedTier(MAX_BYTES, root=root)
-    SharedTier(MAX_BYTES, "other", root).close()
-    assert (secret / "users").exists(), "the link was not followed to remove an unused group"
+        SharedTier("default", MAX_BYTES, root=root)
+    SharedTier("other", MAX_BYTES, root).close()
+    assert (secret / "users").exists(), "the link was not followed to remove an unused folder"
     folder.unlink()
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(ValueError, match="Remove it, or change `group`"):
-        SharedTier(MAX_BYTES, root=root)
+    with pytest.raises(ValueError, match="Remove it, or change `name`"):
+        SharedTier("default", MAX_BYTES, root=root)
 
 
-@pytest.mark.parametrize("group", ["", ".", "..", "../x", "a/b", ".x", "a\0", "ü", None, "x" * 101])
-def test_names_of_groups_that_are_refused(root, group):
-    with pytest.raises(ValueError, match="`group` must be 1 to 100 letters, digits"):
-        SharedTier(MAX_BYTES, group, root)
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".x", "a\0", "ü", None, "x" * 101])
+def test_names_that_are_refused_here(root, name):
+    with pytest.raises(ValueError, match="`name` must be 1 to 100 letters, digits"):
+        SharedTier(name, MAX_BYTES, root)
     assert not list(root.iterdir())
 
 
@@ -166,13 +166,13 @@ def test_memory_that_is_not_there(root, caplog, monkeypatch):
     statistics = os.statvfs(root)
     too_many = statistics.f_blocks * statistics.f_frsize + 1
     with pytest.raises(ValueError, match=r"`max_bytes` must be at most \d+, the size of .*--shm-size"):
-        SharedTier(too_many, root=root)
+        SharedTier("default", too_many, root=root)
     with pytest.raises(ValueError, match="`max_bytes` must be an integer"):
-        SharedTier("1", root=root)
+        SharedTier("default", "1", root=root)
     with pytest.raises(ValueError, match="the folder of shared memory, does not exist"):
-        SharedTier(MAX_BYTES, root=root / "no")
+        SharedTier("default", MAX_BYTES, root=root / "no")
     assert not list(root.iterdir())
-    tier = SharedTier(MAX_BYTES, root=root)
+    tier = SharedTier("default", MAX_BYTES, root=root)
 
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -196,7 +196,7 @@ def test_an_engine_that_cannot_get_the_lock_does_not_wait_for_ever(root, monkeyp
     num_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     begin = time.perf_counter()
     with pytest.raises(TimeoutError):
-        SharedTier(MAX_BYTES, root=root)
+        SharedTier("default", MAX_BYTES, root=root)
     assert time.perf_counter() - begin < 1
     if num_open:
         assert len(os.listdir("/proc/self/fd")) == num_open
