@@ -111,7 +111,7 @@ class DiskTier(Tier):
             header = header_of(block, data.nbytes)
             if len(header) + CHECKSUM_BYTES + data.nbytes > self.max_bytes:
                 return
-            num_evicted = self._files.add(path, [header, checksum_of(header, data), memoryview(data)])
+            num_evicted = self._files.add(path, [header, checksum_of(header, data), data.data])
         except OSError as error:
             self._warn(error)
             return
@@ -253,7 +253,7 @@ def header_of(block: BlockName, num_bytes: int) -> bytes:
 
 def checksum_of(header: bytes, data: np.ndarray) -> bytes:
     checksum = xxhash.xxh3_64(header)
-    checksum.update(memoryview(data))
+    checksum.update(data.data)
     return checksum.digest()
 
 
@@ -284,7 +284,7 @@ def read_data(descriptor: int, block: BlockName, out: np.ndarray) -> bool:
     """Fill `out` from a file that `open_block` has opened. False if the checksum is wrong."""
     checksum = bytearray(CHECKSUM_BYTES)
     try:
-        num_read = os.readv(descriptor, [checksum, memoryview(out)])
+        num_read = os.readv(descriptor, [checksum, out.data])
     except OSError:
         return False
     is_whole = num_read == CHECKSUM_BYTES + out.nbytes
