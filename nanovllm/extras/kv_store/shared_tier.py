@@ -49,12 +49,10 @@ class SharedTier(DiskTier):
             if other != folder:
                 remove_if_unused(other)
         users = open_users(folder)
-        self._release = weakref.finalize(self, release, folder, users, os.getpid())  # at the end of the process too
-        try:
-            super().__init__(folder, max_bytes)
-        except BaseException:
-            self._release()
-            raise
+        self._release = weakref.finalize(
+            self, release, folder, users, os.getpid()
+        )  # by garbage collection and at exit, too
+        super().__init__(folder, max_bytes)
 
     def close(self) -> None:
         self._release()

@@ -303,6 +303,16 @@ def test_old_temporary_files_are_removed_at_the_start(tier, path):
     assert load(again, BLOCK) == DATA.tobytes()
 
 
+def test_the_order_of_eviction_when_the_clock_stands_still(tier, monkeypatch):
+    """As between two ticks of a file system's clock."""
+    monkeypatch.setattr(disk_tier.time, "time_ns", lambda: 10**18)
+    for key in (3, 0, 2, 1):
+        tier.save(block_name(key), DATA)
+    tier.match([block_name(2), block_name(0)])
+    files = sorted(tier.folder.glob("*.kv"), key=lambda path: path.stat().st_mtime_ns)
+    assert [int(path.name[:2]) for path in files] == [3, 1, 0, 2]
+
+
 def test_a_smaller_bound_holds_from_the_start(tier):
     for key in range(5):
         tier.save(block_name(key), DATA)
@@ -458,6 +468,19 @@ def test_sigkill_at_each_moment_of_a_save(tmp_path, module, function, num_calls,
             one.save(block_name(key), block_data(key))
             assert load(one, block_name(key)) == block_data(key).tobytes()
         assert sum(files_of(tier.folder).values()) <= noted_sum(tier.folder) <= MAX_BYTES
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("module", "function"), [(os, "unlink"), (disk_tier, "write_sum")])
+def test_sigkill_at_each_moment_of_a_removal(tier, path, module, function, after):
+    def remove():
+        setattr(module, function, die_at(getattr(module, function), after=after))
+        tier.failed(BLOCK)
+
+    _, status = os.waitpid(fork(remove), 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    assert noted_sum(tier.folder) >= sum(files_of(tier.folder).values())
+    assert load(tier, BLOCK) in (None, DATA.tobytes())
 
 
 @pytest.mark.parametrize("num_kills", [10, pytest.param(100, marks=pytest.mark.slow)])

@@ -138,6 +138,28 @@ def test_engines_that_start_and_end_at_once(root):
     assert not list(root.iterdir())
 
 
+def test_the_folder_goes_while_another_engine_opens_it(root, monkeypatch):
+    """Its last user removes it after the file of users was opened, and before it is locked."""
+    real_lock_file, num_calls = shared_tier.lock_file, []
+
+    def lock_file(descriptor, operation):
+        num_calls.append(1)
+        if len(num_calls) == 1:
+            (folder,) = root.iterdir()
+            shutil.rmtree(folder)
+        real_lock_file(descriptor, operation)
+
+    monkeypatch.setattr(shared_tier, "lock_file", lock_file)
+    num_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    one = SharedTier("default", MAX_BYTES, root=root)
+    if num_open:
+        assert len(os.listdir("/proc/self/fd")) == num_open + 1
+    one.save(BLOCK, DATA)
+    SharedTier("default", MAX_BYTES, root=root).close()
+    assert load(one, BLOCK) == DATA.tobytes(), "its lock is on the file that the others see"
+    one.close()
+
+
 def test_folders_that_are_not_this_users(root, monkeypatch):
     folder = root / f"nanovllm-kv-{os.geteuid()}-default"
     secret = root / "secret"
