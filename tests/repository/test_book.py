@@ -172,9 +172,11 @@ def test_both_glossaries_have_the_same_symbols():
 
 
 def test_each_mistake_of_course_notes_has_a_correction_and_a_check():
+    """And its title quotes the claim, and says that it is wrong: a reader who skims must not take it for the truth."""
+    claims = {"course_notes.md": 'Wrong: "[^*]+"\\.?', "zh/course_notes.md": "误：「[^*]+」。?"}
     for name, words in {"course_notes.md": ("Right", "Check"), "zh/course_notes.md": ("正确", "验证")}.items():
         paragraphs = re.split(r"\n\n|\n(?=## )", without_blocks(read(name)))
-        mistakes = [re.match(r"\*\*(\d+)\. .*?\*\*", text, re.DOTALL) for text in paragraphs]
+        mistakes = [re.match(rf"\*\*(\d+)\. {claims[name]}\*\*", text) for text in paragraphs]
         assert [int(found[1]) for found in mistakes if found] == list(range(1, 32))
         for found, text in zip(mistakes, paragraphs, strict=True):
             assert not found or all(re.search(rf"\*{word}:?\*", text) for word in words), text
