@@ -105,12 +105,13 @@ def recording_page(path: str, docname: str) -> str:
 
 
 def offer_other_language(app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    if docname.startswith(CHINESE):
+    if docname.startswith(CHINESE) or docname.endswith(".zh"):
         context["language"] = "zh-CN"
-        twin, language, name = BOOK + docname.removeprefix(CHINESE), "en", "English"
+        twin, language, name = docname.replace(CHINESE, BOOK).removesuffix(".zh"), "en", "English"
     else:
-        twin, language, name = CHINESE + docname.removeprefix(BOOK), "zh-CN", "中文"
-    if docname.startswith(BOOK) and twin in app.env.found_docs:
+        twin = docname.replace(BOOK, CHINESE) if docname.startswith(BOOK) else f"{docname}.zh"
+        language, name = "zh-CN", "中文"
+    if twin in app.env.found_docs:
         link = f'<a class="other-language" lang="{language}" href="{context["pathto"](twin)}">{name}</a>'
         context["body"] = link + context["body"]
 

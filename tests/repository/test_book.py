@@ -157,6 +157,14 @@ def test_both_languages_run_and_show_the_same(name):
     assert [link.replace("../", "", 1) for link in pictures_in(chinese)] == pictures_in(english)
 
 
+def test_both_languages_say_how_exercises_work():
+    english, chinese = read("../learn.md"), read("../learn.zh.md")
+    assert [level for level, _ in headings(chinese)] == [level for level, _ in headings(english)]
+    assert commands(chinese) == commands(english)
+    assert all("](../../learn.zh.md)" in read(f"zh/{name}") for name in CHAPTERS)
+    assert all("](../learn.md)" in read(name) for name in CHAPTERS)
+
+
 def pictures_in(text):
     """The addresses of pictures, and of recordings that they lead to."""
     return re.findall(r"\]\(((?:\.\./)?(?:images|recordings)/[^)]+)\)", text)

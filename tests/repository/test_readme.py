@@ -87,7 +87,7 @@ def test_links_lead_to_files(path):
 
 
 def test_both_languages_have_the_same_code_and_links():
-    """Each language links the other one at its top, and leads to its own book."""
+    """Each language links the other one at its top, and leads to its own book and exercises."""
     chinese = read("README.zh.md")
     assert re.findall(r"^```.*?^```$", chinese, re.M | re.S) == re.findall(r"^```.*?^```$", README, re.M | re.S)
     levels = [re.findall(r"^(#+) ", without_code(text), re.MULTILINE) for text in (README, chinese)]
@@ -96,7 +96,11 @@ def test_both_languages_have_the_same_code_and_links():
     assert links[README].count("README.zh.md") == links[chinese].count("README.md") == 1
     assert "](README.zh.md)" in README.partition("\n## ")[0]
     assert "](README.md)" in chinese.partition("\n## ")[0]
-    other = {"README.zh.md": "README.md", "docs/book/README.md": "docs/book/zh/README.md"}
+    other = {
+        "README.zh.md": "README.md",
+        "docs/book/README.md": "docs/book/zh/README.md",
+        "docs/learn.md": "docs/learn.zh.md",
+    }
     assert sorted(links[chinese]) == sorted(other.get(link, link) for link in links[README])
 
 

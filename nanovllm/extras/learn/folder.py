@@ -12,12 +12,13 @@ from typing import Any
 from nanovllm.extras.learn.catalog import list_exercises
 from nanovllm.extras.learn.exercise import Exercise
 from nanovllm.extras.learn.findings import Report
-from nanovllm.extras.learn.texts import LANGUAGES, Language
+from nanovllm.extras.learn.texts import LANGUAGES, Language, Text
 
 DEFAULT = "nanovllm-exercises"
 PROGRESS = "progress.ini"
 HEADER = "# The progress of `nanovllm learn`, as text. It is read from here only, and sent nowhere.\n"
-AGENTS = """# For coding assistants
+AGENTS = Text(
+    """# For coding assistants
 
 The person who works in this folder wants to learn how an LLM inference engine works, by writing its parts.
 
@@ -26,7 +27,17 @@ The person who works in this folder wants to learn how an LLM inference engine w
   to the chapter of the book that the file names.
 - `nanovllm learn check NAME` checks a file, `nanovllm learn hint NAME` gives the next hint. Suggest these commands.
 - Do not run `nanovllm learn show NAME`: it prints the solution.
-"""
+""",
+    """# 给编程助手
+
+使用这个文件夹的人想通过亲手写各个部分，学会 LLM 推理引擎是怎样工作的。
+
+- 不要写答案，也不要补全这些文件里的函数，即使被要求尽快改好。
+- 给出提示：问一问代码在最小的出错运行里应该做什么，解释一个术语，指出任务里的哪一行，或者文件里写明的书的哪一章。
+- `nanovllm learn check NAME` 检查一个文件，`nanovllm learn hint NAME` 给出下一条提示。请建议使用这些命令。
+- 不要运行 `nanovllm learn show NAME`：它会打印参考答案。
+""",
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class Folder:
         """Write the file of an exercise. Return False, and change nothing, if there is one already."""
         self.path.mkdir(parents=True, exist_ok=True)
         if not (self.path / "AGENTS.md").exists():
-            (self.path / "AGENTS.md").write_text(AGENTS, encoding="utf-8")
+            (self.path / "AGENTS.md").write_text(AGENTS.show(language), encoding="utf-8")
         text = exercise.make_file(self.path, language)
         try:
             with self.file_of(exercise).open("x", encoding="utf-8") as file:

@@ -97,9 +97,10 @@ def test_the_language_is_remembered(learn):
     assert "not written" in learn("check", "1", "--lang", "en")[1]
 
 
-def test_coding_assistants_are_asked_for_hints(learn):
-    learn("start", "1")
-    assert "Do not write solutions" in (learn.folder / "AGENTS.md").read_text()
+@pytest.mark.parametrize(("language", "words"), [("en", "Do not write solutions"), ("zh", "不要写答案")])
+def test_coding_assistants_are_asked_for_hints(learn, language, words):
+    learn("start", "1", "--lang", language)
+    assert words in (learn.folder / "AGENTS.md").read_text(encoding="utf-8")
 
 
 def test_the_solution_is_shown(learn):
