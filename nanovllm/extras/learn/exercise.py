@@ -18,6 +18,7 @@ from typing import Any
 from hypothesis.strategies import SearchStrategy
 
 from nanovllm.extras.learn.checker import check_answer
+from nanovllm.extras.learn.chinese_contracts import translate
 from nanovllm.extras.learn.findings import Report
 from nanovllm.extras.learn.seen import Mistake, Seen
 from nanovllm.extras.learn.texts import Language, Text
@@ -85,7 +86,7 @@ class Build(Exercise):
         return self.answer
 
     def make_starter(self, language: Language) -> str:
-        return make_header(self, language) + dig_holes(self.answer, self.holes)
+        return make_header(self, language) + translate(dig_holes(self.answer, self.holes), language)
 
     def check(self, file: Path, language: Language) -> Report:
         return check_answer(self, file, language)

@@ -21,6 +21,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.extras.extended_scheduler import ExtendedScheduler
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.learn.answers import describe_error, find_line, load
+from nanovllm.extras.learn.chinese_contracts import translate
 from nanovllm.extras.learn.exercise import Exercise, dig_holes, make_header
 from nanovllm.extras.learn.findings import Drawing, Report
 from nanovllm.extras.learn.texts import Language, Text
@@ -176,7 +177,7 @@ class WritePolicy(Exercise):
         return self.answer
 
     def make_starter(self, language: Language) -> str:
-        return make_header(self, language) + dig_holes(self.answer, ("my_policy",))
+        return make_header(self, language) + translate(dig_holes(self.answer, ("my_policy",)), language)
 
     def check(self, file: Path, language: Language) -> Report:
         policy = getattr(load(file.read_text(encoding="utf-8"), str(file)), "my_policy", None)

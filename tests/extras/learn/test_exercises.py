@@ -1,13 +1,20 @@
 """Each exercise: unsolved it fails, a right answer passes, and each known mistake fails with its own explanation."""
 
+import ast
+import io
+import re
 from pathlib import Path
+from tokenize import COMMENT, generate_tokens
 
 import pytest
 
 from nanovllm.extras.learn.answers import load
 from nanovllm.extras.learn.catalog import find_exercise, list_exercises
 from nanovllm.extras.learn.checker import check_answer
+from nanovllm.extras.learn.chinese_contracts import COMMENTS, DOCSTRINGS
 from nanovllm.extras.learn.exercise import Build, Exercise
+from nanovllm.extras.learn.exercises.whole_engine import WholeEngine
+from nanovllm.extras.learn.find_bug import FindBug
 from nanovllm.extras.learn.findings import Report
 from nanovllm.extras.learn.predict import Predict
 from nanovllm.extras.learn.texts import LANGUAGES, Text
@@ -62,6 +69,43 @@ def test_texts_are_there_in_both_languages(name):
         assert text.en != text.zh
     assert (BOOK / f"{exercise.chapter}.md").exists()
     assert exercise.make_starter("en") != exercise.make_starter("zh")
+
+
+WRITTEN = [name for name, one in EXERCISES.items() if not isinstance(one, FindBug | WholeEngine | Predict)]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_contracts_are_chinese_and_the_code_is_the_same(name):
+    """What a function promises is in its docstring, and often not in the task."""
+    english, chinese = (EXERCISES[name].make_starter(language) for language in LANGUAGES)
+    texts = [*docstrings(chinese), *comments(chinese)]
+    assert len(texts) == len([*docstrings(english), *comments(english)]) > 1
+    assert [text for text in texts if not re.search("[\u4e00-\u9fff]", text)] == []
+    assert without_docstrings(chinese) == without_docstrings(english)
+
+
+def test_each_translation_is_used():
+    starters = [EXERCISES[name].make_starter("en") for name in WRITTEN]
+    assert {text for starter in starters for text in docstrings(starter)} == set(DOCSTRINGS)
+    assert {text.removeprefix("# ") for starter in starters for text in comments(starter)} == set(COMMENTS)
+
+
+def docstrings(source: str) -> list[str]:
+    """Of functions and classes."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def comments(source: str) -> list[str]:
+    return [token.string for token in generate_tokens(io.StringIO(source).readline) if token.type == COMMENT]
+
+
+def without_docstrings(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree)
 
 
 @pytest.mark.slow

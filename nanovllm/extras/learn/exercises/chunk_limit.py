@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from nanovllm.extras.learn.chinese_contracts import translate
 from nanovllm.extras.learn.exercise import Build, Mistake, Seen, make_header
 from nanovllm.extras.learn.exercises import schedule
 from nanovllm.extras.learn.tensors import draw_table
@@ -34,7 +35,8 @@ class AddLimit(Build):
     def make_starter(self, language: Language) -> str:
         line = "        budget, chunks = self.budget, []\n"
         raising = "        raise NotImplementedError  # apply self.chunk_limit below, and remove this line\n"
-        return make_header(self, language) + WITHOUT_LIMIT.lstrip("\n").replace(line, raising + line)
+        code = WITHOUT_LIMIT.lstrip("\n").replace(line, raising + line)
+        return make_header(self, language) + translate(code, language)
 
 
 class Case(NamedTuple):

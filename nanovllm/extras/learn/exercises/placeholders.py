@@ -26,8 +26,7 @@ class Overlap:
         self.register = register  # register(seq, i) adds the full block i of `seq` to the prefix cache
 
     def launch(self):
-        """Return the next step: a list of (sequence, position of the token that it computes). A placeholder for "
-        "each."""
+        """Return the next step: a list of (sequence, position of the token that it computes). Add placeholders."""
         step = []
         for seq in self.running:
             position = seq.num_computed_tokens

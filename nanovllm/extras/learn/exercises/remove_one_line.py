@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from nanovllm.extras.learn.chinese_contracts import translate
 from nanovllm.extras.learn.exercise import NOT_WRITTEN, Build, Mistake, Seen, make_header
 from nanovllm.extras.learn.texts import Language, Text
 
@@ -24,7 +25,8 @@ class RemoveOneLine(Build):
 
     def make_starter(self, language: Language) -> str:
         line = "    tokens = list(prompt)\n"
-        return make_header(self, language) + self.answer.lstrip("\n").replace(line, f"    {NOT_WRITTEN}\n{line}")
+        code = self.answer.lstrip("\n").replace(line, f"    {NOT_WRITTEN}\n{line}")
+        return make_header(self, language) + translate(code, language)
 
 
 def run(answer: ModuleType, case: Any) -> Iterator[Seen]:
