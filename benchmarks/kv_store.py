@@ -70,7 +70,7 @@ def measure_ttft(engine: LLMEngine, args: argparse.Namespace) -> None:
     rng, store = random.Random(0), engine.parts.kv_store
     computed, loaded = [], []
     for _ in range(args.rounds):
-        prompt = [rng.randrange(1000) for _ in range(args.prompt_len)]
+        prompt = random_prompt(engine, rng, args.prompt_len)
         computed.append(ttft(engine, prompt))
         store.saver.wait()
         reset_prefix_cache(engine.scheduler)  # of the pool only
@@ -94,6 +94,10 @@ def ttft(engine: LLMEngine, prompt: list[int]) -> float:
     while engine.has_unfinished_requests():
         engine.step()
     return time.perf_counter() - start
+
+
+def random_prompt(engine: LLMEngine, rng: random.Random, num_tokens: int) -> list[int]:
+    return [rng.randrange(engine.runner.shape.vocab_size) for _ in range(num_tokens)]
 
 
 # ---- costs
@@ -150,7 +154,7 @@ def run_workload(engine: LLMEngine, args: argparse.Namespace, seed: int) -> tupl
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
     start, start_processor = time.perf_counter(), time.process_time()
     for i in range(args.num_requests):
-        engine.add_request(str(i), [rng.randrange(1000) for _ in range(args.input_len)], params)
+        engine.add_request(str(i), random_prompt(engine, rng, args.input_len), params)
     while engine.has_unfinished_requests():
         engine.step()
     wall = time.perf_counter() - start

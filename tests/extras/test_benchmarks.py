@@ -25,6 +25,7 @@ from benchmarks import (
     cpu,
     cpu_kernels,
     decode_profile,
+    kv_store,
     kv_tiers,
     long_prefill,
     offline,
@@ -216,6 +217,17 @@ def test_preemption_moves_and_computes_the_whole_context(run_main, monkeypatch):
         context, swap, recompute, ratio = map(float, line.replace("ms", "").split())
         assert context == context_len
         assert ratio == pytest.approx(recompute / swap, rel=0.1, abs=0.1)
+
+
+def test_the_store_saves_and_loads_a_whole_prompt(run_main):
+    sizes = ("--prompt-len", 70, "--num-requests", 2, "--input-len", 20, "--output-len", 15)
+    lines = run_main(kv_store, "--model", TINY_QWEN3, "--load-format", "auto", "--rounds", 1, *sizes)
+    found = {line.split()[0]: line.split() for line in lines if line.startswith("  ")}
+    assert lines[2].startswith("prompt of 70 tokens")
+    assert float(found["computed"][1]) > 0 < float(found["loaded"][1])
+    assert sum("0 blocks dropped" in line for line in lines) == 1
+    shares = [float(line.split("%")[0].split()[-1]) for line in lines[-3:]]
+    assert 0 < shares[0] < 100 > shares[1] > 0
 
 
 def test_short_prompts_wait_for_the_long_one_or_go_beside_it(run_main, monkeypatch, tiny_checkpoint):

@@ -78,8 +78,9 @@ def save_all(store: Tier, queue: "SimpleQueue[Pending | None]", backlog: Backlog
         for i in reversed(range(len(pending.names))):  # the beginning of a prefix is evicted last
             store.save(pending.names[i], data[i])
         store.finished()
-        del data
-        backlog.add(-len(pending.names) * bytes_per_block)
+        num_bytes = len(pending.names) * bytes_per_block
+        del data, pending  # their memory is free while the thread waits for the next ones
+        backlog.add(-num_bytes)
 
 
 def stop(queue: "SimpleQueue[Pending | None]", thread: threading.Thread) -> None:
