@@ -6,13 +6,14 @@ prefix comes back, it is computed.
 
 import threading
 import weakref
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
 
 from nanovllm.extras.kv_store.moves import Arriving, copy_out
-from nanovllm.extras.kv_store.tier import BlockName, Tier
+from nanovllm.extras.kv_store.tier import BlockName, Chain, Tier
 
 MAX_PENDING_BYTES = 1 << 30
 MAX_EXIT_S = 10.0  # how long the end of an engine waits for blocks that are not saved yet
@@ -37,16 +38,22 @@ class Backlog:
 
 
 class Saver:
-    """Saves blocks to `store`. The thread ends with this object, when all blocks are saved."""
+    """Saves blocks to `store`. The thread ends with this object: it saves what is left, and closes `own_tiers`."""
 
-    def __init__(self, store: Tier, bytes_per_block: int, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+    def __init__(
+        self,
+        store: Tier,
+        bytes_per_block: int,
+        own_tiers: Sequence[Tier] = (),
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+    ) -> None:
         self.bytes_per_block = bytes_per_block
         self.max_pending_bytes = max(max_pending_bytes, bytes_per_block)
         self.num_dropped = 0
         self._queue: SimpleQueue[Pending | None] = SimpleQueue()
         self._backlog = Backlog()
         self._stream: torch.cuda.Stream | None = None
-        arguments = (store, self._queue, self._backlog, bytes_per_block)
+        arguments = (store, self._queue, self._backlog, bytes_per_block, Chain(own_tiers))
         thread = threading.Thread(target=save_all, args=arguments, name="kv-store-saver", daemon=True)
         thread.start()
         self.stop = weakref.finalize(self, stop, self._queue, thread)
@@ -71,7 +78,9 @@ class Saver:
             return self._backlog.changed.wait_for(lambda: self._backlog.num_bytes == 0, timeout_s)
 
 
-def save_all(store: Tier, queue: "SimpleQueue[Pending | None]", backlog: Backlog, bytes_per_block: int) -> None:
+def save_all(
+    store: Tier, queue: "SimpleQueue[Pending | None]", backlog: Backlog, bytes_per_block: int, own_tiers: Chain
+) -> None:
     """Save what comes through the queue, until None comes. The store never raises: it is a `Chain`."""
     while (pending := queue.get()) is not None:
         data = pending.blocks.wait()  # [num_blocks, bytes_per_block]
@@ -81,6 +90,7 @@ def save_all(store: Tier, queue: "SimpleQueue[Pending | None]", backlog: Backlog
         num_bytes = len(pending.names) * bytes_per_block
         del data, pending  # their memory is free while the thread waits for the next ones
         backlog.add(-num_bytes)
+    own_tiers.close()
 
 
 def stop(queue: "SimpleQueue[Pending | None]", thread: threading.Thread) -> None:

@@ -30,7 +30,13 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.extras.kv_store.keys import digest_folder, make_root_key, names_of
 from nanovllm.extras.kv_store.moves import SavesAfterwards, StoreMoves
 from nanovllm.extras.kv_store.saver import Saver
-from nanovllm.extras.kv_store.store_options import is_private, make_tiers, read_transfer, smallest_size
+from nanovllm.extras.kv_store.store_options import (
+    has_users_tier,
+    is_private,
+    make_tiers,
+    read_transfer,
+    smallest_size,
+)
 from nanovllm.extras.kv_store.tier import BlockName, Chain, TierStats
 
 if TYPE_CHECKING:
@@ -74,9 +80,11 @@ class KVStore:
             )
         role = "kv_both" if config.kv_transfer_config is None else read_transfer(config.kv_transfer_config).kv_role
         self.can_load, self.can_save = role != "kv_producer", role != "kv_consumer"
-        self.tiers = Chain(make_tiers(config))
+        tiers = make_tiers(config)
+        self.tiers = Chain(tiers)
         self.root_key = make_root_key(facts_of(runner, has_digest=not is_private(config)))
-        self.saver = Saver(self.tiers, self.bytes_per_block)
+        own_tiers = tiers[:-1] if has_users_tier(config) else tiers
+        self.saver = Saver(self.tiers, self.bytes_per_block, own_tiers)
         if self.can_save:
             runner.compute = SavesAfterwards(runner.compute, self.saver)
 

@@ -146,6 +146,12 @@ def make_tiers(config: "Config") -> list[Tier]:
     return [*tiers, SharedTier(extra["name"], max_bytes)]
 
 
+def has_users_tier(config: "Config") -> bool:
+    """Return whether the last tier is the user's own object, which the engine does not close."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and isinstance(read_transfer(transfer).kv_connector, Tier)
+
+
 def is_private(config: "Config") -> bool:
     """Return whether no other engine can use the store, so that its keys need not identify the model's weights."""
     transfer = config.kv_transfer_config

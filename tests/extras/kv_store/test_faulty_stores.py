@@ -250,10 +250,13 @@ def test_the_thread_ends_with_the_engine(folder):
     llm = LLM(folder, kv_offloading_size=1e-3, **OPTIONS)
     answers_of(llm, order=[0])
     [thread] = [one for one in threading.enumerate() if one.name == "kv-store-saver" and one.is_alive()][-1:]
+    tier = llm.engine.parts.kv_store.tiers.tiers[0]
+    assert tier.num_bytes
     llm.shutdown()
     gc.collect()
     thread.join(5)
     assert not thread.is_alive()
+    assert not tier.num_bytes, "the engine's own tiers are closed"
 
 
 # ---- options
