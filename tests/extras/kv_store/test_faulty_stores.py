@@ -48,7 +48,7 @@ class Slow(MemoryTier):
         return super().load(block, out)
 
     def save(self, block, data):
-        time.sleep(0.02)
+        time.sleep(0.004)
         super().save(block, data)
 
 
