@@ -40,7 +40,7 @@ from nanovllm.extras.kv_store.store_options import (
 from nanovllm.extras.kv_store.tier import BlockName, Chain, TierStats
 
 if TYPE_CHECKING:
-    from nanovllm.extras.full_runner import ModelRunner
+    from nanovllm.extras.plain_runner import PlainRunner
 
 NULL_BLOCK = 0
 
@@ -67,7 +67,7 @@ class KVStore:
     Raises ValueError if a tier is smaller than one block.
     """
 
-    def __init__(self, runner: "ModelRunner") -> None:
+    def __init__(self, runner: "PlainRunner") -> None:
         config, cache = runner.config, runner.kv_cache
         self.block_size = runner.backend.block_size
         self.bytes_per_block = cache.bytes_per_block
@@ -118,7 +118,7 @@ class KVStore:
         return None
 
 
-def facts_of(runner: "ModelRunner", has_digest: bool) -> dict[str, Any]:
+def facts_of(runner: "PlainRunner", has_digest: bool) -> dict[str, Any]:
     """Return what shapes the K and V of this runner's model.
 
     has_digest: include the contents of the model's files. Host memory that ends with the engine does not need them.
