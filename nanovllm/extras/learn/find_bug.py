@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm.extras.learn.exercise import Build, Mistake, Seen, make_header
 from nanovllm.extras.learn.given import read_program
+from nanovllm.extras.learn.near_repairs import NEAR_REPAIRS
 from nanovllm.extras.learn.simulation import EXAMPLES, Parts, Request, Simulation, Traffic, describe_traffic, traffics
 from nanovllm.extras.learn.texts import Language, Text
 
@@ -22,8 +23,17 @@ FREED_FIRST = Traffic(
 )
 CHUNKED = Traffic(12, 2, 3, (Request((0, 1, 2, 0, 1, 2), 3), Request((0, 1, 2, 0, 1, 2), 3, arrival=4)))
 PARTLY_FILLED = Traffic(6, 3, 8, (Request((0, 0), 6), Request((0, 0, 0, 0), 5), Request((0, 0, 1), 3)))
-LARGE_IDS = Traffic(9, 2, 16, (Request((1, 2, 3), 2), Request((257, 2, 3), 2, arrival=3)))
-EXAMPLES_OF_ENGINE = (*EXAMPLES, *WITH_ANSWERS, WHOLE_PROMPT, FREED_FIRST, CHUNKED, PARTLY_FILLED, LARGE_IDS)
+LARGE_IDS = tuple(  # alike in the last byte, in the last two bytes, above 255, and in their digits
+    Traffic(9, 2, 16, (Request(first, 2), Request(second, 2, arrival=3)))
+    for first, second in (
+        ((1, 2, 3), (257, 2, 3)),
+        ((1, 2, 3), (65537, 2, 3)),
+        ((257, 2, 3), (258, 2, 3)),
+        ((1, 12, 3), (11, 2, 3)),
+    )
+)
+RESUMED = Traffic(5, 1, 9, (Request((0,), 3), Request((0, 0, 0), 2)))  # finds blocks, but does not fit at first
+EXAMPLES_OF_ENGINE = (*EXAMPLES, *WITH_ANSWERS, WHOLE_PROMPT, FREED_FIRST, CHUNKED, PARTLY_FILLED, RESUMED, *LARGE_IDS)
 """Planted runs of the whole engine, which together show all bugs."""
 
 
@@ -52,7 +62,10 @@ def run(answer: ModuleType, case: Any) -> Iterator[Seen]:
 
 
 def make_bug(name: str, chapter: str, title: Text, task: Text, hints: Any, bug: Any) -> FindBug:
-    """Return the exercise for one bug. The check finds the smallest run in which a step is not as it should be."""
+    """Return the exercise for one bug. The check finds the smallest run in which a step is not as it should be.
+
+    `NEAR_REPAIRS` has what people often write to mend it, and what is still wrong then.
+    """
     still = Text("The bug is still there", "bug 还在")
     why = Text(
         "This is the smallest run found in which a step differs from the right engine's.",
@@ -70,6 +83,6 @@ def make_bug(name: str, chapter: str, title: Text, task: Text, hints: Any, bug: 
         examples=EXAMPLES_OF_ENGINE,
         cases=lambda: traffics(max_n=2),
         describe=describe_traffic,
-        mistakes=(Mistake(still, why, bug),),
+        mistakes=(Mistake(still, why, bug), *NEAR_REPAIRS[name]),
         bug=bug,
     )

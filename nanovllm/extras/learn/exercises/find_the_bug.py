@@ -5,9 +5,18 @@ from nanovllm.extras.learn.texts import Text
 
 RULES = Text(
     "The file is `labs/one_file.py` with one bug, which an engine really had. Find it and mend it; a few lines\n"
-    "suffice. `nanovllm learn check` runs small schedules without a network and shows the first step that differs.",
+    "suffice. `nanovllm learn check` runs small schedules without a network and shows the first step that differs\n"
+    "from the right engine's: in the tokens that are computed, in the block tables, in the owners of blocks, or in\n"
+    "the order of the free blocks. This order is part of the task: it decides which cached blocks are kept.\n"
+    "\n"
+    "Careful: the rest of the file is right, so it has the solutions of grow_table, admit_whole, hash_chain,\n"
+    "release_blocks, register_blocks, revive_blocks, fork, copy_on_write and preempt. Write those first.",
     "这个文件是带有一个 bug 的 `labs/one_file.py`，真实的引擎出过这个 bug。找到并修好它，几行就够。\n"
-    "`nanovllm learn check` 不用网络运行小的调度，并显示第一处不同的步。",
+    "`nanovllm learn check` 不用网络运行小的调度，并显示与正确的引擎第一处不同的步：算了哪些 token、块表、\n"
+    "块的所有者，或空闲块的顺序不同。空闲块的顺序也是题目的一部分：它决定哪些缓存的块会留下来。\n"
+    "\n"
+    "注意：文件的其余部分是对的，所以里面有 grow_table、admit_whole、hash_chain、release_blocks、\n"
+    "register_blocks、revive_blocks、fork、copy_on_write 和 preempt 的答案。请先做这些练习。",
 )
 
 
@@ -68,8 +77,16 @@ EXERCISES: tuple[FindBug, ...] = (
             Text(
                 "Count the owners of all blocks after an admission that failed.", "准入失败之后，数一数每个块的所有者。"
             ),
-            Text("`try_admit` must change nothing if it returns False.", "`try_admit` 返回 False 时，什么都不能改。"),
-            Text("Share the hits only after the check of free blocks.", "先检查空闲块够不够，再共享命中的块。"),
+            Text(
+                "A function that can fail must change nothing if it fails. Which one here can fail?",
+                "可能失败的函数，失败时什么都不能改。这里哪个函数可能失败？",
+            ),
+            Text(
+                "In `try_admit`, check before the hits are shared. At that moment, hits that are free are in "
+                "`self.free` too, but cannot be taken as new blocks: compare with `len(self.free)` minus these hits.",
+                "在 `try_admit` 里，先检查，再共享命中的块。检查时，空闲的命中块也在 `self.free` 里，但不能当新块取走："
+                "要用 `len(self.free)` 减去这些块来比较。",
+            ),
         ),
         (
             (
