@@ -78,12 +78,11 @@ LATE_CHECK = Mistake(
 )
 LEAK_MENDED = Text("The leak is mended, the order of the free blocks is not", "不再泄漏了，但空闲块的顺序变了")
 LEAK_MENDED_WHY = Text(
-    "Owners and free blocks are complete again. But the free hits went to the end of `self.free`, although nobody has "
-    "used them: they are evicted later than they should be, and each further failed attempt moves them again. Check "
-    "before anything is changed; then nothing has to be undone.",
-    "所有者和空闲块都恢复了。但空闲的命中块被移到了 `self.free` 的末尾，尽管没有人用过它们："
-    "它们会比应有的时间晚被淘汰，"
-    "而且每失败一次就再移动一次。应在改动任何东西之前检查，那就什么都不用撤销。",
+    "Owners and free blocks are complete again. But the free hits are at the end of `self.free` now, in the order in "
+    "which they were put back, although nobody has used them: they are evicted later than they should be, and each "
+    "failed attempt moves them again. Check before anything is changed; then nothing has to be undone.",
+    "所有者和空闲块都恢复了。但空闲的命中块现在按放回的顺序排在 `self.free` 的末尾，尽管没有人用过它们："
+    "它们会比应有的时间晚被淘汰，而且每失败一次就再移动一次。应在改动任何东西之前检查，那就什么都不用撤销。",
 )
 OTHER_END = Mistake(
     Text("The block freed last is taken first", "最后释放的块最先被取走"),

@@ -65,9 +65,10 @@ def run(answer: ModuleType, case: Case) -> Iterator[Seen]:
         k = make_keys(num_tokens, case.num_kv_heads, case.seed + 7 * i + 3)
         v = torch.cat([make_values(position, 1, case) for position in range(start, end)])
         out = answer.attend(q, k, v, k_cache, v_cache, start)
-        en, zh = f"step {i + 1}, positions {start} … {end - 1}", f"第 {i + 1} 步，位置 {start} … {end - 1}"
-        yield Seen(Text(f"{en}: output", f"{zh}：输出"), read_output(out, q, end))
-        cache = Numbers(torch.stack([k_cache[:end], v_cache[:end]]))
+        positions = f"{start} … {end - 1}" if num_tokens > 1 else str(start)
+        en, zh = f"step {i + 1}, position{'s' * (num_tokens > 1)} {positions}", f"第 {i + 1} 步，位置 {positions}"
+        yield Seen(Text(f"{en}: weights", f"{zh}：权重"), read_output(out, q, end))
+        cache = Cache(torch.stack([k_cache[:end], v_cache[:end]]))
         yield Seen(Text(f"{en}: K and V in the cache", f"{zh}：缓存里的 K 和 V"), cache)
         start = end
 
@@ -80,7 +81,35 @@ class Output(Numbers):
         self.end = end
 
     def __repr__(self) -> str:
-        return "↓"
+        return "; ".join(self.draw_row(query, 0) for query in range(len(self.tensor)))
+
+    def draw_row(self, query: int, head: int) -> str:
+        """Return what one query reads: the weight of each key."""
+        return " ".join(f"{weight:.2f}" for weight in self.tensor[query, head, : self.end].tolist())
+
+    def compare(self, other: "Output") -> tuple[str, str]:
+        """Return the weights of the query and head with the largest difference."""
+        query, head, _ = find_largest(self.tensor, other.tensor)
+        name = f"head {head}, query {self.end - len(self.tensor) + query}: "
+        rows = [one.draw_row(query, head) for one in (self, other)]
+        if rows[0] == rows[1]:
+            rows = [
+                f"{one.draw_row(query, head)} of KV head {one.tensor[query, head, KV_HEAD]:g}" for one in (self, other)
+            ]
+        return name + rows[0], name + rows[1]
+
+
+class Cache(Numbers):
+    """K and V in the cache, of all tokens so far."""
+
+    def __repr__(self) -> str:
+        return "K " + " ".join(f"[{row[0]:.3g} …]" for row in self.tensor[0, :, 0].tolist())
+
+
+def find_largest(a: Tensor, b: Tensor) -> tuple[int, ...]:
+    """Return the index of the largest difference. A NaN is larger than any number."""
+    difference = (a - b).abs().nan_to_num(nan=float("inf"))
+    return tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
 
 
 def read_output(out: Any, q: Tensor, end: int) -> Output | str:
@@ -117,28 +146,35 @@ def draw(case: Case, right: Seen | None, yours: Seen | None) -> list[tuple[Text,
 
 
 def draw_weights(case: Case, a: Output, b: Output) -> list[tuple[Text, str]]:
-    """Draw the weights of the first query head that is wrong, with the first wrong cell in brackets."""
-    cell = first_cell(a.tensor, b.tensor)
-    if cell is None:
-        return []
-    query, head, dimension = cell
-    is_read_by_one = (a.tensor[query, head, : OLD + 1] == 0) != (b.tensor[query, head, : OLD + 1] == 0)
-    if is_read_by_one.any():  # a key that only one of the two reads says more than a different weight
-        dimension = int(is_read_by_one.nonzero()[0])
+    """Draw the weights of the query head with the largest difference, with that cell in brackets."""
+    query, head, _ = find_largest(a.tensor, b.tensor)
     end, num_tokens = a.end, len(a.tensor)
-    rows = [f"query {position}" for position in range(end - num_tokens, end)]
-    is_old_read = bool((b.tensor[:, head, OLD] != 0).any())
+    is_old_read = bool((b.tensor[:, head, OLD] > 0).any())
     keys = [f"key {i}" for i in range(end)] + ["old"] * is_old_read
-    column = end if dimension == OLD else dimension
+    rows = [f"query {position}" for position in range(end - num_tokens, end)]
+    columns = [*range(end), OLD][: len(keys)]
+    weights = [out[:, head, columns] for out in (a.tensor, b.tensor)]
     drawings = []
-    for en, zh, out in (("right", "正确", a.tensor), ("yours", "你的", b.tensor)):
-        weights = torch.cat([out[:, head, :end], out[:, head, OLD : OLD + 1]], dim=1)[:, : len(keys)]
-        title = Text(f"weights of query head {head}, {en}", f"查询头 {head} 的注意力权重，{zh}")
-        drawings.append((title, draw_matrix(weights, rows, keys, (query, column) if column < len(keys) else None)))
+    if first_cell(*weights) is not None:
+        mark = (query, find_largest(weights[0][query], weights[1][query])[0])
+        for (en, zh), table in zip((("right", "正确"), ("yours", "你的")), weights, strict=True):
+            title = Text(
+                f"weights of query head {head}, {en} ([ ]: the largest difference)",
+                f"查询头 {head} 的注意力权重，{zh}（[ ]：差别最大处）",
+            )
+            drawings.append((title, draw_matrix(table, rows, keys, mark)))
+    if is_old_read:
+        text = Text(
+            "old: rows that are not written yet hold data of another sequence", "old：尚未写入的行里是另一个序列的数据"
+        )
+        drawings.append((text, ""))
     kv_head, read = head // case.group, float(b.tensor[query, head, KV_HEAD])
-    if dimension == KV_HEAD or (read.is_integer() and read != kv_head):
-        text = f"query head {head}: KV head {kv_head}; yours: KV head {read:.2g}"
-        drawings.append((Text("the KV head that is read", "读取的 KV 头"), text))
+    if case.num_kv_heads > 1 and read.is_integer() and read != kv_head:
+        text = Text(
+            f"query head {head} must read KV head {kv_head}; yours reads KV head {read:.0f}",
+            f"查询头 {head} 应读 KV 头 {kv_head}；你的读了 KV 头 {read:.0f}",
+        )
+        drawings.append((text, ""))
     return drawings
 
 
@@ -148,10 +184,9 @@ def describe(case: Case) -> Text:
     return Text(
         f"Query heads: {num_heads}; KV heads: {case.num_kv_heads}; new tokens of the steps: {chunks}. V of position "
         "j is "
-        "1 in dimension j only, so the output shows the weight of each key. *old* is data of another sequence, in rows "
-        "that are not written yet.",
+        "1 in dimension j only, so the output shows the weight of each key.",
         f"查询头：{num_heads}；KV 头：{case.num_kv_heads}；各步的新 token 数：{chunks}。位置 j 的 V 只在第 j 维为 1，"
-        "所以输出就是每个键的权重。*old* 是另一个序列留在尚未写入的行里的旧数据。",
+        "所以输出就是每个键的权重。",
     )
 
 
@@ -219,6 +254,51 @@ MISTAKES = (
             ("k_cache[:end].repeat_interleave(group, dim=1)", "k_cache[:end].repeat(1, group, 1)"),
             ("v_cache[:end].repeat_interleave(group, dim=1)", "v_cache[:end].repeat(1, group, 1)"),
         ),
+    ),
+    Mistake(
+        Text("Softmax over the heads", "对头做了 softmax"),
+        Text(
+            "Each head has weights of its own: softmax goes along the keys, which are the last dimension of "
+            "[num_heads, num_tokens, end]. With one head, each of your weights is 1.",
+            "每个头各有自己的权重：softmax 要沿着键的那一维，即 [num_heads, num_tokens, end] 的最后一维。"
+            "只有一个头时，你的权重全是 1。",
+        ),
+        (("softmax(dim=-1)", "softmax(dim=0)"),),
+    ),
+    Mistake(
+        Text("Only the new tokens are read", "只读了新 token"),
+        Text(
+            "`k` and `v` have only the new tokens. The tokens of earlier steps are in the cache, and this step must "
+            "read them too: keys and values are the rows 0 … end - 1 of the cache, not `k` and `v`.",
+            "`k` 和 `v` 里只有新 token。前面各步的 token 在缓存里，这一步也要读：键和值是缓存的第 0 … end - 1 行，"
+            "不是 `k` 和 `v`。",
+        ),
+        (
+            ("k_cache[:end].repeat", "k.repeat"),
+            ("v_cache[:end].repeat", "v.repeat"),
+            ("torch.arange(end) <= positions", "positions <= positions"),
+        ),
+    ),
+    Mistake(
+        Text("Keys of the new tokens, values of all", "键只有新 token 的，值是全部的"),
+        Text(
+            "Keys and values belong together: both are the rows 0 … end - 1 of the cache. With the keys in `k`, the "
+            "shapes fit only while the cache is empty; with one new token, its score stands for all positions.",
+            "键和值是成对的：都要取缓存的第 0 … end - 1 行。键只取 `k` 的话，只有缓存为空时形状才对；"
+            "只有一个新 token 时，它的得分被当成了所有位置的得分。",
+        ),
+        (("k_cache[:end].repeat", "k.repeat"),),
+    ),
+    Mistake(
+        Text("The mask is square", "掩码是方的"),
+        Text(
+            "A mask of [num_tokens, num_tokens] fits in the first step, and in a decode, whose only query reads all "
+            "keys. A chunk behind cached tokens needs [num_tokens, end]: a row for each new token, and a column for "
+            "each position.",
+            "[num_tokens, num_tokens] 的掩码在第一步可用，解码时也可用，因为唯一的查询要读所有的键。"
+            "前面已有缓存的 chunk 需要 [num_tokens, end]：每个新 token 一行，每个位置一列。",
+        ),
+        (("torch.arange(end) <= positions", "positions <= positions"),),
     ),
     Mistake(
         Text("A token does not read itself", "token 没有读自己"),

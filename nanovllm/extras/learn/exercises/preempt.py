@@ -143,6 +143,7 @@ EXERCISES = (
             Traffic(
                 7, 2, 8, (Request((0, 1, 1, 0, 1), 5), Request((0, 1, 1, 0, 1, 1), 6))
             ),  # one begins like the other
+            Traffic(1, 8, 1, (Request((1, 2, 0), 3, n=3),)),  # preempting one of three answers frees no block
             EXAMPLES[0],
         ),
         cases=traffics,
@@ -202,6 +203,31 @@ EXERCISES = (
                     "被抢占的序列在等待，却还占着块，所以还是没有空闲块。循环会把序列一个接一个地抢占掉。",
                 ),
                 (("            self.block_manager.release(last)\n", ""),),
+            ),
+            Mistake(
+                Text("`if` instead of `while`", "用了 `if` 而不是 `while`"),
+                Text(
+                    "After a preemption blocks are free, but `seq` has none of them yet: call `try_grow` again. It "
+                    "may even fail again, if the victim shared its blocks, and the next sequence must be preempted. "
+                    "With `while`, `make_room` returns True only after `try_grow` has returned True.",
+                    "抢占之后有了空闲块，但 `seq` 还没有拿到：要再调用一次 `try_grow`。"
+                    "如果被抢占的序列与别人共享块，它还可能失败，要继续抢占下一个。"
+                    "用 `while`，`make_room` 只会在 `try_grow` 返回 True 之后返回 True。",
+                ),
+                (("        while not self.block_manager", "        if not self.block_manager"),),
+            ),
+            Mistake(
+                Text("Only one sequence is preempted", "只抢占了一个序列"),
+                Text(
+                    "`try_grow` is called twice at most. If the victim shared its blocks with another sequence, none "
+                    "of them became free: preempt the next one, until `try_grow` returns True (`while`).",
+                    "`try_grow` 最多只调用了两次。如果被抢占的序列与别人共享块，就没有块变空闲："
+                    "要继续抢占下一个，直到 `try_grow` 返回 True（用 `while`）。",
+                ),
+                (
+                    ("        while not self.block_manager", "        if not self.block_manager"),
+                    (RETURN, f"{RETURN}            self.block_manager.try_grow(seq)\n"),
+                ),
             ),
             Mistake(
                 Text("The sequence that needs a block is the victim", "抢占了要块的序列自己"),
