@@ -20,6 +20,7 @@ from hypothesis.strategies import SearchStrategy
 from nanovllm.extras.learn.checker import check_answer
 from nanovllm.extras.learn.chinese_contracts import translate
 from nanovllm.extras.learn.findings import Report
+from nanovllm.extras.learn.given_names import list_names
 from nanovllm.extras.learn.seen import Mistake, Seen
 from nanovllm.extras.learn.texts import Language, Text
 
@@ -78,6 +79,8 @@ class Build(Exercise):
     """Whether two observed values are equal, for example up to rounding."""
     engine_parts: tuple[tuple[str, str], ...] = ()
     """(function of the answer, method of `labs/one_file.py` that it replaces in `whole_engine`)."""
+    names: tuple[str, ...] = ()
+    """What the answer can use of the program that it continues: names of `given_names.MEANINGS`."""
     draw: Callable[[Any, Seen | None, Seen | None], list[tuple[Text, str]]] | None = None
     """(case, right, yours) at the first difference -> more drawings: (title, lines). None where a run has ended."""
 
@@ -100,12 +103,20 @@ def make_header(exercise: Exercise, language: Language) -> str:
         "",
         exercise.task.show(language).strip(),
         "",
+        *show_names(exercise, language),
         Text("Chapter:", "章节：").show(language)
         + f" docs/book/{'zh/' if language == 'zh' else ''}{exercise.chapter}.md",
         f"{check} nanovllm learn check {exercise.name}",
     ]
     text = "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
     return f'"""{text}\n"""\n\n'
+
+
+def show_names(exercise: Exercise, language: Language) -> list[str]:
+    """Return lines of the header that say what the answer can use."""
+    if not isinstance(exercise, Build) or not exercise.names:
+        return []
+    return [Text("You can use:", "可以使用：").show(language), *list_names(exercise.names, language), ""]
 
 
 def dig_holes(source: str, holes: tuple[str, ...]) -> str:

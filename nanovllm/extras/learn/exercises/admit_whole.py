@@ -100,6 +100,14 @@ EXERCISES = (
             "False，\n"
             "空闲块仍是 [0, 1, 2]。",
         ),
+        names=(
+            "self.free (list)",
+            "self.num_blocks_for(n)",
+            "self.block_size",
+            "seq.token_ids",
+            "seq.num_computed_tokens",
+            "seq.block_table",
+        ),
         hints=(
             Text(
                 "First compare: how many blocks are needed, and how many are free? Take blocks only after that.",

@@ -40,6 +40,16 @@ EXERCISES = (
             "`try_grow(A)`：A 的块表变成 [7, 5]，`self.copies` 是 [(2, 5)]。`try_grow(B)`：什么都不用做，2 号块只属于 "
             "B 了。",
         ),
+        names=(
+            "self.free",
+            "self.take()",
+            "self.num_owners",
+            "self.copies",
+            "self.block_size",
+            "seq.token_ids",
+            "seq.num_computed_tokens",
+            "seq.block_table",
+        ),
         hints=(
             Text(
                 "Entry `i = seq.num_computed_tokens // self.block_size` of the table is the block that is written to "

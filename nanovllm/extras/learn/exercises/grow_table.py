@@ -69,6 +69,7 @@ EXERCISES = (
             "例：每块 2 个槽位，空闲块为 [0, 1]，块表为 [2]。第 2 个 token 放得下；第 3 个需要新块，块表变成 [2, 1]，"
             "空闲块变成 [0]。",
         ),
+        names=("self.free (list)", "self.num_blocks_for(n)", "self.block_size", "seq.token_ids", "seq.block_table"),
         hints=(
             Text(
                 "Compare the number of blocks that the tokens need with the length of the block table.",

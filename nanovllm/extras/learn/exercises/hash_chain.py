@@ -38,6 +38,7 @@ EXERCISES = (
             "哈希值却必须不同：\n"
             "在 A 里，2 3 前面是 0 1；在 B 里，前面什么都没有。",
         ),
+        names=("self.block_size", "seq.token_ids", "seq.block_hashes"),
         hints=(
             Text(
                 "The hash of block i needs the hash of block i - 1, and so on back to block 0, which has none before "

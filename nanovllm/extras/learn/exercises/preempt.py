@@ -108,6 +108,7 @@ EXERCISES = (
             "例：A、B、C 在运行，D 在等，没有空闲块。A 要一个块：C 被抢占，队列变成 C、D，A 拿到 C 的一个块。\n"
             "如果 B 也要而没有块了，B 就是最后一个，只能抢占自己：队列变成 B、C、D。",
         ),
+        names=("self.block_manager", "self.running", "self.waiting", "self.num_preemptions", "seq.num_computed_tokens"),
         hints=(
             Text(
                 "`make_room` is a `while not self.block_manager.try_grow(seq):` loop that preempts one sequence each "

@@ -50,6 +50,16 @@ EXERCISES = (
             "不登记新的。\n\n"
             "例：每块 2 个 token，块表是 [3, 0]，`num_before` 是 1，现在是 3：3 号块（第 0 项）填满了。",
         ),
+        names=(
+            "self.free",
+            "self.num_owners",
+            "self.block_of_hash",
+            "self.hash_of_block",
+            "self.hash_block(seq, i)",
+            "self.block_size",
+            "seq.num_computed_tokens",
+            "seq.block_table",
+        ),
         hints=(
             Text(
                 "`next(iter(self.free))` is the first key. The full blocks after the step are the entries 0 … "

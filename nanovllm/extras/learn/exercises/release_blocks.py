@@ -94,6 +94,7 @@ EXERCISES = (
             "例：`A.block_table` 是 [0, 1, 2]，B 也拥有 0 号块。`release(A)` 之后，2 和 1 先后放到 `self.free` 末尾，\n"
             "`self.num_owners` 是 [1, 0, 0]，`A.block_table` 是 []。",
         ),
+        names=("self.free", "self.num_owners", "seq.block_table"),
         hints=(
             Text(
                 "`reversed(seq.block_table)` begins with the last block.",

@@ -51,6 +51,18 @@ EXERCISES = (
             "例：每块 2 个 token，`self.free` 的键是 0、1、2；1 号块存着 5 6，在缓存里。序列 5 6 | 7 找到 [1]，\n"
             "块表是 [1, 0]，已计算 2 个 token，2 号块仍空闲。序列 5 6 什么都找不到：它的最后一个 token 就在这一块里。",
         ),
+        names=(
+            "self.free",
+            "self.take()",
+            "self.num_owners",
+            "self.block_of_hash",
+            "self.hash_block(seq, i)",
+            "self.block_size",
+            "self.num_blocks_for(n)",
+            "seq.token_ids",
+            "seq.num_computed_tokens",
+            "seq.block_table",
+        ),
         hints=(
             Text(
                 "`find` looks at the blocks 0 … `(len(seq.token_ids) - 1) // self.block_size - 1`.",

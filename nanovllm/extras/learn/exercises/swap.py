@@ -158,6 +158,14 @@ EXERCISES = (
             "例：每块 4 个槽位，块表 [6, 1]，已计算 5 个 token，空闲主机块 [0, 1, 2]。换出时记下 (6, 2) 和 (1, 1)，\n"
             "剩下 0 号主机块。以后换入时，新块表是 [3, 8]，记下 (2, 3) 和 (1, 8)。",
         ),
+        names=(
+            "self.free (list)",
+            "self.num_blocks_for(n)",
+            "self.release(seq)",
+            "seq.token_ids",
+            "seq.num_computed_tokens",
+            "seq.block_table",
+        ),
         hints=(
             Text(
                 "Both methods begin alike: how many blocks are needed, and are they free? Only then change anything.",

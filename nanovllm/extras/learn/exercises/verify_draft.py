@@ -128,6 +128,13 @@ EXERCISES = (
             "把留下的 token 追加到 `seq.token_ids`。之后 `seq.num_computed_tokens` 只算 K 和 V 正确的 token：除最\n"
             "新的一个之外的全部。最后，从块表末尾开始，归还这些 token 用不到的块：`blocks.free[block_id] = None`。",
         ),
+        names=(
+            "seq.token_ids",
+            "seq.num_computed_tokens",
+            "seq.block_table",
+            "blocks.free",
+            "blocks.num_blocks_for(n)",
+        ),
         hints=(
             Text(
                 "Count the drafts that are right, one by one, and stop at the first wrong one. The model's tokens "
