@@ -61,17 +61,12 @@ def observe(exercise: "Build", answer: ModuleType, case: Any) -> Iterator[Seen]:
 
 def find_line(error: BaseException, file: str) -> Text:
     """Return the last line of the learner's file that an exception came through, in words."""
-    trace = list(traceback.extract_tb(error.__traceback__))
-    what = Text("an exception", "异常，")
-    if isinstance(error, StopIteration) and trace[-1].name == "take":  # `next(iter(self.free))`, and none is free
-        what = Text("take() although no block is free,", "没有空闲块却调用 take()，")
-        trace.pop()
-    frames = [frame for frame in trace if frame.filename == file]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if not frames:
-        return Text(what.en.rstrip(","), what.zh.rstrip("，"))
+        return Text("an exception", "异常")
     number, line = frames[-1].lineno, frames[-1].line
-    code = f" `{line}`" if line else ""
-    return Text(f"{what.en} in line {number}{code}", f"{what.zh}第 {number} 行{code}")
+    en, zh = (f": {line}", f"（{line}）") if line else ("", "")
+    return Text(f"an exception in line {number}{en}", f"第 {number} 行{zh}抛出异常")
 
 
 def describe_error(error: BaseException) -> str:

@@ -172,7 +172,7 @@ def describe_samples(case: Samples) -> Text:
     en = (
         f"Blocks of {count(case.block_size, 'token')}. C.0 has a prompt of {count(case.num_prompt_tokens, 'token')} in "
         f"{count(num_blocks, 'block')}, and is forked into {count(case.num_samples, 'sample')}. "
-        f"{count(case.num_spare, 'other block')} free."
+        f"{count(case.num_spare, 'other block')} {'is' if case.num_spare == 1 else 'are'} free."
     )
     zh = (
         f"每块 {case.block_size} 个槽位。C.0 的提示词有 {case.num_prompt_tokens} 个 token，占 {num_blocks} 块，"
@@ -193,10 +193,12 @@ def draw_overwrites(case: Samples, right: Seen | None, yours: Seen | None) -> li
         text = Text(f"{writer} overwrote slot {slot} of {owner}", f"{writer} 覆盖了 {owner} 的 {slot} 号槽位")
         found.append((text, ""))
     overwritten = {slot for _, slot, _ in yours.value.overwrites}
-    for name, slot in yours.value.wrong_reads:
-        if slot not in overwritten:
-            text = Text(f"slot {slot} does not hold the text of {name}", f"{slot} 号槽位里不是 {name} 的文本")
-            found.append((text, ""))
+    wrong = [(name, slot) for name, slot in yours.value.wrong_reads if slot not in overwritten]
+    for name in dict.fromkeys(name for name, _ in wrong):
+        slots = [slot for other, slot in wrong if other == name]
+        what = f"slot {slots[0]} does" if len(slots) == 1 else f"slots {', '.join(map(str, slots))} do"
+        text = Text(f"{what} not hold the text of {name}", f"{'、'.join(map(str, slots))} 号槽位里不是 {name} 的文本")
+        found.append((text, ""))
     if right is not None and right.value.num_copies != yours.value.num_copies:
         a, b = right.value.num_copies, yours.value.num_copies
         found.append((Text(f"copies so far: {b}, not {a}", f"目前的复制次数：{b}，应为 {a}"), ""))

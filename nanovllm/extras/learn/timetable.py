@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nanovllm.extras.learn.exercise import Seen
 from nanovllm.extras.learn.tensors import draw_table
-from nanovllm.extras.learn.texts import Text
+from nanovllm.extras.learn.texts import Language, Text, count
 
 MAX_STEPS = 60
 
@@ -40,6 +40,17 @@ class Step(NamedTuple):
     waiting: tuple[str, ...]
 
     def __repr__(self) -> str:
+        return self.show("en")
+
+    def show(self, language: Language) -> str:
+        """Return the step on one line: "A+8; tokens (computed): A 12 (8)"."""
+        if language == "zh":
+            parts = [" ".join(f"{name}+{num}" for name, num in self.chunks) or "没有 chunk"]
+            parts += [
+                "token 数（已计算）：" + " ".join(f"{name} {n}（{computed}）" for name, n, computed in self.tokens)
+            ]
+            parts += [f"运行：{' '.join(self.running) or '–'}", f"等待：{' '.join(self.waiting) or '–'}"]
+            return "；".join(parts)
         parts = [" ".join(f"{name}+{num}" for name, num in self.chunks) or "no chunks"]
         parts += ["tokens (computed): " + " ".join(f"{name} {n} ({computed})" for name, n, computed in self.tokens)]
         parts += [f"running: {' '.join(self.running) or '–'}", f"waiting: {' '.join(self.waiting) or '–'}"]
@@ -106,10 +117,9 @@ def describe_requests(requests: tuple[Request, ...]) -> Text:
         name = chr(ord("A") + i)
         when = Text(f", arrives before step {one.arrival + 1}", f"，在第 {one.arrival + 1} 步之前到达")
         if one.arrival <= 0:
-            when = (
-                Text("", "") if one.arrival == 0 else Text(", all but the last are computed", "，除最后一个外都已计算")
-            )
-        en.append(f"{name}: tokens {one.prompt_len}{when.en}; max_tokens {one.max_tokens}.")
+            computed = one.prompt_len - 1
+            when = Text("", "") if one.arrival == 0 else Text(f", {computed} computed", f"，已算 {computed} 个")
+        en.append(f"{name}: {count(one.prompt_len, 'token')}{when.en}; max_tokens {one.max_tokens}.")
         zh.append(f"{name}：{one.prompt_len} 个 token{when.zh}；max_tokens {one.max_tokens}。")
     return Text("  \n".join(en), "  \n".join(zh))
 

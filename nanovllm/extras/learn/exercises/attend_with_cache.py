@@ -90,13 +90,14 @@ class Output(Numbers):
     def compare(self, other: "Output") -> tuple[str, str]:
         """Return the weights of the query and head with the largest difference."""
         query, head, _ = find_largest(self.tensor, other.tensor)
-        name = f"head {head}, query {self.end - len(self.tensor) + query}: "
+        name = f"of query {self.end - len(self.tensor) + query}, head {head}"
         rows = [one.draw_row(query, head) for one in (self, other)]
         if rows[0] == rows[1]:
             rows = [
-                f"{one.draw_row(query, head)} of KV head {one.tensor[query, head, KV_HEAD]:g}" for one in (self, other)
+                f"{row}, KV head {one.tensor[query, head, KV_HEAD]:g}"
+                for row, one in zip(rows, (self, other), strict=True)
             ]
-        return name + rows[0], name + rows[1]
+        return f"weights {rows[0]} ({name})", f"weights {rows[1]} ({name})"
 
 
 class Cache(Numbers):

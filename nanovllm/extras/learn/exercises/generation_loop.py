@@ -75,7 +75,7 @@ def draw(case: Case, right: Seen | None, yours: Seen | None) -> list[tuple[Text,
     widths = [max(map(len, column)) for column in columns]
     lines = [f"{i:<2} " + "  ".join(c[k].ljust(w) for c, w in zip(columns, widths, strict=True)) for i, k in ROWS]
     lines.append("   " + " " * sum(width + 2 for width in widths[:first]) + "↑")
-    return [(Text("token by token (R: right, Y: yours)", "逐个 token 比较（R：正确，Y：你的）"), "\n".join(lines))]
+    return [(Text("token by token (R: right, Y: yours)", "逐个 token 比较（R：参考答案，Y：你的）"), "\n".join(lines))]
 
 
 ROWS = (("R", 0), ("", 2), ("Y", 1), ("", 3))

@@ -81,11 +81,14 @@ def show(values: Any) -> str:
 
 
 def describe(case: Case) -> Text:
-    parts = "; ".join(" ".join(str(score + case.offset) for score in part) or "–" for part in case.parts)
-    return Text(
-        f"Scores of the tokens in each part (a, b, …): {parts}. Token i has the value 8 · i in dimension 0.",
-        f"各部分（a、b、……）里 token 的得分：{parts}。第 i 个 token 的值，第 0 维是 8 · i。",
-    )
+    en, zh, position = [], [], 0
+    for name, scores in zip("abcd", case.parts, strict=False):
+        values = ", ".join(str(8 * (position + i)) for i in range(len(scores)))
+        numbers = ", ".join(str(score + case.offset) for score in scores)
+        position += len(scores)
+        en.append(f"{name}: scores {numbers}, values {values} in dimension 0." if scores else f"{name}: no tokens.")
+        zh.append(f"{name}：得分 {numbers}，第 0 维的值 {values}。" if scores else f"{name}：没有 token。")
+    return Text("Parts: " + " ".join(en), "各部分：" + "".join(zh))
 
 
 def cases() -> st.SearchStrategy[Case]:
@@ -205,7 +208,7 @@ EXERCISES = (
             "    output [4 · 2/6 + 10 · 4/6] = [8.0]       s = log2(6) = 2 + log2(1.5)",
             "split-KV 让几个处理器对同一个查询各算长上下文的一部分。每个都返回输出 o / l，以及 s = m + log2(l)，\n"
             "即权重之和的对数：2 ** 得分 之和等于 2 ** s。\n"
-            "`merge(parts)` 返回对全部 token 做注意力的 (output, s)。各部分按权重之和计算分量，\n"
+            "`merge(parts)` 返回对全部 token 做注意力的 (output, s)。每一部分的权重是 2 ** s（它的权重之和），\n"
             "所以输出是各部分输出的加权平均。s = 2000 这样的数也不能溢出。\n"
             "有的部分可能没有 token：它的 s 是 -inf，输出里可能是 NaN。至少有一个部分有 token。\n"
             "\n"

@@ -49,14 +49,14 @@ KV_BYTES = Predict(
         "Qwen3-0.6B has 28 layers, 16 query heads, 8 KV heads, and heads of 128 dimensions. Its KV cache is in\n"
         "bfloat16, 2 bytes a value. How many bytes does one token take in the cache, in all layers together?\n"
         "\n"
-        "Set ANSWER before you look it up. Your first prediction is kept. For a smaller model with 2 layers, 1 KV "
-        "head\n"
-        "and 4 dimensions, the answer would be 2 · 2 · 1 · 4 · 2 = 32 bytes.",
+        "Chapter 2 has this number in a table: set ANSWER before you read on there. Your first prediction is kept.\n"
+        "For a smaller model with 2 layers, 1 KV head and 4 dimensions, the answer would be 2 · 2 · 1 · 4 · 2 = 32.\n"
+        "Give bytes, not KiB.",
         "Qwen3-0.6B 有 28 层、16 个查询头、8 个 KV 头，每个头 128 维。KV cache 用 bfloat16，每个值 2 字节。\n"
         "一个 token 在所有层的缓存里一共占多少字节？\n"
         "\n"
-        "先写下 ANSWER，再去查。第一次预测会保留下来。\n"
-        "如果是一个小模型，2 层、1 个 KV 头、4 维，答案就是 2 · 2 · 1 · 4 · 2 = 32 字节。",
+        "第 2 章的一张表里有这个数：先写下 ANSWER，再接着读。第一次预测会保留下来。\n"
+        "如果是一个小模型，2 层、1 个 KV 头、4 维，答案就是 2 · 2 · 1 · 4 · 2 = 32。单位是字节，不是 KiB。",
     ),
     hints=(
         Text(
@@ -91,8 +91,12 @@ KV_BYTES = Predict(
         WrongNumber(
             Text("A factor of 2 is missing", "少乘了一个 2"),
             Text(
-                "There are two factors of 2: one for K and V, and one for the bytes of a value.",
-                "有两个因子 2：一个是因为有 K 和 V，一个是每个值的字节数。",
+                "Your number is 28 layers · 8 KV heads · 128 dimensions · 2. If your 2 stands for the bytes of a "
+                "value, you have counted K only: a token also has V. If it stands for K and V, you have counted 1 byte for a "
+                "value: bfloat16 takes 2.",
+                "你的数是 28 层 · 8 个 KV 头 · 128 维 · 2。"
+                "如果这个 2 是每个值的字节数，就只算了 K：每个 token 还有 V。"
+                "如果这个 2 指 K 和 V，就把每个值算成了 1 字节：bfloat16 是 2 字节。",
             ),
             28 * 8 * 128 * 2,
         ),

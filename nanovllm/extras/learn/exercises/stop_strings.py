@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
 from nanovllm.extras.learn.exercise import Build, Mistake, Seen
-from nanovllm.extras.learn.texts import Text
+from nanovllm.extras.learn.texts import Language, Text
 
 SOLUTION = '''
 class Output:
@@ -51,6 +51,21 @@ class Output:
 '''
 
 
+class Shown(NamedTuple):
+    """What a method returned, and the stop string that was found."""
+
+    text: Any
+    stop: Any
+
+    def __repr__(self) -> str:
+        return self.show("en")
+
+    def show(self, language: Language) -> str:
+        """Return this in words: "shows 'c', found 'ab'"."""
+        shows, found = ("显示 ", "，找到 ") if language == "zh" else ("shows ", ", found ")
+        return f"{shows}{self.text!r}" + (f"{found}{self.stop!r}" if self.stop is not None else "")
+
+
 def run(answer: ModuleType, case: Any) -> Iterator[Seen]:
     """Append the texts of tokens until a stop string ends the output, or there are no more."""
     stops, tokens = case
@@ -58,11 +73,11 @@ def run(answer: ModuleType, case: Any) -> Iterator[Seen]:
     for i, token in enumerate(tokens):
         new = output.append(token)
         shown += new if isinstance(new, str) else "?"
-        value = f"shows {new!r}" + (f", found {output.stop!r}" if output.stop is not None else "")
+        value = Shown(new, output.stop)
         yield Seen(Text(f"token {token!r}", f"token {token!r}"), value, draw_text("".join(tokens[: i + 1]), shown))
         if output.stop is not None:
             return
-    yield Seen(Text("finish", "结束"), f"shows {output.finish()!r}")
+    yield Seen(Text("finish", "结束"), Shown(output.finish(), None))
 
 
 def draw_text(text: str, shown: str) -> str:
@@ -101,15 +116,15 @@ EXERCISES = (
             "    append      'a.'     ''      'Used '    ''           self.stop = 'User:'\n\n"
             "If several stop strings are complete, the one that ends first counts; of those that end together, the\n"
             "longest. After `self.stop` is set, nothing more is called.",
-            "输出在文本里的第一个停止字符串之前结束，用户不能看到它的任何一部分。停止字符串可能跨好几个 token。请\n"
-            "写三个方法；`show(end)` 已给出。`append` 加入一个 token 的文本，返回现在可以显示的文本。如果有停止字\n"
-            "符串已经完整，就把它存入 `self.stop`，返回它前面还没有显示过的文本。否则，扣住末尾可能是停止字符串开\n"
-            "头的文本，其余的都不要扣。`safe_end` 返回扣住的文本从哪里开始。`finish` 返回还扣着的文本。例如 stops\n"
-            "= ['User:']：\n\n"
+            "输出在文本里的第一个停止字符串之前结束，用户不能看到它的任何一部分。停止字符串可能跨好几个 token。\n"
+            "请写三个方法；`show(end)` 已给出。`append` 加入一个 token 的文本，返回现在可以显示的文本。\n"
+            "如果有停止字符串已经完整，就把它存入 `self.stop`，返回它前面还没有显示过的文本。\n"
+            "否则，扣住末尾可能是停止字符串开头的文本，其余的都不要扣。`safe_end` 返回扣住的文本从哪里开始。\n"
+            "`finish` 返回还扣着的文本。例如 stops = ['User:']：\n\n"
             "    token       'a.U'    'se'    'd Us'     'er: b'\n"
             "    append      'a.'     ''      'Used '    ''           self.stop = 'User:'\n\n"
-            "如果有几个停止字符串都完整，取最先结束的那个；同时结束的，取最长的。设置 `self.stop` 之后不会再调用任\n"
-            "何方法。",
+            "如果有几个停止字符串都完整，取最先结束的那个；同时结束的，取最长的。\n"
+            "设置 `self.stop` 之后不会再调用任何方法。",
         ),
         hints=(
             Text(
@@ -124,9 +139,9 @@ EXERCISES = (
                 "第一个这样的 start 就是结果；没有则是 `len(self.text)`。",
             ),
             Text(
-                "`append`: collect (start + len(stop), start, stop) for each stop string with `start = "
-                "self.text.find(stop) >= 0`. `min` of these is the one that counts: then `self.show(start)`.",
-                "`append`：对每个满足 `start = self.text.find(stop) >= 0` 的停止字符串，收集 "
+                "`append`: with `start = self.text.find(stop)`, collect (start + len(stop), start, stop) for each stop "
+                "string that is found (`start >= 0`). `min` of these is the one that counts: then `self.show(start)`.",
+                "`append`：`start = self.text.find(stop)`；对每个找到的停止字符串（`start >= 0`），收集 "
                 "(start + len(stop), start, stop)。其中用 `min` 取出的就是要找的那个，然后 `self.show(start)`。",
             ),
         ),
@@ -138,6 +153,7 @@ EXERCISES = (
             (("aab",), ("ca", "a", "a", "b")),
             (("abab", "ba"), ("cab", "ab")),
             (("b", "ab"), ("c", "ab")),
+            (("b", "a"), ("ab",)),  # the order of the list does not matter
             (("bb", "a"), ("cab", "bb")),
             (("ab", "cd"), ("xc", "d")),
             (("ab",), ("ca",)),
@@ -158,6 +174,16 @@ EXERCISES = (
                         "start = self.text.find(stop, len(self.text) - len(token_text))",
                     ),
                 ),
+            ),
+            Mistake(
+                Text("A place in the newest token", "最新 token 里的位置"),
+                Text(
+                    "`show` counts characters of all text so far. A place in the newest token is another number, and a "
+                    "stop string that began in an earlier token is not found there. Search `self.text`.",
+                    "`show` 的位置从全部文本的开头算起，最新 token 里的位置是另一个数；"
+                    "而且在它里面找不到从前面的 token 开始的停止字符串。要在 `self.text` 里找。",
+                ),
+                (("start = self.text.find(stop)", "start = token_text.find(stop)"),),
             ),
             Mistake(
                 Text("Nothing is held back", "没有扣住任何文本"),

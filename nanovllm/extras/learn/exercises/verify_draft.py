@@ -118,15 +118,17 @@ EXERCISES = (
             "    drafts [3, 1, 4]     sampled [3, 1, 4, 2]     kept [3, 1, 4, 2]: all are right, and one token more\n\n"
             "Append the kept tokens to `seq.token_ids`. Then `seq.num_computed_tokens` counts only tokens of the\n"
             "sequence whose K and V are right: all but the newest one. Last, give back the blocks at the end of\n"
-            "the table that these do not need: `blocks.free[block_id] = None`, the last block first.",
+            "the table that `num_computed_tokens` tokens do not need: `blocks.free[block_id] = None`, the last\n"
+            "block first.",
             "投机解码的一步计算了 `seq` 的全部 token，以及后面的 k 个草稿。`sampled` 是模型自己的 k + 1 个 token：\n"
             "sampled[0] 接在已知的 token 之后，sampled[1] 接在第一个草稿之后，依此类推。保留与模型的 token 相同的\n"
             "最长一段草稿前缀，再加一个 token：模型在最后一个正确的草稿之后采样出的那个。如果留下的 token 里有\n"
             "END，它后面的都不要。\n\n"
             "    草稿 [3, 1, 4]     sampled [3, 1, 2, 2]     保留 [3, 1, 2]：4 是错的，模型的 token 是 2\n"
             "    草稿 [3, 1, 4]     sampled [3, 1, 4, 2]     保留 [3, 1, 4, 2]：全对，再加一个\n\n"
-            "把留下的 token 追加到 `seq.token_ids`。之后 `seq.num_computed_tokens` 只算 K 和 V 正确的 token：除最\n"
-            "新的一个之外的全部。最后，从块表末尾开始，归还这些 token 用不到的块：`blocks.free[block_id] = None`。",
+            "把留下的 token 追加到 `seq.token_ids`。之后 `seq.num_computed_tokens` 只算 K 和 V 正确的 token：\n"
+            "除最新的一个之外的全部。最后，从块表末尾开始，归还存放 `num_computed_tokens` 个 token 用不到的块：\n"
+            "`blocks.free[block_id] = None`。",
         ),
         names=(
             "seq.token_ids",
@@ -159,6 +161,7 @@ EXERCISES = (
         holes=("verify",),
         run=run,
         examples=(
+            (1, (1, 2), ((1,),)),  # one draft, and it is wrong
             (2, (1, 2, 3), ((0, 1, 0), (0, 0), ())),
             (1, (3, 2), ((1, 0, 0), (0, 0, 0, 1))),
             (4, (4, 1), ((0, 0, 1, 0), (2,))),
@@ -174,9 +177,8 @@ EXERCISES = (
                 Text(
                     "The row of the last right draft has sampled the next token, also if all drafts are right. Without "
                     "it, a step whose first draft is wrong finds no token at all, and the sequence never goes on.",
-                    "最后一个正确的草稿那一行已经采样出了下一个 token，草稿全对时也是如此。不要它的话，"
-                    "第一个草稿就错的那一步"
-                    "一个 token 也得不到，序列永远不会前进。",
+                    "最后一个正确草稿所在的那一行，已经采样出了下一个 token，草稿全对时也是如此。丢掉它，"
+                    "第一个草稿就错的那一步便一个 token 也得不到，序列永远不会前进。",
                 ),
                 (("sampled[: num_right + 1]", "sampled[:num_right]"),),
             ),
@@ -238,7 +240,7 @@ EXERCISES = (
                 Text(
                     "The slots behind the right drafts hold K and V of wrong tokens. If `num_computed_tokens` still "
                     "counts them, the next step attends to them. It must go back.",
-                    "正确的草稿后面的 slot 里，是错误 token 的 K 和 V。如果 `num_computed_tokens` 仍把它们算在内，"
+                    "正确的草稿后面的槽位里，是错误 token 的 K 和 V。如果 `num_computed_tokens` 仍把它们算在内，"
                     "下一步就会读到它们。必须退回去。",
                 ),
                 (("    seq.num_computed_tokens = len(seq.token_ids) - 1  # not yet the newest one\n", ""),),
@@ -260,6 +262,16 @@ EXERCISES = (
                     "否则别的序列会为了猜测而被抢占。",
                 ),
                 (("while len(seq.block_table) > blocks.num_blocks_for(seq.num_computed_tokens):", "while False:"),),
+            ),
+            Mistake(
+                Text("A block for the newest token", "为最新的 token 留了块"),
+                Text(
+                    "The newest token has no K and V yet, so it needs no slot now: the next step takes a block for it "
+                    "and for its drafts. Count the blocks of `num_computed_tokens` tokens, not of all.",
+                    "最新的 token 还没有 K 和 V，现在不需要槽位：下一步会为它和草稿取块。"
+                    "要按 `num_computed_tokens` 个 token 算块数，而不是全部 token。",
+                ),
+                (("blocks.num_blocks_for(seq.num_computed_tokens)", "blocks.num_blocks_for(len(seq.token_ids))"),),
             ),
             Mistake(
                 Text("A block too many is given back", "多归还了一块"),
