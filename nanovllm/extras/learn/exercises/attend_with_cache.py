@@ -284,7 +284,7 @@ MISTAKES = (
         Text("Keys of the new tokens, values of all", "键只有新 token 的，值是全部的"),
         Text(
             "Keys and values belong together: both are the rows 0 … end - 1 of the cache. With the keys in `k`, the "
-            "shapes fit only while the cache is empty; with one new token, its score stands for all positions.",
+            "shapes fit only while the cache is empty; with one new token, its score is used for all positions.",
             "键和值是成对的：都要取缓存的第 0 … end - 1 行。键只取 `k` 的话，只有缓存为空时形状才对；"
             "只有一个新 token 时，它的得分被当成了所有位置的得分。",
         ),
@@ -393,10 +393,11 @@ EXERCISES = (
                 "先写。然后读缓存的第 0 … end - 1 行，end = start + 新 token 数。",
             ),
             Text(
-                "`is_seen = torch.arange(end) <= positions[:, None]` with the positions of the new tokens. Where it is "
-                "False, the score is −∞. You may also use two loops, over tokens and heads.",
-                "`is_seen = torch.arange(end) <= positions[:, None]`，positions 是新 token 的位置。为 False 处得分取 "
-                "−∞。"
+                "The new tokens have `positions = torch.arange(start, end)`. With them, "
+                "`is_seen = torch.arange(end) <= positions[:, None]` has a row for each new token and a "
+                "column for each key. Where it is False, the score is −∞. You may also use two loops, over tokens and heads.",
+                "新 token 的位置是 `positions = torch.arange(start, end)`。`is_seen = torch.arange(end) <= "
+                "positions[:, None]` 每个新 token 一行，每个键一列。为 False 处得分取 −∞。"
                 "也可以用两层循环，分别遍历 token 和头。",
             ),
             Text(

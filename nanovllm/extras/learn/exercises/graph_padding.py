@@ -83,7 +83,7 @@ class Device:
             if slot and owner.split("[")[0] != self.name_of(row):
                 en = f"Row {row} ({self.name_of(row)}) overwrote slot {slot} ({owner or 'free'})"
                 self.damage.append(
-                    Text(en, f"第 {row} 行（{self.name_of(row)}）覆盖了 slot {slot}（{owner or '空闲'}）")
+                    Text(en, f"第 {row} 行（{self.name_of(row)}）覆盖了 {slot} 号槽位（{owner or '空闲'}）")
                 )
             self.cache[slot] = input_ids[row] if seq_lens[row] else GARBAGE
         results = []
@@ -191,8 +191,8 @@ EXERCISES = (
             "制内容的一部分。请写 `replay`：选不小于 batch 的最小的录制大小，把输入复制到缓冲区的前几行，把这个\n"
             "graph 的其余行变成**填充**（padding）。然后运行 `self.graphs[size]()`，它为每一行返回一个结果；返回属\n"
             "于 batch 的那些。\n\n"
-            "每一行先把自己的 K 和 V 写到 slot `slot_mapping[row]`，再通过 `block_tables[row]` 读 `seq_lens[row]`\n"
-            "个 token。填充行既不能覆盖、也不能读取任何序列：它的 slot 是 0，在不属于任何序列的占位块里；它的长度\n"
+            "每一行先把自己的 K 和 V 写到槽位 `slot_mapping[row]`，再通过 `block_tables[row]` 读 `seq_lens[row]`\n"
+            "个 token。填充行既不能覆盖、也不能读取任何序列：它的槽位是 0，在不属于任何序列的占位块里；它的长度\n"
             "是 0。注意：缓冲区里还留着上一步的行。\n\n"
             "    3 个解码，大小 [1, 2, 4, 8]：用 4 行的 graph；slot_mapping [9, 14, 2, 0]，seq_lens [4, 7, 1, 0]",
         ),
@@ -232,8 +232,8 @@ EXERCISES = (
                 Text(
                     "Rows behind the batch still have the slots of the step before. The graph writes there too, and "
                     "destroys K and V of a sequence. Set the slots of padding to 0, in the null block.",
-                    "batch 后面的行还留着上一步的 slot。graph 也会往那里写，毁掉某个序列的 K 和 V。"
-                    "要把填充行的 slot 设为 0，即占位块里的位置。",
+                    "batch 后面的行还留着上一步的槽位。graph 也会往那里写，毁掉某个序列的 K 和 V。"
+                    "要把填充行的槽位设为 0，即占位块里的位置。",
                 ),
                 (("        self.slot_mapping[n:size] = 0\n", ""),),
             ),
@@ -247,14 +247,14 @@ EXERCISES = (
                 (("        self.seq_lens[n:size] = 0\n", ""),),
             ),
             Mistake(
-                Text("Slot -1 is the last slot", "slot -1 是最后一个 slot"),
+                Text("Slot -1 is the last slot", "槽位 -1 是最后一个槽位"),
                 Text(
                     "Some kernels skip rows with the slot -1, but these graphs do not: as an index, -1 is the last "
                     "slot "
                     "of the cache, which belongs to a sequence. Use slot 0, in the null block.",
-                    "有些 kernel 会跳过 slot 为 -1 的行，这里的 graph 不会：作为下标，-1 是缓存的最后一个 slot，"
+                    "有些 kernel 会跳过槽位为 -1 的行，这里的 graph 不会：作为下标，-1 是缓存的最后一个槽位，"
                     "它属于某个序列。"
-                    "应该用占位块里的 slot 0。",
+                    "应该用占位块里的 0 号槽位。",
                 ),
                 (("self.slot_mapping[n:size] = 0", "self.slot_mapping[n:size] = -1"),),
             ),

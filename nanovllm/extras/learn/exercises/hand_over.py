@@ -166,7 +166,7 @@ class Run:
         for position in range(seq.num_computed_tokens, len(seq.token_ids)):
             if position // self.case.block_size >= len(seq.block_table):
                 en = f"{self.names[seq]} has no slot in D for its token {position}"
-                self.notes.append(Text(en, f"{self.names[seq]} 的 token {position} 在 D 里没有 slot"))
+                self.notes.append(Text(en, f"{self.names[seq]} 的 token {position} 在 D 里没有槽位"))
                 return False
             before = self.slots[1].get(self.slot_of(seq, position - 1), -1) if position else 0
             self.slots[1][self.slot_of(seq, position)] = mix(before, seq.token_ids[position])
@@ -197,7 +197,7 @@ class Run:
                 )
                 name = f"{self.names[seq]}", "PD"[engine]
                 en = f"{name[0]} reads slot {slot} of {name[1]}, which {what[0]}"
-                self.notes.append(Text(en, f"{name[0]} 读 {name[1]} 的 slot {slot}，它{what[1]}"))
+                self.notes.append(Text(en, f"{name[0]} 读 {name[1]} 的 {slot} 号槽位，它{what[1]}"))
             read = mix(read, found)
         return read % VOCABULARY
 
@@ -434,7 +434,7 @@ EXERCISES = (
                     "D may run the sequence only when all of its blocks are there. Before, it reads slots that are "
                     "empty "
                     "or belong to another sequence.",
-                    "所有块都到了，D 才能运行这个序列。在那之前，它读到的 slot 是空的，或者属于别的序列。",
+                    "所有块都到了，D 才能运行这个序列。在那之前，它读到的槽位是空的，或者属于别的序列。",
                 ),
                 (
                     ("        self.running.append(seq)\n", ""),
@@ -446,7 +446,7 @@ EXERCISES = (
                 Text(
                     "The sequence grows in D. In this exercise D reserves blocks for prompt + `max_tokens` at once, so "
                     "that a decode always has a slot.",
-                    "序列在 D 里会增长。这个练习里，D 一次为提示词 + `max_tokens` 预留块，使解码时总有 slot 可用。",
+                    "序列在 D 里会增长。这个练习里，D 一次为提示词 + `max_tokens` 预留块，使解码时总有槽位可用。",
                 ),
                 (("num_blocks_for(seq.num_prompt_tokens + seq.max_tokens)", "num_blocks_for(seq.num_prompt_tokens)"),),
             ),

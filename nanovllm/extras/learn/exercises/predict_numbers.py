@@ -91,9 +91,9 @@ KV_BYTES = Predict(
         WrongNumber(
             Text("A factor of 2 is missing", "少乘了一个 2"),
             Text(
-                "Your number is 28 layers · 8 KV heads · 128 dimensions · 2. If your 2 stands for the bytes of a "
-                "value, you have counted K only: a token also has V. If it stands for K and V, you have counted 1 byte for a "
-                "value: bfloat16 takes 2.",
+                "Your number is 28 layers · 8 KV heads · 128 dimensions · 2. If your 2 is the bytes of a "
+                "value, you have counted K only: a token also has V. If it is K and V, you have counted 1 "
+                "byte for a value: bfloat16 takes 2.",
                 "你的数是 28 层 · 8 个 KV 头 · 128 维 · 2。"
                 "如果这个 2 是每个值的字节数，就只算了 K：每个 token 还有 V。"
                 "如果这个 2 指 K 和 V，就把每个值算成了 1 字节：bfloat16 是 2 字节。",
