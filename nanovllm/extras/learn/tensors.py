@@ -18,6 +18,13 @@ class Numbers:
             return f"shape {list(self.tensor.shape)}"
         return "[" + ", ".join(f"{x:.4g}" for x in self.tensor.flatten().tolist()) + "]"
 
+    def compare(self, other: "Numbers") -> tuple[str, str]:
+        """Return the numbers, or of many the first that differs, of both tensors."""
+        cell = first_cell(self.tensor, other.tensor)
+        if cell is None or self.tensor.numel() <= 8:
+            return f"numbers {self!r}", f"numbers {other!r}"
+        return f"number {self.tensor[cell]:.4g} at {list(cell)}", f"number {other.tensor[cell]:.4g} at {list(cell)}"
+
 
 def read_tensor(value: Any, shape: Sequence[int]) -> Numbers | str:
     """Return the learner's value as numbers of this shape, or a text that says what it is instead."""

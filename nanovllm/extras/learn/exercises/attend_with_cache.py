@@ -395,7 +395,8 @@ EXERCISES = (
             Text(
                 "The new tokens have `positions = torch.arange(start, end)`. With them, "
                 "`is_seen = torch.arange(end) <= positions[:, None]` has a row for each new token and a "
-                "column for each key. Where it is False, the score is −∞. You may also use two loops, over tokens and heads.",
+                "column for each key. Where it is False, the score is −∞. You may also use two loops, over tokens and "
+                "heads.",
                 "新 token 的位置是 `positions = torch.arange(start, end)`。`is_seen = torch.arange(end) <= "
                 "positions[:, None]` 每个新 token 一行，每个键一列。为 False 处得分取 −∞。"
                 "也可以用两层循环，分别遍历 token 和头。",

@@ -43,7 +43,13 @@ def run(answer: ModuleType, case: Case) -> Iterator[Seen]:
 
 class Mask(Numbers):
     def __repr__(self) -> str:
-        return f"{list(self.tensor.shape)} ↓"
+        return f"mask of shape {list(self.tensor.shape)}"
+
+    def compare(self, other: Numbers) -> tuple[str, str]:
+        """Return the first row that differs."""
+        row = (self.tensor != other.tensor).nonzero()[0, 0]
+        first, second = (" ".join(f"{x:g}" for x in one.tensor[row].tolist()) for one in (self, other))
+        return f"row {row}: {first}", f"row {row}: {second}"
 
 
 def draw(case: Case, right: Seen | None, yours: Seen | None) -> list[tuple[Text, str]]:
@@ -115,10 +121,9 @@ MISTAKES = (
     Mistake(
         Text("Only positions are compared", "只比较了位置"),
         Text(
-            "A token must be in the same sequence, and must not come later. This mask compares positions only: B2 "
-            "reads "
-            "A0 … A2, too.",
-            "被读的 token 必须在同一个序列里，而且不能在后面。这个掩码只比较位置：B2 也读了 A0 … A2。",
+            "A token must be in the same sequence, and must not come later. This mask compares positions only: a "
+            "token of B also reads tokens of A.",
+            "被读的 token 必须在同一个序列里，而且不能在后面。这个掩码只比较位置：B 的 token 也读了 A 的 token。",
         ),
         (
             (

@@ -50,7 +50,7 @@ def run(answer: ModuleType, case: Case) -> Iterator[Seen]:
 
     prompt = list(case.prompt)
     output = answer.generate(next_token, prompt, list(END_TOKENS), case.max_tokens)
-    yield Seen(Text("output", "输出"), list(output) if isinstance(output, tuple) else output, join(output))
+    yield Seen(Text("output", "输出"), list(output) if isinstance(output, tuple) else output)
     for i, tokens in enumerate(asked):
         yield Seen(Text(f"call {i + 1} of the model with", f"第 {i + 1} 次调用模型，传入"), tokens, join(tokens))
     yield Seen(Text("the caller's prompt afterwards", "调用者的提示词（之后）"), prompt, join(prompt))
@@ -75,6 +75,7 @@ def draw(case: Case, right: Seen | None, yours: Seen | None) -> list[tuple[Text,
     widths = [max(map(len, column)) for column in columns]
     lines = [f"{i:<2} " + "  ".join(c[k].ljust(w) for c, w in zip(columns, widths, strict=True)) for i, k in ROWS]
     lines.append("   " + " " * sum(width + 2 for width in widths[:first]) + "↑")
+    lines = [line.rstrip() for line in lines]
     return [(Text("token by token (R: right, Y: yours)", "逐个 token 比较（R：参考答案，Y：你的）"), "\n".join(lines))]
 
 
