@@ -35,15 +35,31 @@ MEANINGS = {
     "seq.num_prompt_tokens": Text("the length of the prompt", "提示词的长度"),
     "seq.max_tokens": Text("how many output tokens it gets, at most", "最多输出的 token 数"),
     "seq.num_computed_tokens": Text("how many tokens have K and V in the cache", "K 和 V 已在缓存里的 token 数"),
+    "seq.is_finished": Text("whether it has ended", "是否已结束"),
     "seq.block_table": Text("a list: its blocks, in the order of its tokens", "列表：它的块，按 token 的顺序"),
     "seq.block_hashes": Text("a list: hashes of its first full blocks", "列表：前几个满块的哈希值"),
-    "blocks.num_blocks_for(n)": Text("how many blocks n tokens need", "n 个 token 需要的块数"),
-    "blocks.free": Text("a dict whose keys are the free blocks", "dict，键是空闲块"),
 }
+
+
+OWNERS = {  # whose attributes have the same meaning as those of self or seq
+    "parent.": "seq.",
+    "child.": "seq.",
+    "blocks.": "self.",
+    "self.decode.": "self.",
+    "self.prefill.": "self.",
+}
+
+
+def find_meaning(name: str) -> Text:
+    """Return what a name means, also of another owner: `blocks.free`."""
+    for owner, same in OWNERS.items():
+        if name.startswith(owner):
+            name = same + name.removeprefix(owner)
+    return MEANINGS[name]
 
 
 def list_names(names: tuple[str, ...], language: Language) -> list[str]:
     """Return a line for each of these names, with what it means."""
     shown = [name.removesuffix(" (list)") for name in names]
     width = max(map(len, shown))
-    return [f"  {name:{width}}  {MEANINGS[key].show(language)}" for name, key in zip(shown, names, strict=True)]
+    return [f"  {name:{width}}  {find_meaning(key).show(language)}" for name, key in zip(shown, names, strict=True)]

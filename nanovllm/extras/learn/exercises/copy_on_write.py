@@ -46,6 +46,7 @@ EXERCISES = (
             "self.num_owners",
             "self.copies",
             "self.block_size",
+            "self.num_blocks_for(n)",
             "seq.token_ids",
             "seq.num_computed_tokens",
             "seq.block_table",

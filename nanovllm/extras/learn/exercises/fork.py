@@ -31,6 +31,13 @@ EXERCISES = (
             "两张块表都是 [2, 0]，`self.num_owners[2]` 和 `self.num_owners[0]` 各加 1，`child.num_computed_tokens` 是 "
             "5。",
         ),
+        names=(
+            "self.num_owners",
+            "parent.block_table",
+            "parent.num_computed_tokens",
+            "child.block_table",
+            "child.num_computed_tokens",
+        ),
         hints=(
             Text(
                 "Three things change: the owners of each block, the child's table, and its number of computed tokens.",

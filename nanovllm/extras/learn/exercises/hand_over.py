@@ -299,6 +299,15 @@ EXERCISES = (
             "    block_size 4，提示词 6 个 token，max_tokens 5，P 里的块表 [3, 0]     D 预留 [7, 2, 5]\n"
             "    复制 [(3, 7), (0, 2)]：第二块只填了一半",
         ),
+        names=(
+            "self.decode.num_blocks_for(n)",
+            "self.decode.free",
+            "self.decode.take()",
+            "self.prefill.release(seq)",
+            "seq.num_prompt_tokens",
+            "seq.max_tokens",
+            "seq.block_table",
+        ),
         hints=(
             Text(
                 "`self.decode.num_blocks_for(n)` rounds up, `self.decode.free` are the free blocks, and "

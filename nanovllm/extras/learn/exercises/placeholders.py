@@ -235,6 +235,13 @@ EXERCISES = (
             "    启动第 1 步   A [7]        -> [7, -1]          启动第 2 步   [7, -1]     -> [7, -1, -1]\n"
             "    第 1 步的 token 是 [5]    -> [7, 5, -1]       第 2 步的输入 [-1] 变成 [5]",
         ),
+        names=(
+            "seq.token_ids",
+            "seq.num_prompt_tokens",
+            "seq.max_tokens",
+            "seq.num_computed_tokens",
+            "seq.is_finished",
+        ),
         hints=(
             Text(
                 "All that `arrive` has to know is the position in the step: `seq.num_computed_tokens` already counts "
