@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nanovllm.extras.learn.exercise import Seen
 from nanovllm.extras.learn.tensors import draw_table
-from nanovllm.extras.learn.texts import Language, Text, count
+from nanovllm.extras.learn.texts import Text, count
 
 MAX_STEPS = 60
 
@@ -42,7 +42,7 @@ class Step(NamedTuple):
     def __repr__(self) -> str:
         return self.show("en")
 
-    def show(self, language: Language) -> str:
+    def show(self, language: str) -> str:
         """Return the step on one line: "A+8; tokens (computed): A 12 (8)"."""
         if language == "zh":
             parts = [" ".join(f"{name}+{num}" for name, num in self.chunks) or "没有 chunk"]
@@ -117,8 +117,11 @@ def describe_requests(requests: tuple[Request, ...]) -> Text:
         name = chr(ord("A") + i)
         when = Text(f", arrives before step {one.arrival + 1}", f"，在第 {one.arrival + 1} 步之前到达")
         if one.arrival <= 0:
-            computed = one.prompt_len - 1
-            when = Text("", "") if one.arrival == 0 else Text(f", {computed} computed", f"，已算 {computed} 个")
+            when = (
+                Text("", "")
+                if one.arrival == 0
+                else Text(f", {one.prompt_len - 1} computed", f"，已算 {one.prompt_len - 1} 个")
+            )
         en.append(f"{name}: {count(one.prompt_len, 'token')}{when.en}; max_tokens {one.max_tokens}.")
         zh.append(f"{name}：{one.prompt_len} 个 token{when.zh}；max_tokens {one.max_tokens}。")
     return Text("  \n".join(en), "  \n".join(zh))
