@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
 
 from nanovllm.extras.learn.answers import Raised, load, observe
+from nanovllm.extras.learn.differences import colon, draw_difference, mark_rows, shorten, show, unwrap
 from nanovllm.extras.learn.findings import Drawing, Report
 from nanovllm.extras.learn.seen import Mistake, Seen
 from nanovllm.extras.learn.texts import Language, Text
@@ -29,6 +31,7 @@ NUM_RANDOM = 150  # random cases
 SEARCH_S = 1.2  # how long random cases are tried
 SHRINK_S = 0.4  # how long a failing case is made smaller
 NUM_COMPARED = 40  # cases in which an answer is compared with known mistakes
+NUM_BEFORE = 8  # observations that are shown before the first difference
 
 
 @dataclass(frozen=True)
@@ -180,54 +183,45 @@ def describe(
     paragraphs = [] if mistake is None else [mistake.why.show(language)]
     paragraphs.append(exercise.describe(case).show(language))
     drawings = [draw_steps(comparison, case, difference, language)]
-    drawings += draw_states(right, yours, language)
+    drawings += [one for one in draw_states(case, right, yours, language) if one.lines]
     if exercise.draw is not None:
-        for text, lines in exercise.draw(case, right, yours):
-            drawings.append(Drawing(text.show(language), lines.split("\n") if lines else []))
+        drawings += mark_pair(exercise.draw(case, right, yours), language)
     name = None if mistake is None else mistake.name.show(language)
     traffic = list(case) if isinstance(case, Traffic) else None
     return Report(False, headline.show(language), paragraphs, drawings, name, traffic=traffic, step=index)
 
 
-def draw_states(right: Seen | None, yours: Seen | None, language: Language) -> list[Drawing]:
+def draw_states(case: Any, right: Seen | None, yours: Seen | None, language: Language) -> list[Drawing]:
     """Return what both observations have drawn: once if it is the same."""
     drawn = [one.drawing if one is not None and not isinstance(one.value, Raised) else "" for one in (right, yours)]
+    after = Text(", after the step", "，这一步之后") if isinstance(case, Traffic) else Text("", "")
     titles = [Text("right", "正确"), Text("yours", "你的")]
     if drawn[0] == drawn[1]:
         titles, drawn = [Text("the state in both runs", "两次运行的状态相同")], drawn[:1]
     pairs = zip(titles, drawn, strict=True)
-    return [Drawing(title.show(language), lines.split("\n")) for title, lines in pairs if lines]
+    return mark_pair([(Text(title.en + after.en, title.zh + after.zh), lines) for title, lines in pairs], language)
+
+
+def mark_pair(drawn: list[tuple[Text, str]], language: Language) -> list[Drawing]:
+    """Return drawings. In one that begins with "yours" and follows one of the right run, what differs is marked."""
+    drawings: list[Drawing] = []
+    for i, (title, lines) in enumerate(drawn):
+        drawing = Drawing(title.show(language), lines.split("\n") if lines else [])
+        if title.en.startswith("yours") and i and drawn[i - 1][0].en.startswith("right"):
+            drawing.marks = mark_rows(drawing.lines, drawn[i - 1][1].split("\n")) if drawn[i - 1][1] else []
+        drawings.append(drawing)
+    return drawings
 
 
 def draw_steps(comparison: Comparison, case: Any, difference: Difference, language: Language) -> Drawing:
-    """Return the observations up to the first difference, and there both values."""
-    exercise, index = comparison.exercise, difference.index
-    right, yours = difference.right, difference.yours
-    lines = []
-    for i, seen in enumerate(observe(exercise, comparison.right, case)):
-        if i >= index:
-            break
-        lines.append(f"  {seen.label.show(language)}: {shorten(seen.value)}")
-    ended = Text("the run has ended", "运行已结束")
-    here = right or yours
-    assert here is not None
-    lines = lines[-8:] + [f"→ {here.label.show(language)}"]
-    both = show_both(right.value, yours.value) if right and yours else None
-    for i, (title, one) in enumerate(((Text("right:", "正确："), right), (Text("yours:", "你的："), yours))):
-        value = ended.show(language) if one is None else shorten(both[i] if both else one.value)
-        if one is not None and isinstance(one.value, Raised):
-            value = f"{one.label.show(language)}: {one.drawing}"
-        lines.append(f"    {title.show(language)} {value}")
-    return Drawing(Text("The first difference", "第一处不同").show(language), lines)
-
-
-def show_both(right: Any, yours: Any) -> tuple[Any, Any]:
-    """Return both values as they are shown. Values can have a method `compare` that shows only what differs."""
-    if type(right) is type(yours) and hasattr(right, "compare"):
-        return right.compare(yours)  # type: ignore[no-any-return]
-    return right, yours
-
-
-def shorten(value: Any, most: int = 160) -> str:
-    text = value if isinstance(value, str) and not isinstance(value, Raised) else repr(value)
-    return text if len(text) <= most else text[: most - 1] + "…"
+    """Return the observations before the first difference, and what differs there."""
+    before = list(islice(observe(comparison.exercise, comparison.right, case), difference.index))[-NUM_BEFORE:]
+    lines = [
+        f"  {seen.label.show(language)}{colon(language)}{shorten(show(unwrap(seen.value), language))}"
+        for seen in before
+    ]
+    drawing = draw_difference(difference.right, difference.yours, language)
+    drawing.title = Text("The first difference", "第一处不同").show(language)
+    drawing.marks = [[len(lines) + line, start, end] for line, start, end in drawing.marks]
+    drawing.lines = lines + drawing.lines
+    return drawing

@@ -10,11 +10,12 @@ def draw_pool(blocks: Any, seqs: Mapping[str, Any]) -> str:
     """Return lines: for each block the sequences that own it, then the free order and the block tables."""
     names = {i: "".join(name for name, seq in seqs.items() if i in seq.block_table) for i in range(blocks.num_blocks)}
     width = max(3, *(len(name) for name in names.values()), len(str(blocks.num_blocks)))
-    lines = [
-        "block  " + " ".join(f"{i:>{width}}" for i in names),
-        "owner  " + " ".join(f"{name or '·':>{width}}" for name in names.values()),
-        "free   " + (" ".join(map(str, blocks.free)) or "none"),
-    ]
+    rows = {"block": list(names), "owner": [name or "·" for name in names.values()]}
+    if hasattr(blocks, "num_owners"):
+        rows["num_owners"] = list(blocks.num_owners)
+    start = max(map(len, rows))
+    lines = [f"{row:<{start}}  " + " ".join(f"{cell:>{width}}" for cell in cells) for row, cells in rows.items()]
+    lines.append(f"{'free':<{start}}  " + (" ".join(map(str, blocks.free)) or "none"))
     for name, seq in seqs.items():
         if seq.block_table:
             lines.append(f"table {name} {seq.block_table}, {count(len(seq.token_ids), 'token')}")
@@ -30,11 +31,20 @@ def draw_account(blocks: Any, seqs: Mapping[str, Any]) -> str:
 
 
 def compare_fields(a: Any, b: Any, hidden: tuple[str, ...] = ()) -> tuple[str, str]:
-    """Return the fields of two named tuples that differ, with their values. `hidden` ones only if no other differs."""
+    """Return the fields of two named tuples that differ, a line for each: "name value".
+
+    Of a dict, only the entries that differ are shown. `hidden` fields are shown only if no other differs.
+    """
     differing = [name for name in a._fields if getattr(a, name) != getattr(b, name)]
-    names = [name for name in differing if name not in hidden] or differing
-    first, second = (", ".join(f"{name} {getattr(one, name)!r}" for name in names) for one in (a, b))
-    return first, second
+    first, second = [], []
+    for name in [name for name in differing if name not in hidden] or differing:
+        one, other = getattr(a, name), getattr(b, name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            same = {key for key, value in one.items() if key in other and other[key] == value}
+            one, other = ({key: value for key, value in both.items() if key not in same} for both in (one, other))
+        first.append(f"{name} {one!r}")
+        second.append(f"{name} {other!r}")
+    return "\n".join(first), "\n".join(second)
 
 
 def draw_slots(blocks: Any, seqs: Mapping[str, Any], held: Mapping[int, tuple[int, ...]], has_free: bool) -> str:

@@ -10,6 +10,8 @@ class Drawing:
 
     title: str
     lines: list[str]
+    marks: list[list[int]] = field(default_factory=list)
+    """[line, start, end]: what is highlighted, because it differs from the right run."""
 
 
 @dataclass

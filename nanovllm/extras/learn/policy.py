@@ -190,9 +190,7 @@ class WritePolicy(Exercise):
             return Report(False, Text("A function is not written yet.", "还有函数没有写。").show(language))
         except Exception as error:
             where = find_line(error, str(file)).show(language)
-            return Report(
-                False, Text("Not yet right.", "还不对。").show(language), [f"{where}: {describe_error(error)}"]
-            )
+            return Report(False, Text("Not yet right.", "还不对。").show(language), [describe_error(error), where])
         result, (mistake, why) = contest.result, contest.explain()
         headline = mistake or Text(f"Score {result.score:.1f}: passed.", f"得分 {result.score:.1f}：通过。")
         return Report(

@@ -9,9 +9,11 @@ from rich.table import Table
 from rich.text import Text as RichText
 
 from nanovllm.extras.learn.exercise import Exercise
-from nanovllm.extras.learn.findings import Report
+from nanovllm.extras.learn.findings import Drawing, Report
 from nanovllm.extras.learn.folder import Folder
 from nanovllm.extras.learn.texts import Language, Text
+
+MAX_WIDTH = 100  # of a report
 
 
 def print_report(console: Console, exercise: Exercise, report: Report, language: Language) -> None:
@@ -22,14 +24,36 @@ def print_report(console: Console, exercise: Exercise, report: Report, language:
     for drawing in report.drawings:
         parts.append(RichText("\n" + drawing.title, style="bold"))
         if drawing.lines:
-            parts.append(RichText("\n".join(drawing.lines)))
+            parts += draw_lines(drawing, console)
     if report.printed:
         parts.append(RichText("\n" + Text("Your code printed", "你的代码打印了").show(language), style="bold"))
         parts.append(RichText(report.printed.rstrip("\n")))
     if report.traffic is not None:
         look = Text("Step by step in the browser, as nanovllm runs it:", "在浏览器里逐步查看 nanovllm 的同一次运行：")
         parts.append(RichText(f"\n{look.show(language)}\n  nanovllm learn view {exercise.name}"))
-    console.print(Panel(Group(*parts), title=exercise.title.show(language), title_align="left", border_style=style))  # type: ignore[arg-type]
+    title = exercise.title.show(language)
+    panel = Panel(Group(*parts), title=title, title_align="left", border_style=style, width=panel_width(console))  # type: ignore[arg-type]
+    console.print(panel, highlight=False)
+
+
+def panel_width(console: Console) -> int:
+    return min(console.width, MAX_WIDTH)
+
+
+def draw_lines(drawing: Drawing, console: Console) -> list[RichText]:
+    """Return the lines of a drawing with its marks. A line that is too long continues further to the right."""
+    found: list[RichText] = []
+    for i, line in enumerate(drawing.lines):
+        text = RichText(line)
+        for _, start, end in (mark for mark in drawing.marks if mark[0] == i):
+            text.stylize("bold red", start, end)
+        indent = len(line) - len(line.lstrip()) + 4
+        width = panel_width(console) - 4
+        rows = [text] if text.cell_len <= width else list(text.wrap(console, width - indent))
+        for row in rows[1:]:
+            row.pad_left(indent)
+        found += rows
+    return found
 
 
 def print_list(console: Console, exercises: list[Exercise], folder: Folder, language: Language) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from nanovllm.extras.learn.drawing import draw_pool
 from nanovllm.extras.learn.exercise import Seen
 from nanovllm.extras.learn.given import one_file
-from nanovllm.extras.learn.texts import Text
+from nanovllm.extras.learn.texts import Language, Text, count
 from nanovllm.extras.learn.traffic import Request, Traffic, describe_traffic, traffics
 
 __all__ = ["EXAMPLES", "Parts", "Request", "Simulation", "Step", "Traffic", "describe_traffic", "traffics"]
@@ -41,7 +41,7 @@ class Step(NamedTuple):
     """So far."""
     copies: tuple[tuple[int, int], ...]
     """Blocks that were copied: from, to."""
-    wrong_slots: tuple[str, ...]
+    wrong_slots: tuple[Text, ...]
     """What was read from a slot that does not hold K and V of this sequence."""
     new_tokens: tuple[tuple[str, int], ...]
     running: tuple[str, ...]
@@ -49,21 +49,35 @@ class Step(NamedTuple):
     tables: tuple[tuple[str, tuple[int, ...]], ...]
     free: tuple[int, ...]
     """Free blocks in the order in which they will be taken."""
-    owners: tuple[int, ...]
+    num_owners: tuple[int, ...]
     moves: tuple[str, ...] = ()
     """Blocks that were copied to or from host memory."""
     host: str = ""
     """What is in host memory."""
 
+    notes: tuple[Text, ...] = ()
+    """Blocks that are neither free nor owned after the step, or both."""
+
+    def show(self, language: Language) -> str:
+        """Return what the step did, on one line. The state after it is not shown here."""
+        parts = [Text(" ".join(f"{name}+{num}" for name, num in self.chunks) or "no tokens", "")]
+        parts[0] = Text(parts[0].en, parts[0].en if self.chunks else "没有 token")
+        if self.waiting:
+            parts.append(Text(f"waiting: {' '.join(self.waiting)}", f"等待：{' '.join(self.waiting)}"))
+        if self.preemptions:
+            parts.append(Text(f"preemptions so far: {self.preemptions}", f"累计抢占：{self.preemptions}"))
+        if self.hits:
+            parts.append(Text(f"hits so far: {count(self.hits, 'token')}", f"累计命中：{self.hits} 个 token"))
+        if self.copies:
+            copies = " ".join(f"{a}→{b}" for a, b in self.copies)
+            parts.append(Text(f"copies: {copies}", f"复制：{copies}"))
+        parts += [Text(f"moves: {', '.join(self.moves)}", f"搬动：{'，'.join(self.moves)}")] if self.moves else []
+        parts += [Text(f"host: {self.host}", f"主机内存：{self.host}")] if self.host else []
+        parts += self.wrong_slots[:2]
+        return ("，" if language == "zh" else ", ").join(part.show(language) for part in parts)
+
     def __repr__(self) -> str:
-        parts = [" ".join(f"{name}+{num}" for name, num in self.chunks) or "no tokens"]
-        parts += [f"waiting: {' '.join(self.waiting)}"] if self.waiting else []
-        parts += [f"preemptions: {self.preemptions}"] if self.preemptions else []
-        parts += [f"hits: {self.hits}"] if self.hits else []
-        parts += ["copies: " + " ".join(f"{a}→{b}" for a, b in self.copies)] if self.copies else []
-        parts += ["moves: " + ", ".join(self.moves)] if self.moves else []
-        parts += [f"host: {self.host}"] if self.host else []
-        return ", ".join([*parts, *self.wrong_slots[:2]])
+        return self.show("en")
 
 
 class Simulation:
@@ -86,7 +100,7 @@ class Simulation:
             self.add(name, seq)
             self.arrivals.append((request.arrival, seq))
         self.slots: dict[int, int] = {}  # what is kept for the token in a slot
-        self.wrong_slots: list[str] = []
+        self.wrong_slots: list[Text] = []
 
     def add(self, name: str, seq: Any) -> None:
         self.names[seq], self.seqs[name] = name, seq
@@ -153,7 +167,9 @@ class Simulation:
             slot = self.slot_of(seq, position)
             found = self.slots.get(slot, -1)
             if found != right:
-                self.wrong_slots.append(f"{self.names[seq]} reads slot {slot}: not its token {position}")
+                name = self.names[seq]
+                en = f"{name} reads slot {slot}: not its token {position}"
+                self.wrong_slots.append(Text(en, f"{name} 读了 {slot} 号槽位：不是它的第 {position} 个 token"))
             read = mix(read, found)
         return read % VOCABULARY
 
@@ -171,10 +187,31 @@ class Simulation:
             tuple((name, tuple(seq.block_table)) for name, seq in sorted(self.seqs.items()) if seq.block_table),
             tuple(manager.free),
             tuple(getattr(manager, "num_owners", ())),
+            notes=tuple(find_wrong_blocks(manager, self.seqs)),
         )
 
     def draw(self) -> str:
         return draw_pool(self.manager, dict(sorted(self.seqs.items())))
+
+
+def find_wrong_blocks(manager: Any, seqs: dict[str, Any]) -> Iterator[Text]:
+    """Yield sentences about blocks. Each is free or in block tables, and has as many owners as tables have it."""
+    for i in range(manager.num_blocks):
+        names = [name for name, seq in sorted(seqs.items()) if i in seq.block_table]
+        owners, is_free = " ".join(names), i in manager.free
+        if not names and not is_free:
+            yield Text(f"Block {i} is neither free nor in a block table.", f"{i} 号块既不空闲，也不在任何块表里。")
+        if names and is_free:
+            yield Text(
+                f"Block {i} is free and in the block table of {owners}.", f"{i} 号块空闲，却在 {owners} 的块表里。"
+            )
+        counted = manager.num_owners[i] if hasattr(manager, "num_owners") else len(names)
+        if counted != len(names) and (names or is_free):
+            tables, tables_zh = f"in {count(len(names), 'block table')}", f"在 {len(names)} 个块表里"
+            if not names:
+                tables, tables_zh = "in no block table", "不在任何块表里"
+            en = f"Block {i} has num_owners {counted}, but is {tables}."
+            yield Text(en, f"{i} 号块的 num_owners 是 {counted}，但它{tables_zh}。")
 
 
 def mix(before: int, token: int) -> int:
