@@ -3,6 +3,7 @@
 from importlib import import_module
 
 from nanovllm.extras.learn.exercise import Exercise
+from nanovllm.extras.learn.texts import Text
 
 MODULES = (
     "remove_one_line",
@@ -44,6 +45,27 @@ MODULES = (
     "whole_engine",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
+
+CHAPTERS = {
+    "01_one_token": Text("1. One token", "1. 一个 token"),
+    "02_kv_cache": Text("2. The KV cache", "2. KV cache"),
+    "03_what_a_step_waits_for": Text("3. What a step waits for", "3. 一步在等什么"),
+    "04_one_step": Text("4. One step", "4. 一步"),
+    "05_blocks_and_tables": Text("5. Blocks and tables", "5. 块与块表"),
+    "06_paged_attention": Text("6. Paged attention", "6. 分页注意力"),
+    "07_sharing": Text(
+        "7. Sharing: prefix cache, parallel samples, copy-on-write", "7. 共享：前缀缓存、并行采样、写时复制"
+    ),
+    "08_chunked_prefill": Text("8. Chunked prefill: TTFT against TPOT", "8. 分块预填充：TTFT 与 TPOT"),
+    "09_when_memory_is_full": Text(
+        "9. When memory is full: preemption, swap, policies", "9. 内存满了怎么办：抢占、换出和调度策略"
+    ),
+    "10_from_logits_to_text": Text("10. From logits to text", "10. 从 logits 到文本"),
+    "11_making_it_fast": Text("11. Making it fast", "11. 让它变快"),
+    "12_beyond_one_engine": Text("12. Beyond one engine", "12. 走出单个引擎"),
+    "13_speculation": Text("13. Speculation: several tokens from one pass", "13. 投机解码：一次前向计算得到几个 token"),
+}
+"""The titles of the book's chapters, which an installed package does not have."""
 
 
 def list_exercises() -> list[Exercise]:

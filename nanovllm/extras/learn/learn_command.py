@@ -1,5 +1,6 @@
 """`nanovllm learn`: build the parts of an engine yourself, with a checker that explains what is wrong.
 
+    nanovllm learn                    what you have done, and what is next
     nanovllm learn list               the exercises, and which you have passed
     nanovllm learn start 1            write the file of an exercise into your folder
     nanovllm learn check 1            check your answer
@@ -8,7 +9,6 @@
     nanovllm learn view 1             the run that failed, step by step in the browser
     nanovllm learn show 1             the solution
     nanovllm learn reset 1            start again; your old file is kept under another name
-    nanovllm learn status             what you have done
 
 An exercise has a number and a name; both can be given. The files are in `nanovllm-exercises`, or in `--folder`.
 `--lang zh` chooses Chinese and is remembered. Nothing is sent anywhere.
@@ -18,16 +18,20 @@ import argparse
 import locale
 import os
 import sys
+import tempfile
 import webbrowser
+from contextlib import suppress
+from pathlib import Path
 
 from rich.console import Console
 
 from nanovllm.extras.learn.catalog import find_exercise, list_exercises
 from nanovllm.extras.learn.check_process import check_in_process
-from nanovllm.extras.learn.exercise import Exercise
+from nanovllm.extras.learn.exercise import Build, Exercise
 from nanovllm.extras.learn.folder import Folder, number_of
-from nanovllm.extras.learn.report_printing import print_list, print_report, print_solution
+from nanovllm.extras.learn.report_printing import print_list, print_report, print_solution, print_status
 from nanovllm.extras.learn.texts import LANGUAGES, Language, Text
+from nanovllm.extras.learn.traffic import Traffic
 
 ACTIONS = ("list", "start", "check", "watch", "hint", "view", "show", "reset", "status")
 
@@ -40,7 +44,7 @@ def main(arguments: list[str]) -> int:
         epilog="\n".join((__doc__ or "").split("\n")[2:]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", choices=ACTIONS)
+    parser.add_argument("action", choices=ACTIONS, nargs="?", default="status", help="`status` if you give none")
     parser.add_argument("exercise", nargs="?", help="number or name; without it, the first that you have not passed")
     parser.add_argument("--folder", help="where your files are (the current folder if it has some, else a new one)")
     parser.add_argument("--lang", choices=LANGUAGES, help="language of tasks, hints and explanations")
@@ -49,11 +53,9 @@ def main(arguments: list[str]) -> int:
     try:
         if args.lang:
             folder.write("settings", language=args.lang)
-        lesson = Lesson(folder, args.lang or folder.language or guess_language(), Console())
-        if args.action in ("list", "status"):
-            return lesson.list_all()
-        if args.action == "watch":
-            return lesson.watch()
+        lesson = Lesson(folder, args.lang or folder.language or guess_language(), Console(highlight=False))
+        if args.action in ("list", "status", "watch"):
+            return getattr(lesson, args.action)()
         exercise = find_exercise(args.exercise) if args.exercise else lesson.next_exercise()
         return getattr(lesson, args.action)(exercise)
     except (ValueError, OSError) as error:
@@ -79,14 +81,32 @@ class Lesson:
     def say(self, text: Text) -> None:
         self.console.print(text.show(self.language), markup=False, soft_wrap=True)
 
-    def next_exercise(self) -> Exercise:
-        """Return the first exercise that has not been passed."""
+    def next_exercise(self, after: Exercise | None = None) -> Exercise:
+        """Return the first exercise that has not been passed, of those `after` another one if there are any."""
         exercises = list_exercises()
-        return next((one for one in exercises if not self.folder.has_passed(one)), exercises[-1])
+        start = 0 if after is None else number_of(after)
+        in_order = exercises[start:] + exercises[:start]
+        return next((one for one in in_order if not self.folder.has_passed(one)), in_order[-1])
 
-    def list_all(self) -> int:
+    def list(self) -> int:
         print_list(self.console, list_exercises(), self.folder, self.language)
         return 0
+
+    def status(self) -> int:
+        exercises = list_exercises()
+        print_status(self.console, exercises, self.folder, self.language)
+        if not all(self.folder.has_passed(one) for one in exercises):
+            self.suggest(self.next_exercise())
+        self.say(Text("All exercises: nanovllm learn list", "全部练习：nanovllm learn list"))
+        self.say(Text("All commands: nanovllm learn --help", "全部命令：nanovllm learn --help"))
+        return 0
+
+    def suggest(self, exercise: Exercise) -> None:
+        """Say how to begin an exercise, or to check it if it is begun."""
+        action = "check" if self.folder.file_of(exercise).exists() else "start"
+        command = f"nanovllm learn {action} {number_of(exercise)}"
+        title = exercise.title
+        self.say(Text(f"Next: {command} ({title.en})", f"下一个：{command}（{title.zh}）"))
 
     def start(self, exercise: Exercise) -> int:
         file = self.folder.file_of(exercise)
@@ -107,9 +127,8 @@ class Lesson:
         report = check_in_process(exercise.name, file, self.language)
         self.folder.note_check(exercise, report)
         print_report(self.console, exercise, report, self.language)
-        if report.passed and (following := self.next_exercise()).name != exercise.name:
-            number = number_of(following)
-            self.say(Text(f"Next: nanovllm learn start {number}", f"下一个：nanovllm learn start {number}"))
+        if report.passed and (following := self.next_exercise(exercise)).name != exercise.name:
+            self.suggest(following)
         return int(not report.passed)
 
     def watch(self) -> int:
@@ -118,12 +137,13 @@ class Lesson:
 
         self.folder.path.mkdir(parents=True, exist_ok=True)
         self.say(Text(f"Watching {self.folder.path}. Ctrl-C ends.", f"正在监视 {self.folder.path}。按 Ctrl-C 结束。"))
-        for changes in watch(self.folder.path, recursive=False, debounce=200, step=50, raise_interrupt=False):
-            changed = {os.path.basename(path) for _, path in changes}
-            for exercise in list_exercises():
-                file = self.folder.file_of(exercise)
-                if file.name in changed and file.exists():
-                    self.check(exercise)
+        with suppress(KeyboardInterrupt):
+            for changes in watch(self.folder.path, recursive=False, debounce=200, step=50):
+                changed = {os.path.basename(path) for _, path in changes}
+                for exercise in list_exercises():
+                    file = self.folder.file_of(exercise)
+                    if file.name in changed and file.exists():
+                        self.check(exercise)
         return 0
 
     def hint(self, exercise: Exercise) -> int:
@@ -136,13 +156,20 @@ class Lesson:
 
     def view(self, exercise: Exercise) -> int:
         """Record nanovllm's own run of the requests that failed in the last check, and open the viewer there."""
+        viewed = [
+            one.name for one in list_exercises() if isinstance(one, Build) and isinstance(one.examples[0], Traffic)
+        ]
+        if exercise.name not in viewed:
+            raise ValueError(
+                f"{exercise.name} has no run of requests to show; these exercises have: {', '.join(viewed)}"
+            )
         failing = self.folder.failing_run(exercise)
         if failing is None:
-            raise ValueError(f"the last check of {exercise.name} has no run of requests to show")
+            raise ValueError(f"the last check of {exercise.name} found no run that failed; `view` shows such a run")
         from nanovllm.extras.learn.recorded_run import record
         from nanovllm.extras.trace.page import make_page
 
-        recording = self.folder.path / f"{exercise.name}.jsonl"
+        recording = Path(tempfile.mkdtemp(prefix="nanovllm-learn-")) / f"{exercise.name}.jsonl"
         page = recording.with_suffix(".html").resolve()
         record(failing[0], recording)
         page.write_text(make_page([recording]), encoding="utf-8")

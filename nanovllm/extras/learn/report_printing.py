@@ -1,13 +1,15 @@
 """Print reports, lists and solutions with Rich."""
 
+from configparser import ConfigParser
+
 from rich.console import Console, Group
 from rich.markdown import Markdown
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.syntax import Syntax
-from rich.table import Table
 from rich.text import Text as RichText
 
+from nanovllm.extras.learn.catalog import CHAPTERS
 from nanovllm.extras.learn.exercise import Exercise
 from nanovllm.extras.learn.findings import Drawing, Report
 from nanovllm.extras.learn.folder import Folder
@@ -57,21 +59,52 @@ def draw_lines(drawing: Drawing, console: Console) -> list[RichText]:
 
 
 def print_list(console: Console, exercises: list[Exercise], folder: Folder, language: Language) -> None:
-    """Print a table of the exercises and of what the learner has done."""
-    table = Table()
-    names = (Text("exercise", "练习"), Text("name", "名称"), Text("chapter", "章节"), Text("hints", "提示"))
-    for name in ("", "", *(name.show(language) for name in names)):
-        table.add_column(name)
+    """Print the exercises of each chapter, one per line, and what the learner has done."""
+    progress = folder.read()
+    width = max(len(one.name) for one in exercises)
+    for chapter in sorted({one.chapter for one in exercises}):
+        console.print(RichText("\n" + CHAPTERS[chapter].show(language), style="bold"))
+        for number, exercise in enumerate(exercises, 1):
+            if exercise.chapter == chapter:
+                title = exercise.title.show(language)
+                state = state_of(exercise, folder, progress)
+                line = RichText(f"  {number:2} ") + state + f" {exercise.name:<{width}}  {title}"
+                console.print(line, soft_wrap=True)
+    legend = Text(
+        "✓ passed, … started. Begin one with: nanovllm learn start NUMBER",
+        "✓ 已通过，… 已开始。开始一个练习：nanovllm learn start 编号",
+    )
+    console.print("\n" + legend.show(language), markup=False, soft_wrap=True)
+    console.print(count_passed(exercises, progress).show(language))
+
+
+def state_of(exercise: Exercise, folder: Folder, progress: ConfigParser) -> RichText:
+    """Return one character: passed, started, or neither."""
+    if progress.get(exercise.name, "passed", fallback="no") == "yes":
+        return RichText("✓", "green")
+    return RichText("…", "yellow") if folder.file_of(exercise).exists() else RichText(" ")
+
+
+def count_passed(exercises: list[Exercise], progress: ConfigParser) -> Text:
+    passed = sum(progress.get(one.name, "passed", fallback="no") == "yes" for one in exercises)
+    return Text(f"{passed} of {len(exercises)} passed", f"已通过 {passed} / {len(exercises)}")
+
+
+def print_status(console: Console, exercises: list[Exercise], folder: Folder, language: Language) -> None:
+    """Print what the learner has passed and started, in a few lines."""
+    progress = folder.read()
+    numbers = dict.fromkeys("✓…", "")
     for number, exercise in enumerate(exercises, 1):
-        state = RichText("✓", "green") if folder.has_passed(exercise) else RichText("")
-        if not state and folder.file_of(exercise).exists():
-            state = RichText("…", "yellow")
-        hints = str(folder.count(exercise, "hints") or "")
-        table.add_row(str(number), state, exercise.title.show(language), exercise.name, exercise.chapter, hints)
-    console.print(table)
-    passed = sum(folder.has_passed(one) for one in exercises)
-    text = Text(f"{passed} of {len(exercises)} passed", f"已通过 {passed} / {len(exercises)}")
-    console.print(text.show(language))
+        state = state_of(exercise, folder, progress).plain
+        if state in numbers:
+            numbers[state] += f"\n  {number:2} {exercise.name}: {exercise.title.show(language)}"
+    hints = sum(folder.count(one, "hints") for one in exercises)
+    console.print(count_passed(exercises, progress).show(language) + numbers["✓"], markup=False, soft_wrap=True)
+    if numbers["…"]:
+        started = Text("Started, not passed", "已开始，还未通过")
+        console.print(started.show(language) + numbers["…"], markup=False, soft_wrap=True)
+    if hints:
+        console.print(Text(f"Hints read: {hints}", f"看过的提示：{hints}").show(language))
 
 
 def print_solution(console: Console, exercise: Exercise) -> None:

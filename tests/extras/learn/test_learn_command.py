@@ -1,14 +1,18 @@
 """`nanovllm learn`: the learner's files and progress, and what the commands print."""
 
 import re
+import signal
 import subprocess
 import sys
 import time
 import webbrowser
+from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from nanovllm.extras.learn import learn_command
+from nanovllm.extras.learn.catalog import CHAPTERS
 from nanovllm.extras.learn.folder import Folder
 from nanovllm.extras.trace.recording import read_recording
 
@@ -113,7 +117,8 @@ def test_the_solution_is_shown(learn):
         (["check", "1"], "first run: nanovllm learn start 1"),
         (["check", "999"], "there is no exercise 999"),
         (["hint", "nothing"], "there is no exercise 'nothing'"),
-        (["view", "1"], "has no run of requests to show"),
+        (["view", "1"], "remove_one_line has no run of requests to show; these exercises have: preempt, "),
+        (["view", "bug_1"], "the last check of bug_1 found no run that failed"),
     ],
 )
 def test_bad_arguments_are_explained(learn, arguments, message):
@@ -139,8 +144,68 @@ def test_a_failing_run_opens_in_the_viewer(learn, monkeypatch):
     assert status == 1
     assert "nanovllm learn view bug_10" in out
     assert learn("view", "bug_10")[0] == 0
-    assert re.search(r"bug_10\.html#step=\d+&lang=en$", opened[0])
-    assert len(read_recording(learn.folder / "bug_10.jsonl")) > 2
+    address = re.fullmatch(r"file://(.*/)bug_10\.html#step=\d+&lang=en", opened[0])
+    assert address
+    assert len(read_recording(Path(address[1]) / "bug_10.jsonl")) > 2
+    assert not list(learn.folder.glob("*.jsonl"))
+
+
+def test_next_follows_the_exercise_that_was_passed(learn):
+    learn("start", "3")
+    file = learn.folder / "03_attend_with_cache.py"
+    file.write_text(learn_command.find_exercise("3").solution)
+    assert "Next: nanovllm learn start 4 (" in learn("check", "3")[1]
+    names = [exercise.name for exercise in learn_command.list_exercises()]
+    folder = Folder(learn.folder)
+    for name in names[3:]:
+        folder.write(name, passed="yes")
+    assert "Next: nanovllm learn start 1 (" in learn("check", "3")[1]
+    for name in names[:2]:
+        folder.write(name, passed="yes")
+    assert "Next" not in learn("check", "3")[1]
+
+
+def test_a_short_status_without_an_action(learn):
+    learn("start", "1")
+    learn("start", "2")
+    solve_first(learn.folder)
+    learn("check", "1")
+    learn("hint", "2")
+    status, out = learn()
+    assert status == 0
+    passed, started = out.split("Started, not passed")
+    assert "1 of " in passed
+    assert "remove_one_line" in passed
+    assert "generation_loop" in started
+    assert "Hints read: 1" in started
+    assert "Next: nanovllm learn check 2 (" in started
+    assert len(out.splitlines()) < 10
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_list_has_one_line_for_each_exercise(learn, monkeypatch, language, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    exercises = learn_command.list_exercises()
+    lines = learn("list", "--lang", language)[1].splitlines()
+    for number, exercise in enumerate(exercises, 1):
+        (line,) = [line for line in lines if line.split()[:2] == [str(number), exercise.name]]
+        assert line.endswith(exercise.title.show(language))
+    chapters = [line for line in lines if re.match(r"\d+\. ", line)]
+    assert chapters == [CHAPTERS[name].show(language) for name in sorted({one.chapter for one in exercises})]
+    assert max(map(cell_len, lines)) <= 80
+
+
+def test_chapters_have_the_titles_of_the_book():
+    book = Path(__file__).parents[3] / "docs" / "book"
+    for name, title in CHAPTERS.items():
+        for folder, text in ((book, title.en), (book / "zh", title.zh)):
+            assert (folder / f"{name}.md").read_text(encoding="utf-8").split("\n")[0] == f"# {text}"
+
+
+def test_numbers_and_paths_are_not_coloured(learn, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[" not in learn("start", "1")[1]
 
 
 @pytest.mark.slow
@@ -148,7 +213,7 @@ def test_watch_checks_a_file_that_is_saved(tmp_path):
     """A check in a process that is warm takes at most two seconds on an idle machine."""
     learn_command.main(["start", "1", "--folder", str(tmp_path)])
     command = [sys.executable, "-u", "-m", "nanovllm", "learn", "watch", "--folder", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         try:
             assert "Watching" in watching.stdout.readline()
@@ -158,5 +223,9 @@ def test_watch_checks_a_file_that_is_saved(tmp_path):
             while "Right" not in (line := watching.stdout.readline()):
                 assert line
             assert time.monotonic() - start < 10
+            watching.send_signal(signal.SIGINT)
+            assert watching.wait(10) == 0
+            assert watching.stderr is not None
+            assert not watching.stderr.read()
         finally:
             watching.terminate()
