@@ -33,6 +33,11 @@ class Report:
     numbers: dict[str, float] = field(default_factory=dict)
     """Figures to keep in the progress file: a score, or the value that a prediction is compared with."""
 
+    later: list[str] = field(default_factory=list)
+    """More paragraphs, which are shown from the third check on: the number to predict."""
+    counts: bool = True
+    """Whether this was a check: not if there was no answer to check."""
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -16,6 +16,7 @@ from nanovllm.extras.learn.texts import LANGUAGES, Language, Text
 
 DEFAULT = "nanovllm-exercises"
 PROGRESS = "progress.ini"
+REVEALED_AT = 3  # the check that shows the number to predict
 HEADER = "# The progress of `nanovllm learn`, as text. It is read from here only, and sent nowhere.\n"
 AGENTS = Text(
     """# For coding assistants
@@ -121,10 +122,14 @@ class Folder:
 
         The first prediction stays, whatever is predicted later.
         """
+        if not report.counts:
+            return
         numbers = {name: f"{number:g}" for name, number in report.numbers.items()}
         if "prediction" in numbers:
             first = self.read().get(exercise.name, "first_prediction", fallback=None)
             numbers["first_prediction"] = first or numbers["prediction"]
+        if report.later and self.count(exercise, "checks") + 1 >= REVEALED_AT:
+            numbers["revealed"] = "yes"
         passed = report.passed or self.has_passed(exercise)
         self.write(
             exercise.name,
@@ -134,6 +139,14 @@ class Folder:
             step=report.step or 0,
             **numbers,
         )
+
+    def has_revealed(self, exercise: Exercise) -> bool:
+        """Return whether a check has shown the number to predict."""
+        return self.read().get(exercise.name, "revealed", fallback="no") == "yes"
+
+    def first_prediction(self, exercise: Exercise) -> float | None:
+        text = self.read().get(exercise.name, "first_prediction", fallback="")
+        return float(text) if text else None
 
     def failing_run(self, exercise: Exercise) -> tuple[Any, int] | None:
         """Return the requests of the smallest run that failed in the last check, and the step, or None."""

@@ -29,6 +29,7 @@ from nanovllm.extras.learn.catalog import find_exercise, list_exercises
 from nanovllm.extras.learn.check_process import check_in_process
 from nanovllm.extras.learn.exercise import Build, Exercise
 from nanovllm.extras.learn.folder import Folder, number_of
+from nanovllm.extras.learn.predict import Predict
 from nanovllm.extras.learn.report_printing import print_list, print_report, print_solution, print_status
 from nanovllm.extras.learn.texts import LANGUAGES, Language, Text
 from nanovllm.extras.learn.traffic import Traffic
@@ -126,6 +127,9 @@ class Lesson:
             raise ValueError(f"{file} does not exist; first run: nanovllm learn start {number_of(exercise)}")
         report = check_in_process(exercise.name, file, self.language)
         self.folder.note_check(exercise, report)
+        if isinstance(exercise, Predict):
+            first, is_revealed = self.folder.first_prediction(exercise), self.folder.has_revealed(exercise)
+            exercise.complete(report, first, is_revealed, self.language)
         print_report(self.console, exercise, report, self.language)
         if report.passed and (following := self.next_exercise(exercise)).name != exercise.name:
             self.suggest(following)

@@ -208,6 +208,43 @@ def test_numbers_and_paths_are_not_coloured(learn, monkeypatch):
     assert "\x1b[" not in learn("start", "1")[1]
 
 
+def predict(learn, answer):
+    """Check a prediction, and return what is printed, on one line."""
+    (learn.folder / "04_predict_kv_bytes.py").write_text(f"ANSWER = {answer}\n")
+    return " ".join(learn("check", "predict_kv_bytes")[1].replace("│", " ").split())
+
+
+def test_a_number_is_shown_only_at_the_third_miss(learn):
+    learn("start", "predict_kv_bytes")
+    for answer in (12.5, 10**9):
+        out = predict(learn, answer)
+        assert "114,688" not in out
+        assert ("too small" if answer == 12.5 else "too large") in out
+        assert "First prediction: 12.5 bytes" in out
+    assert "It is 114,688 bytes." in predict(learn, 7)
+    out = predict(learn, 114_688)
+    assert "Right, after the number was shown." in out
+    assert "A good prediction" not in out
+    assert "First prediction: 12.5 bytes" in out
+
+
+def test_a_number_that_is_found_in_time_is_a_good_prediction(learn):
+    learn("start", "predict_kv_bytes")
+    predict(learn, 7)
+    out = predict(learn, 114_688)
+    assert "A good prediction" in out
+    assert "First prediction: 7 bytes" in out
+
+
+def test_what_is_not_a_number_is_not_counted_as_a_check(learn):
+    learn("start", "predict_kv_bytes")
+    for answer, word in (("None", "Set ANSWER"), ("'112 KiB'", "without the unit"), ("float('nan')", "Set ANSWER")):
+        assert word in predict(learn, answer)
+    exercise = learn_command.find_exercise("predict_kv_bytes")
+    assert Folder(learn.folder).count(exercise, "checks") == 0
+    assert Folder(learn.folder).first_prediction(exercise) is None
+
+
 @pytest.mark.slow
 def test_watch_checks_a_file_that_is_saved(tmp_path):
     """A check in a process that is warm takes at most two seconds on an idle machine."""
