@@ -48,7 +48,8 @@ def work(sender: Connection, name: str, file: str, language: Language) -> None:
     """Check one answer, send the report, and end this process, whatever the learner's code has started."""
     printed = limit(CODE_S, file)
     report = check(name, Path(file), language, printed)
-    report.printed = printed.getvalue()
+    if not report.passed:
+        report.printed = report.printed or printed.getvalue()
     sender.send_bytes(json.dumps(report.to_json()).encode())
     sender.close()
     os._exit(0)

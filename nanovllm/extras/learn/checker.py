@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
 
-from nanovllm.extras.learn.answers import Raised, load, observe
+from nanovllm.extras.learn.answers import Raised, Stopped, load, observe
 from nanovllm.extras.learn.differences import colon, draw_difference, mark_rows, shorten, show, unwrap
 from nanovllm.extras.learn.findings import Drawing, Report
-from nanovllm.extras.learn.seen import Mistake, Seen
+from nanovllm.extras.learn.limits import TimeIsOver, at_most, capture
+from nanovllm.extras.learn.seen import Mistake, Seen, combine
 from nanovllm.extras.learn.texts import Language, Text
 from nanovllm.extras.learn.traffic import Traffic
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 NUM_RANDOM = 150  # random cases
 SEARCH_S = 1.2  # how long random cases are tried
 SHRINK_S = 0.4  # how long a failing case is made smaller
+PAIRS_S = 0.5  # how long pairs of known mistakes are tried
+PAIR_S = 0.2  # how long one pair is tried
 NUM_COMPARED = 40  # cases in which an answer is compared with known mistakes
 NUM_BEFORE = 8  # observations that are shown before the first difference
 
@@ -46,17 +49,28 @@ class Difference:
 class Comparison:
     """Compares one answer with the right one, and remembers the results by case."""
 
-    def __init__(self, exercise: "Build", answer: ModuleType) -> None:
+    def __init__(self, exercise: "Build", answer: ModuleType, right: ModuleType | None = None) -> None:
         self.exercise = exercise
         self.answer = answer
-        self.right = load(exercise.solution, "right answer")
+        self.right = right or load(exercise.solution, "right answer")
         self.results: dict[str, tuple[Any, Difference | None]] = {}
+
+    def with_answer(self, source: str) -> "Comparison":
+        """Return a comparison of another answer with the same right one."""
+        return Comparison(self.exercise, load(source, "known mistake"), self.right)
 
     def first_difference(self, case: Any) -> Difference | None:
         key = repr(case)
         if key not in self.results:
-            self.results[key] = case, self._compare(case)
+            with capture():
+                self.results[key] = case, self._compare(case)
         return self.results[key][1]
+
+    def printed(self, case: Any) -> str:
+        """Return what the answer prints in a case, up to the first difference."""
+        with capture() as printed:
+            self._compare(case)
+        return printed.getvalue()
 
     def _compare(self, case: Any) -> Difference | None:
         right, yours = observe(self.exercise, self.right, case), observe(self.exercise, self.answer, case)
@@ -109,7 +123,7 @@ def check_answer(exercise: "Build", file: Path, language: Language, num_random: 
     if is_unwritten(difference):
         text = Text("A function is not written yet.", "还有函数没有写。")
         return Report(False, text.show(language), [seen.label.show(language) for seen in [difference.yours] if seen])
-    return describe(comparison, case, difference, find_mistake(comparison, case), language)
+    return describe(comparison, case, difference, find_mistakes(comparison, case), language)
 
 
 def is_unwritten(difference: Difference) -> bool:
@@ -145,10 +159,6 @@ def length(case: Any) -> int:
     return len(repr(case))
 
 
-class TimeIsOver(BaseException):
-    """Ends a search. Hypothesis would take an ordinary exception for a failing case."""
-
-
 def search(cases: Callable[[], Any], fails: Callable[[Any], bool], num_random: int) -> None:
     """Try random cases, and after the first that fails only smaller ones. The same cases are tried each time."""
     options = settings(
@@ -162,33 +172,56 @@ def search(cases: Callable[[], Any], fails: Callable[[Any], bool], num_random: i
         find(cases(), fails, settings=options, random=Random(0))
 
 
-def find_mistake(comparison: Comparison, case: Any) -> Mistake | None:
-    """Return the known mistake that behaves like the answer in all cases that were tried, and in the smallest one."""
+def find_mistakes(comparison: Comparison, case: Any) -> tuple[Mistake, ...]:
+    """Return the known mistake that behaves like the answer in all cases that were tried, or two of them together."""
     exercise = comparison.exercise
-    tried = [*exercise.examples, *(one for one, _ in comparison.results.values())][:NUM_COMPARED]
+    tried = [case, *exercise.examples, *(one for one, _ in comparison.results.values())][:NUM_COMPARED]
+    near = []  # mistakes that behave like the answer in the smallest case: they are probably one of two
     for mistake in exercise.mistakes:
-        wrong = Comparison(exercise, load(mistake.apply(exercise.solution), "known mistake"))
-        if all(comparison.behaves_like(wrong, one) for one in (case, *tried)):
-            return mistake
-    return None
+        wrong = comparison.with_answer(mistake.apply(exercise.solution))
+        if comparison.behaves_like(wrong, case):
+            if all(comparison.behaves_like(wrong, one) for one in tried):
+                return (mistake,)
+            near.append(mistake)
+    return find_pair(comparison, tried, near)
+
+
+def find_pair(comparison: Comparison, cases: list[Any], near: list[Mistake]) -> tuple[Mistake, ...]:
+    """Return two known mistakes that together behave like the answer. Those with one of `near` are tried first."""
+    exercise = comparison.exercise
+    pairs = combinations(exercise.mistakes, 2)
+    end = time.monotonic() + PAIRS_S
+    for pair in sorted(pairs, key=lambda pair: not (pair[0] in near or pair[1] in near)):
+        source = combine(*pair, exercise.solution)
+        if time.monotonic() > end:
+            break
+        with at_most(PAIR_S), suppress(Exception, Stopped):  # two mistakes can make a loop without an end
+            if source is not None:
+                wrong = comparison.with_answer(source)
+                if all(comparison.behaves_like(wrong, one) for one in cases):
+                    return pair
+    return ()
 
 
 def describe(
-    comparison: Comparison, case: Any, difference: Difference, mistake: Mistake | None, language: Language
+    comparison: Comparison, case: Any, difference: Difference, mistakes: tuple[Mistake, ...], language: Language
 ) -> Report:
-    """Return the report of a wrong answer: the mistake if it is known, the case, and both runs up to the difference."""
+    """Return the report of a wrong answer: the mistakes if they are known, the case, and the first difference."""
     exercise, index = comparison.exercise, difference.index
     right, yours = difference.right, difference.yours
-    headline = Text("Not yet right.", "还不对。") if mistake is None else mistake.name
-    paragraphs = [] if mistake is None else [mistake.why.show(language)]
+    names = [mistake.name.show(language) for mistake in mistakes]
+    name = " + ".join(names) or None
+    headline = Text("Not yet right.", "还不对。").show(language) if name is None else name
+    paragraphs = [mistake.why.show(language) for mistake in mistakes]
+    if len(mistakes) > 1:
+        paragraphs.insert(0, Text("Two mistakes at once.", "同时有两个错误。").show(language))
     paragraphs.append(exercise.describe(case).show(language))
     drawings = [draw_steps(comparison, case, difference, language)]
     drawings += [one for one in draw_states(case, right, yours, language) if one.lines]
     if exercise.draw is not None:
         drawings += mark_pair(exercise.draw(case, right, yours), language)
-    name = None if mistake is None else mistake.name.show(language)
     traffic = list(case) if isinstance(case, Traffic) else None
-    return Report(False, headline.show(language), paragraphs, drawings, name, traffic=traffic, step=index)
+    return Report(False, headline, paragraphs, drawings, name, comparison.printed(case), traffic=traffic, step=index)
 
 
 def draw_states(case: Any, right: Seen | None, yours: Seen | None, language: Language) -> list[Drawing]:

@@ -7,8 +7,11 @@ import faulthandler
 import io
 import signal
 import sys
+import threading
+import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from types import FrameType
 
 from nanovllm.extras.learn.answers import Stopped
@@ -32,6 +35,19 @@ class Printed(io.StringIO):
             )
             raise Stopped(why)
         return super().write(text)
+
+
+@contextmanager
+def capture() -> Iterator[Printed]:
+    """Keep what is printed in one run. It is printed after all if the code is stopped, for the report of that."""
+    printed = Printed()
+    try:
+        with redirect_stdout(printed), redirect_stderr(printed):
+            yield printed
+    except Stopped:
+        with suppress(Stopped):
+            sys.stdout.write(printed.getvalue())
+        raise
 
 
 def limit(seconds: float, file: str) -> Printed:
@@ -88,3 +104,29 @@ def limit_time(seconds: float, file: str) -> None:
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+class TimeIsOver(BaseException):
+    """Ends a search. `except Exception` does not catch it."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """End a block after `seconds`, where the system can do that. The limit for the whole process goes on afterwards."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeIsOver
+
+    start, handler = time.monotonic(), signal.signal(signal.SIGALRM, stop)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds, 0.02)  # again, if it came in a callback that ignores it
+    try:
+        with suppress(TimeIsOver):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(0.01, left - (time.monotonic() - start)))

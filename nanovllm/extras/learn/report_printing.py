@@ -16,6 +16,7 @@ from nanovllm.extras.learn.folder import Folder
 from nanovllm.extras.learn.texts import Language, Text
 
 MAX_WIDTH = 100  # of a report
+NUM_PRINTED = 10  # lines that the learner's code has printed
 
 
 def print_report(console: Console, exercise: Exercise, report: Report, language: Language) -> None:
@@ -28,14 +29,28 @@ def print_report(console: Console, exercise: Exercise, report: Report, language:
         if drawing.lines:
             parts += draw_lines(drawing, console)
     if report.printed:
-        parts.append(RichText("\n" + Text("Your code printed", "你的代码打印了").show(language), style="bold"))
-        parts.append(RichText(report.printed.rstrip("\n")))
+        parts.append(
+            RichText(
+                "\n" + Text("Your code printed in this run", "你的代码在这次运行中打印了").show(language), style="bold"
+            )
+        )
+        parts += draw_lines(Drawing("", cut_printed(report.printed, language)), console)
     if report.traffic is not None:
         look = Text("Step by step in the browser, as nanovllm runs it:", "在浏览器里逐步查看 nanovllm 的同一次运行：")
         parts.append(RichText(f"\n{look.show(language)}\n  nanovllm learn view {exercise.name}"))
     title = exercise.title.show(language)
     panel = Panel(Group(*parts), title=title, title_align="left", border_style=style, width=panel_width(console))  # type: ignore[arg-type]
     console.print(panel, highlight=False)
+
+
+def cut_printed(printed: str, language: Language) -> list[str]:
+    """Return the last lines that were printed: those before the first difference."""
+    lines = printed.rstrip("\n").expandtabs().split("\n")
+    left_out = len(lines) - NUM_PRINTED
+    if left_out <= 0:
+        return lines
+    more = Text(f"({left_out} lines before these)", f"（前面还有 {left_out} 行）")
+    return [more.show(language), *lines[-NUM_PRINTED:]]
 
 
 def panel_width(console: Console) -> int:

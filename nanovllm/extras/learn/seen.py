@@ -28,8 +28,23 @@ class Mistake:
     """(old, new): each `old` occurs exactly once in the solution."""
 
     def apply(self, solution: str) -> str:
-        for old, new in self.replace:
-            if solution.count(old) != 1:
-                raise ValueError(f"the solution must have this text once, got {solution.count(old)} times: {old!r}")
-            solution = solution.replace(old, new)
-        return solution
+        return replace_all(solution, self.replace)
+
+
+def replace_all(source: str, pairs: tuple[tuple[str, str], ...]) -> str:
+    """Return `source` with each `old` replaced by its `new`, one after the other."""
+    for old, new in pairs:
+        if source.count(old) != 1:
+            raise ValueError(f"the solution must have this text once, got {source.count(old)} times: {old!r}")
+        source = source.replace(old, new)
+    return source
+
+
+def combine(first: Mistake, second: Mistake, solution: str) -> str | None:
+    """Return the solution with both mistakes, or None if they change the same place."""
+    try:
+        one = replace_all(first.apply(solution), second.replace)
+        other = replace_all(second.apply(solution), first.replace)
+    except ValueError:  # a text is not there any more, or it is there twice
+        return None
+    return one if one == other else None

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from nanovllm.extras.learn.check_process import check_in_process
+from nanovllm.extras.learn.report_printing import cut_printed
 
 BEGINNING = "def generate(next_token, prompt, num_tokens):\n"
 RIGHT = """    tokens = list(prompt)
@@ -56,11 +57,30 @@ def test_an_exception_names_its_line(answer):
     assert "division by zero" in str(report.drawings)
 
 
-def test_what_the_code_prints_is_shown(answer):
-    answer.write_text(BEGINNING + RIGHT.replace("    return", "    print('here', num_tokens)\n    return"))
+def test_what_the_code_prints_in_the_failing_run_is_shown(answer):
+    wrong = RIGHT.replace("    return", "    print('here', num_tokens)\n    return").replace("num_tokens)", "2)", 1)
+    answer.write_text(BEGINNING + wrong)
     report = check_in_process("remove_one_line", answer, "en")
-    assert report.passed
-    assert "here 3" in report.printed
+    assert not report.passed
+    assert report.printed.count("here") == 1
+
+
+def test_what_a_right_answer_prints_is_not_shown(answer):
+    answer.write_text(BEGINNING + RIGHT.replace("    return", "    print('here' * 100)\n    return"))
+    report = check_in_process("remove_one_line", answer, "en")
+    assert report.passed, "the limit is for one run, not for all runs together"
+    assert not report.printed
+
+
+def test_what_stopped_code_has_printed_is_shown(answer):
+    answer.write_text(BEGINNING + "    while True:\n        print('again')\n")
+    assert check_in_process("remove_one_line", answer, "en").printed.startswith("again\n")
+
+
+def test_at_most_ten_lines_are_shown():
+    lines = cut_printed("\n".join(map(str, range(25))) + "\n", "en")
+    assert lines == ["(15 lines before these)", *map(str, range(15, 25))]
+    assert cut_printed("1\n2\n", "en") == ["1", "2"]
 
 
 @pytest.mark.parametrize("text", ["def generate(:\n", "import nothing_of_this_name\n", "", "x = 1 / 0\n"])
