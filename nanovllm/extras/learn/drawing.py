@@ -8,7 +8,11 @@ from nanovllm.extras.learn.texts import count
 
 def draw_pool(blocks: Any, seqs: Mapping[str, Any]) -> str:
     """Return lines: for each block the sequences that own it, then the free order and the block tables."""
-    names = {i: "".join(name for name, seq in seqs.items() if i in seq.block_table) for i in range(blocks.num_blocks)}
+    names: dict[int, str] = {}
+    for i in range(blocks.num_blocks):
+        owners = [name for name, seq in seqs.items() if i in seq.block_table]
+        joined = "".join(owners)
+        names[i] = joined if len(joined) <= 4 else f"×{len(owners)}"  # A, A.1 and A.2: the tables name them
     width = max(3, *(len(name) for name in names.values()), len(str(blocks.num_blocks)))
     rows = {"block": list(names), "owner": [name or "·" for name in names.values()]}
     if hasattr(blocks, "num_owners"):

@@ -1,5 +1,6 @@
 """Requests and the pool that they share: the cases of exercises that run a whole schedule."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
@@ -26,19 +27,31 @@ class Traffic(NamedTuple):
 
 
 def describe_traffic(traffic: Traffic) -> Text:
-    """Return the case in words."""
-    pool = f"{traffic.num_blocks} × {traffic.block_size}"
-    en = [f"A pool of {pool} slots; at most {count(traffic.budget, 'token')} a step."]
-    zh = [f"块池共 {pool} 个槽位；每步最多 {traffic.budget} 个 token。"]
+    """Return the case in words, and how the steps are written."""
+    blocks = f"{count(traffic.num_blocks, 'block')} of {count(traffic.block_size, 'slot')}"
+    en = [f"{blocks}; at most {count(traffic.budget, 'token')} a step."]
+    zh = [f"{traffic.num_blocks} 个块，每块 {traffic.block_size} 个槽位；每步最多 {traffic.budget} 个 token。"]
     for i, one in enumerate(traffic.requests):
         name, prompt = chr(ord("A") + i), " ".join(map(str, one.prompt))
         when = f", arrives before step {one.arrival + 1}" if one.arrival else ""
         when_zh = f"，在第 {one.arrival + 1} 步之前到达" if one.arrival else ""
-        answers = f", {one.n} answers" if one.n > 1 else ""
-        answers_zh = f"，{one.n} 个回答" if one.n > 1 else ""
-        en.append(f"{name}: prompt {prompt}, then {count(one.max_tokens, 'token')}{answers}{when}.")
-        zh.append(f"{name}：提示词 {prompt}；生成 {one.max_tokens} 个 token{answers_zh}{when_zh}。")
+        answers = f" in each of {one.n} answers" if one.n > 1 else ""
+        answers_zh = f"{one.n} 个回答各" if one.n > 1 else ""
+        size, size_zh = count(len(one.prompt), "token"), f"{len(one.prompt)} 个 token"
+        en.append(f"{name}: prompt of {size} [{prompt}], generates {one.max_tokens}{answers}{when}.")
+        zh.append(f"{name}：提示词 {size_zh} [{prompt}]，{answers_zh}生成 {one.max_tokens} 个{when_zh}。")
+    en.append("Below, A+3 means that a step computes 3 tokens of A.")
+    zh.append("下面的 A+3 表示一步计算 A 的 3 个 token。")
     return Text("  \n".join(en), "  \n".join(zh))
+
+
+def drop_requests(traffic: Traffic, fails: Callable[[Traffic], bool]) -> Traffic:
+    """Return the traffic without the requests that are not needed to let it fail, the last ones first."""
+    for i in reversed(range(len(traffic.requests))):
+        fewer = traffic._replace(requests=traffic.requests[:i] + traffic.requests[i + 1 :])
+        if fewer.requests and fails(fewer):
+            traffic = fewer
+    return traffic
 
 
 def traffics(max_n: int = 1, max_requests: int = 4) -> st.SearchStrategy[Traffic]:

@@ -4,12 +4,16 @@ import re
 from typing import NamedTuple
 
 import pytest
+from rich.console import Console
 
 from nanovllm.extras.learn.answers import Raised
 from nanovllm.extras.learn.catalog import find_exercise
 from nanovllm.extras.learn.checker import check_answer
 from nanovllm.extras.learn.differences import draw_difference
+from nanovllm.extras.learn.drawing import draw_pool
+from nanovllm.extras.learn.findings import Drawing, Report
 from nanovllm.extras.learn.given import one_file
+from nanovllm.extras.learn.report_printing import draw_lines, print_report
 from nanovllm.extras.learn.seen import Seen
 from nanovllm.extras.learn.simulation import find_wrong_blocks
 from nanovllm.extras.learn.tensors import read_tensor
@@ -91,3 +95,33 @@ def test_each_block_is_free_or_owned():
     assert f"Block {seq.block_table[-1]} is free and in the block table of A." in [
         one.en for one in find_wrong_blocks(manager, {"A": seq})
     ]
+
+
+def test_a_block_with_many_owners_does_not_widen_the_drawing():
+    manager = one_file.BlockManager(2, 2)
+    seqs = {name: one_file.Sequence([1], 1, 1) for name in ("A", "A.1", "A.2")}
+    manager.try_admit(seqs["A"])
+    for child in ("A.1", "A.2"):
+        manager.fork(seqs["A"], seqs[child])
+    lines = draw_pool(manager, seqs).split("\n")
+    assert lines[:4] == [
+        "block         0   1",
+        "owner        ×3   ·",
+        "num_owners    3   0",
+        "free        1",
+    ]
+
+
+def test_wrapped_lines_are_indented_and_keep_their_marks():
+    console = Console(width=40)
+    drawing = Drawing("", ["    right: " + "word " * 10 + "end"], [[0, 61, 64]])
+    rows = draw_lines(drawing, console)
+    assert all(row.cell_len <= 36 for row in rows)
+    assert all(row.plain.startswith(" " * 8) for row in rows[1:])
+    assert [rows[-1].plain[span.start : span.end] for span in rows[-1].spans] == ["end"]
+
+
+def test_a_report_is_at_most_100_columns_wide(capsys):
+    report = Report(False, "word " * 50, ["word " * 50], [Drawing("title", ["word " * 50])])
+    print_report(Console(width=150), find_exercise("1"), report, "en")
+    assert {len(line) for line in capsys.readouterr().out.splitlines()} == {100}

@@ -10,7 +10,6 @@ from nanovllm.extras.learn.checker import check_answer
 from nanovllm.extras.learn.seen import Mistake, combine
 from nanovllm.extras.learn.texts import Text
 
-
 PAIRS = {
     "grow_table": ("A block too early", "A full pool is not noticed"),
     "copy_on_write": ("A copy for the only owner", "The old block keeps its owner"),
