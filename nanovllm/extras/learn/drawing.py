@@ -14,7 +14,7 @@ def draw_pool(blocks: Any, seqs: Mapping[str, Any]) -> str:
         joined = "".join(owners)
         names[i] = joined if len(joined) <= 4 else f"×{len(owners)}"  # A, A.1 and A.2: the tables name them
     width = max(3, *(len(name) for name in names.values()), len(str(blocks.num_blocks)))
-    rows = {"block": list(names), "owner": [name or "·" for name in names.values()]}
+    rows: dict[str, list[Any]] = {"block": list(names), "owner": [name or "·" for name in names.values()]}
     if hasattr(blocks, "num_owners"):
         rows["num_owners"] = list(blocks.num_owners)
     start = max(map(len, rows))
