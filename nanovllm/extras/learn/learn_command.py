@@ -96,8 +96,9 @@ class Lesson:
     def status(self) -> int:
         exercises = list_exercises()
         print_status(self.console, exercises, self.folder, self.language)
-        if not all(self.folder.has_passed(one) for one in exercises):
-            self.suggest(self.next_exercise())
+        missing = [one for one in exercises if not self.folder.has_passed(one)]
+        for exercise in [one for one in missing if self.folder.file_of(one).exists()][:1] or missing[:1]:
+            self.suggest(exercise)
         self.say(Text("All exercises: nanovllm learn list", "全部练习：nanovllm learn list"))
         self.say(Text("All commands: nanovllm learn --help", "全部命令：nanovllm learn --help"))
         return 0

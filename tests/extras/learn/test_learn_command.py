@@ -180,6 +180,8 @@ def test_a_short_status_without_an_action(learn):
     assert "Hints read: 1" in started
     assert "Next: nanovllm learn check 2 (" in started
     assert len(out.splitlines()) < 10
+    (learn.folder / "02_generation_loop.py").rename(learn.folder / "05_predict_users.py")
+    assert "Next: nanovllm learn check 5 (" in learn("status")[1]
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
