@@ -65,8 +65,8 @@ def find_line(error: BaseException, file: str) -> Text:
     if not frames:
         return Text("an exception", "异常")
     number, line = frames[-1].lineno, frames[-1].line
-    code = f": `{line}`" if line else ""
-    return Text(f"in line {number}{code}", f"第 {number} 行{code}")
+    en, zh = (f": `{line}`", f"：`{line}`") if line else ("", "")
+    return Text(f"in line {number}{en}", f"第 {number} 行{zh}")
 
 
 def describe_error(error: BaseException) -> str:

@@ -32,7 +32,7 @@ def draw_difference(right: Seen | None, yours: Seen | None, language: Language) 
     elif names:
         if not hasattr(a, "compare"):
             drawing.lines[0] += colon(language) + shown[0]
-            text = Text("  in both runs; after the step, these differ:", "  两次运行都这样；这一步之后不同的是：")
+            text = Text("  in both runs; afterwards these differ:", "  两次运行都这样；之后不同的是：")
             drawing.lines.append(text.show(language))
         width = max(map(len, names))
         for name, (one, other) in names.items():
@@ -42,7 +42,7 @@ def draw_difference(right: Seen | None, yours: Seen | None, language: Language) 
         below = Text("    the values differ: see below", "    两个值不同，见下面")
         text = Text("    the values differ; both are shown as ", "    两个值不同；显示出来都是 ")
         drawing.lines.append(below.show(language) if is_below else text.show(language) + shorten(shown[0]))
-    drawing.lines += [f"    {note.show(language)}" for note in getattr(b, "notes", ())[:NUM_NOTES]]
+    drawing.lines += [f"    {note.show(language)}" for note in getattr(b, "wrong_blocks", ())[:NUM_NOTES]]
     return drawing
 
 
@@ -87,7 +87,7 @@ def list_fields(right: Any, yours: Any) -> dict[str, tuple[str, str]]:
         words = [(one.partition(" "), other.partition(" ")) for one, other in zip(*lines, strict=True)]
         return {one[0]: (one[2], other[2]) for one, other in words}
     if hasattr(right, "_fields"):
-        both = {name: (getattr(right, name), getattr(yours, name)) for name in right._fields if name != "notes"}
+        both = {name: (getattr(right, name), getattr(yours, name)) for name in right._fields if name != "wrong_blocks"}
         return {name: (show_field(a), show_field(b)) for name, (a, b) in both.items() if a != b}
     return {}
 

@@ -55,7 +55,7 @@ class Step(NamedTuple):
     host: str = ""
     """What is in host memory."""
 
-    notes: tuple[Text, ...] = ()
+    wrong_blocks: tuple[Text, ...] = ()
     """Blocks that are neither free nor owned after the step, or both."""
 
     def show(self, language: Language) -> str:
@@ -187,7 +187,7 @@ class Simulation:
             tuple((name, tuple(seq.block_table)) for name, seq in sorted(self.seqs.items()) if seq.block_table),
             tuple(manager.free),
             tuple(getattr(manager, "num_owners", ())),
-            notes=tuple(find_wrong_blocks(manager, self.seqs)),
+            wrong_blocks=tuple(find_wrong_blocks(manager, self.seqs)),
         )
 
     def draw(self) -> str:

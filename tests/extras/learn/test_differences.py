@@ -41,7 +41,7 @@ def marked(drawing):
 def test_only_the_fields_that_differ_are_shown_and_their_words_marked():
     drawing = draw(Pool(True, (1, 2, 3)), Pool(True, (1, 3)))
     assert drawing.lines[0] == "→ step 1: Pool True"
-    assert "after the step" in drawing.lines[1]
+    assert "afterwards these differ" in drawing.lines[1]
     assert drawing.lines[2:] == ["    free  right: [1, 2, 3]", "          yours: [1, 3]"]
     assert marked(drawing) == ["2,"] or marked(drawing) == [", 2"]
 
@@ -77,7 +77,7 @@ def test_a_leak_is_named_although_the_plans_of_the_step_are_equal(tmp_path):
     file.write_text(exercise.make_starter("en"))
     report = check_answer(exercise, file, "en", num_random=0)
     text = "\n".join(report.drawings[0].lines)
-    assert "in both runs; after the step, these differ:" in text
+    assert "in both runs; afterwards these differ:" in text
     assert re.search(r"Block \d is neither free nor in a block table\.", text)
 
 

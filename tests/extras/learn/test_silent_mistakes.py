@@ -97,5 +97,5 @@ def test_a_mistake_that_changes_no_token_is_noticed(name):
 def test_the_right_program_reads_no_wrong_slot_and_loses_no_block():
     for case in CASES:
         steps, _ = observe(right(), case)
-        assert not any(step.wrong_slots or step.notes for step in steps)
+        assert not any(step.wrong_slots or step.wrong_blocks for step in steps)
         assert not steps[-1].waiting
