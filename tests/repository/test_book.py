@@ -36,6 +36,7 @@ CHAPTERS = [
     "11_making_it_fast.md",
     "12_beyond_one_engine.md",
     "13_speculation.md",
+    "14_kv_beyond_the_pool.md",
 ]
 PARTS = ["The idea", "Predict", "Measure", "The code", "See it", "Beyond", "Build it", "Three questions"]
 PAGES = ["README.md", *CHAPTERS, "course_notes.md", "glossary.md", "interview.md"]

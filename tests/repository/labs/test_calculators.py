@@ -1,5 +1,6 @@
 """The calculators print what can be worked out by hand, or counted in another way. (`test_kv_bytes.py` has its own.)"""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from benchmarks.common import QWEN3_06B, ModelShape, make_workload
 from benchmarks.roofline import Rates
-from labs.calculators import chunk_size, hit_rate, roofline, users_fit, waste
+from labs.calculators import chunk_size, hit_rate, kv_transfer, roofline, users_fit, waste
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.hub_cache import put_into_cache
 
@@ -41,6 +42,7 @@ def save_config(folder, name, variant):
         (chunk_size, ("--budget", 0), "must be >= 1"),
         (chunk_size, ("--cost", 0, 0, 1), "--cost must be >= 0, and fixed or per token > 0"),
         (chunk_size, ("--long-len", 2000), "--long-len must be in 1 … 1952, got 2000"),
+        (kv_transfer, ("--gbits", 100, 0), "--tokens, --gbits and --tflops must be above 0"),
         (hit_rate, ("--num-users", 0), "num_users must be >= 1"),
         (hit_rate, ("--num-kv-blocks", 10), "num_kv_blocks * block_size >= 1120, the longest conversation"),
     ],
@@ -341,3 +343,48 @@ def test_the_table_ends_with_a_cache_that_evicts_nothing(run_main):
     assert rates == sorted(rates)
     assert rates[0] < rates[-1]
     assert evicted[0] > evicted[-1] == 0
+
+
+# ---- kv_transfer
+
+
+def prompt_flops(model, num_tokens):
+    """Token by token: each weight multiplies and adds, and so does each value of the keys and values so far."""
+    cache = model.cache
+    values = cache.num_layers * cache.num_heads * cache.head_values  # of keys and values, for one position
+    return sum(2 * model.num_weights + 2 * (position + 0.5) * values for position in range(num_tokens))
+
+
+def test_bytes_of_tokens_by_hand():
+    found = {model.cache.name: model.bytes_per_token for model in kv_transfer.MODELS}
+    assert found == {
+        "Qwen3-0.6B": 28 * 2 * 8 * 128 * 2,
+        "Llama 3 70B": 80 * 2 * 8 * 128 * 2,
+        "DeepSeek-V3": 61 * (512 + 64) * 2,
+    }
+
+
+@pytest.mark.parametrize("model", kv_transfer.MODELS, ids=lambda model: model.cache.name)
+def test_a_prompt_is_sent_and_computed_at_the_rates(model):
+    num_tokens = 500
+    assert model.sending_ms(num_tokens, 8) == pytest.approx(num_tokens * model.bytes_per_token / 1e9 * 1e3)
+    assert model.computing_ms(num_tokens, 2) == pytest.approx(prompt_flops(model, num_tokens) / 2e12 * 1e3)
+    even = model.break_even_gbits(num_tokens, 2)
+    assert model.sending_ms(num_tokens, even) == pytest.approx(model.computing_ms(num_tokens, 2))
+
+
+def test_weights_of_the_layers_are_those_of_the_network():
+    """Of Qwen3-0.6B, by building it; of Llama 3 70B, by the sizes of its matrices."""
+    qwen, llama, _ = kv_transfer.MODELS
+    config = json.loads((QWEN3_06B / "config.json").read_text(encoding="utf-8"))
+    embedding = config["vocab_size"] * config["hidden_size"]  # tied: once
+    assert users_fit.count_parameters(QWEN3_06B) - embedding == pytest.approx(qwen.num_weights, rel=0.01)
+    layer = 2 * 8192 * 64 * 128 + 2 * 8192 * 8 * 128 + 3 * 8192 * 28672  # q and o; k and v; the MLP
+    assert 80 * layer == pytest.approx(llama.num_weights, rel=0.01)
+
+
+def test_kv_transfer_prints_its_rates(run_main):
+    lines = run_main(kv_transfer, "--tokens", 1000, "--gbits", 8, "--tflops", 100)
+    assert lines[0] == "a prompt of 1,000 tokens, in milliseconds; computed at 100 TFLOP/s"
+    row = next(line.split() for line in lines if line.startswith("Qwen3-0.6B"))
+    assert row[1:4] == ["114,688", "1.0", "114.7"]

@@ -1,4 +1,4 @@
-"""Chapter 12: one engine computes prompts, another decodes, and the blocks of each prompt move between them."""
+"""Chapter 14: one engine computes prompts, another decodes, and the blocks of each prompt move between them."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -273,7 +273,7 @@ A, B, C = Request(5, 3), Request(6, 2), Request(3, 4)
 EXERCISES = (
     Build(
         name="hand_over",
-        chapter="12_beyond_one_engine",
+        chapter="14_kv_beyond_the_pool",
         title=Text("Hand a prompt over to another engine", "把提示词交接给另一个引擎"),
         task=Text(
             "An engine P computes prompts and samples each answer's first token; an engine D decodes the rest.\n"

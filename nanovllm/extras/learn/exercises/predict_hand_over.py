@@ -1,4 +1,4 @@
-"""Chapter 12: predict what a hand-over costs, compared with the computation of its prompt."""
+"""Chapter 14: predict what a hand-over costs, compared with the computation of its prompt."""
 
 import torch
 
@@ -25,7 +25,7 @@ RIGHT = 2 * 28 * 8 * 128 * 2 * 8 / BITS_PER_S / (2 * NUM_WEIGHTS / FLOPS)
 EXERCISES = (
     Predict(
         name="predict_hand_over",
-        chapter="12_beyond_one_engine",
+        chapter="14_kv_beyond_the_pool",
         title=Text("Predict: the cost of a hand-over", "预测：交接一个提示词的代价"),
         task=Text(
             "A prompt of 2,000 tokens is computed by one engine and decoded by another, so its K and V are sent\n"
