@@ -51,7 +51,7 @@ def answer(folder: str | None, role: str, max_tokens: int, trace: str | None = N
     from nanovllm import LLM, TINY_QWEN3, SamplingParams
 
     torch.set_num_threads(1)  # steps are too small for more
-    store = {} if folder is None else {"kv_transfer_config": transfer(folder, role)}
+    store: dict[str, Any] = {} if folder is None else {"kv_transfer_config": transfer(folder, role)}
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     with LLM(TINY_QWEN3, num_kv_blocks=32, trace=trace, **ENGINE, **store) as llm:
         [output] = llm.chat(CHAT, params, use_tqdm=False)
@@ -111,7 +111,7 @@ def first_token_ms(folder: str | None, role: str) -> list[float]:
     from nanovllm import LLM, TINY_QWEN3, SamplingParams
 
     torch.set_num_threads(1)
-    store = {} if folder is None else {"kv_transfer_config": transfer(folder, role)}
+    store: dict[str, Any] = {} if folder is None else {"kv_transfer_config": transfer(folder, role)}
     params = SamplingParams(temperature=0, max_tokens=1)
     found = []
     with LLM(TINY_QWEN3, num_kv_blocks=LENGTHS[-1] // 4 + 2, **ENGINE, **store) as llm:
