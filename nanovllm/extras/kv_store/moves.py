@@ -48,16 +48,22 @@ def loading(cache_class: type[Any]) -> type[Any]:
 
 
 class SavesAfterwards:
-    """Wraps the runner's `compute`: when a step has computed, its full blocks are copied to the host and saved."""
+    """Wraps the runner's `compute`: when a step has computed, its full blocks are copied to the host and saved.
 
-    def __init__(self, compute: Callable[[Any, Batch], SampledTokens], saver: Any) -> None:
+    max_wait_s: how long a step waits until its blocks are saved. With 0, they are saved in the background.
+    """
+
+    def __init__(self, compute: Callable[[Any, Batch], SampledTokens], saver: Any, max_wait_s: float = 0) -> None:
         self._compute = compute
         self._saver = saver
+        self._max_wait_s = max_wait_s
 
     def __call__(self, runner: Any, batch: Batch) -> SampledTokens:
         sampled = self._compute(runner, batch)
         if isinstance(batch.copies, StoreMoves) and batch.copies.saves:
             self._saver.save_blocks(runner.kv_cache.tensor, batch.copies.saves)
+            if self._max_wait_s:
+                self._saver.wait(self._max_wait_s)
         return sampled
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from nanovllm.extras.plain_runner import PlainRunner
 
 NULL_BLOCK = 0
+MAX_SAVE_S = 10.0  # how long a step of a producer waits until its blocks are saved
 
 
 @dataclass
@@ -86,7 +87,9 @@ class KVStore:
         own_tiers = tiers[:-1] if has_users_tier(config) else tiers
         self.saver = Saver(self.tiers, self.bytes_per_block, own_tiers)
         if self.can_save:
-            runner.compute = SavesAfterwards(runner.compute, self.saver)
+            # when a producer answers, its blocks must be in the store: the engine that decodes is asked next
+            max_wait_s = MAX_SAVE_S if role == "kv_producer" else 0
+            runner.compute = SavesAfterwards(runner.compute, self.saver, max_wait_s)
 
     def attach(self, blocks: BlockManager) -> None:
         """Load and save the blocks of a new scheduler."""

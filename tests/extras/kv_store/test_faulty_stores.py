@@ -141,6 +141,14 @@ def test_a_store_that_stands_still_holds_up_no_request(folder, expected):
     assert Saver.wait(saver, 5)
 
 
+def test_a_producer_answers_when_its_blocks_are_saved(folder):
+    """The engine that decodes is asked right after the answer."""
+    tier = Slow(1 << 20)
+    llm = LLM(folder, kv_transfer_config={"kv_connector": tier, "kv_role": "kv_producer"}, **OPTIONS)
+    llm.generate([PROMPTS[0]], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert tier.stats.saved_bytes == 7 * llm.engine.parts.kv_store.bytes_per_block
+
+
 def test_two_engines_share_a_tier(folder, expected):
     """Prefill apart from decode: one engine computes the prompts and saves them, the other loads them."""
     tier = MemoryTier(1 << 20)
