@@ -22,6 +22,9 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "serve": Command("nanovllm.extras.serve.serve_command", "serve", "serve a model over HTTP, with OpenAI's API"),
+    "front": Command(
+        "nanovllm.extras.serve.front_command", "front", "send requests to a prefill engine, then to a decode engine"
+    ),
     "run-batch": Command(
         "nanovllm.extras.serve.batch.command", "batch", "answer files of requests, on one machine or with Ray"
     ),

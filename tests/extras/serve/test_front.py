@@ -1,0 +1,394 @@
+"""A front before a prefill engine and decode engines: tokens are those of one engine, whatever fails.
+
+The engines are behind real sockets, the front is called without one. Sources of failures are `Flaky` servers, which
+break a connection at a chosen byte.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm.extras.serve.front import FrontOptions, make_front, prefill_body
+from nanovllm.extras.serve.front_command import main
+from tests.conftest import hf_greedy
+from tests.extras.serve.conftest import CHAT_TEMPLATE
+from tests.extras.serve.real_server import QUESTIONS, ROOT, Offline, RealServer, in_thread, wait_for_port
+
+SMALL = {"num_kv_blocks": 256, "block_size": 4, "dtype": "float32"}
+NOBODY = "http://127.0.0.1:9"  # the port "discard": refuses connections
+PROMPT = "What is a block table, and what is it for?"
+COMPLETION = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+CHAT = {
+    "messages": [{"role": "user", "content": PROMPT}],
+    "max_tokens": 8,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+CLIENT = httpx.Client()
+WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def transfer(folder, role):
+    where = {"shared_storage_path": str(folder), "max_bytes": 1 << 28}
+    return {"kv_connector": "SharedStorageConnector", "kv_role": role, "kv_connector_extra_config": where}
+
+
+@pytest.fixture(scope="module")
+def engines(with_tokenizer, tmp_path_factory):
+    """Servers of a prefill engine and of a decode engine, which share a folder of blocks."""
+    folder = tmp_path_factory.mktemp("blocks")
+    configs = [{"kv_transfer_config": transfer(folder, role)} for role in ("kv_producer", "kv_consumer")]
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for config in configs:
+            llm = stack.enter_context(AsyncLLM(with_tokenizer, **SMALL, **config))
+            llm.engine.tokenizer.chat_template = CHAT_TEMPLATE
+            servers.append(stack.enter_context(in_thread(llm)))
+        yield servers
+        for server in servers:
+            server.wait_until_idle()
+
+
+@pytest.fixture
+def truth(tiny_checkpoint, engines):
+    """The token ids of the greedy answer to a request, by `transformers`."""
+
+    def answer(body):
+        text = body["prompt"] if "prompt" in body else f"user:{body['messages'][0]['content']}|assistant:"
+        prompt_token_ids = engines[0].llm.engine.tokenizer.encode(text)
+        return hf_greedy(tiny_checkpoint[1], prompt_token_ids, body["max_tokens"])
+
+    return answer
+
+
+class Flaky:
+    """A server that answers each request with `head`, and then closes the connection. It counts the requests."""
+
+    def __init__(self, answer):
+        self.answer, self.requests = answer, []
+        self._loop, self._is_ready = asyncio.new_event_loop(), threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._serve()])
+
+    async def _serve(self):
+        self._end = asyncio.Event()
+        server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self._is_ready.set()
+        await self._end.wait()
+        server.close()
+
+    async def _answer(self, reader, writer):
+        self.requests.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(self.answer)
+        await writer.drain()
+        writer.close()
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._is_ready.wait(10)
+        return self
+
+    def __exit__(self, *_):
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join(10)
+        self._loop.close()
+
+
+def ask(options, *requests):
+    """The responses of a front to (method, path, body), one after the other."""
+
+    async def send():
+        app = make_front(options)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://front", timeout=30) as client,
+        ):
+            return [await client.request(method, path, json=body) for method, path, body in requests]
+
+    return asyncio.run(send())
+
+
+def direct(server, path, body):
+    """The response of an engine itself."""
+    return CLIENT.post(server.url + path, json=body, timeout=30)
+
+
+def values_of(response):
+    """The JSON values of an answer or of its events."""
+    return [
+        json.loads(one.removeprefix("data: ")) for one in response.text.split("\n\n") if one and "[DONE]" not in one
+    ]
+
+
+def tokens_of(response):
+    """The text and the token ids of an answer or of a stream. How many tokens an event has depends on the time."""
+    text, token_ids = "", []
+    for choice in [choice for value in values_of(response) for choice in value.get("choices", ())]:
+        message = choice.get("message") or choice.get("delta") or choice
+        text += message.get("content") or message.get("text") or ""
+        token_ids += choice.get("token_ids") or []
+    assert token_ids, response.text
+    return text, token_ids
+
+
+def unique(body, name):
+    """The request with a prompt that no other test has, and that begins differently."""
+    key = "prompt" if "prompt" in body else "messages"
+    prompt = f"{name}: {PROMPT}"
+    return body | {key: prompt if key == "prompt" else [{"role": "user", "content": prompt}]}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+def test_answers_are_those_of_one_engine_and_the_prompt_comes_from_the_store(engines, truth, path, body, is_stream):
+    prefill, decode = engines
+    body = unique(body, f"{is_stream} {path}") | (WITH_USAGE if is_stream else {})
+    before = decode.llm.get_stats().kv_store.loaded_tokens
+    [response] = ask(FrontOptions(prefill.url, (decode.url,)), ("POST", path, body))
+    assert response.status_code == 200, response.text
+    expected = direct(decode, path, body)
+    assert response.headers["content-type"] == expected.headers["content-type"]
+    assert response.text.endswith("data: [DONE]\n\n") == is_stream
+    assert tokens_of(response) == tokens_of(expected)
+    assert tokens_of(response)[1] == truth(body)
+    usage = values_of(response)[-1]["usage"]
+    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert num_cached == (usage["prompt_tokens"] - 1) // 4 * 4  # all full blocks but that of the last token
+    num_loaded = decode.llm.get_stats().kv_store.loaded_tokens - before
+    assert num_cached - 4 <= num_loaded <= num_cached  # the pool may have the block with the role from an earlier test
+    assert prefill.llm.get_stats().kv_store.loaded_tokens == 0
+
+
+def test_without_a_prefill_engine_the_decode_engine_computes_the_prompt(engines, truth, caplog):
+    _, decode = engines
+    body = unique(COMPLETION, "no prefill")
+    caplog.set_level(logging.WARNING)
+    first, again = ask(FrontOptions(NOBODY, (decode.url,)), *[("POST", "/v1/completions", body)] * 2)
+    assert tokens_of(first)[1] == tokens_of(again)[1] == truth(body)
+    assert first.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert [record.args[0] for record in caplog.records] == [NOBODY]  # logged once
+
+
+def test_a_prefill_engine_that_does_not_answer_in_time_is_not_waited_for(engines, truth):
+    _, decode = engines
+    body = unique(COMPLETION, "slow prefill")
+    with Flaky(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n") as broken:
+        [response] = ask(FrontOptions(broken.url, (decode.url,)), ("POST", "/v1/completions", body))
+    assert len(broken.requests) == 1
+    assert tokens_of(response)[1] == truth(body)
+    with contextlib.closing(silent_socket()) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        [response] = ask(FrontOptions(url, (decode.url,), 0.05), ("POST", "/v1/completions", body))
+    assert tokens_of(response)[1] == truth(body)
+
+
+def silent_socket():
+    """A socket that accepts connections, and never answers."""
+    return socket.create_server(("127.0.0.1", 0))
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+BEFORE_THE_FIRST_BYTE = {
+    "no answer": b"",
+    "the head of a stream": STREAM_HEAD,
+    "half of an answer": b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"id": 1',
+    "loading": b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 2\r\n\r\n{}",
+}
+
+
+@pytest.mark.parametrize("answer", BEFORE_THE_FIRST_BYTE.values(), ids=BEFORE_THE_FIRST_BYTE)
+def test_a_decode_engine_that_fails_before_the_first_byte_is_replaced(engines, truth, answer):
+    prefill, decode = engines
+    with Flaky(answer) as broken:
+        options = FrontOptions(prefill.url, (broken.url, NOBODY, decode.url))
+        [response] = ask(options, ("POST", "/v1/completions", COMPLETION | {"stream": True}))
+    assert len(broken.requests) == 1
+    assert tokens_of(response)[1] == truth(COMPLETION)
+
+
+def test_without_a_decode_engine_the_answer_is_503(engines):
+    [response, health] = ask(
+        FrontOptions(engines[0].url, (NOBODY, NOBODY)),
+        ("POST", "/v1/completions", COMPLETION),
+        ("GET", "/health", None),
+    )
+    assert response.status_code == health.status_code == 503
+    assert "retry-after" in response.headers
+    error = response.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("service_unavailable", "unavailable", None)
+
+
+def test_an_engine_that_dies_in_the_middle_of_a_stream_ends_it_with_an_error_event(engines):
+    whole, half = b'data: {"choices":[{"text":"a"}]}\n\n', b'data: {"choi'
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in (whole, half))
+    with Flaky(STREAM_HEAD + chunks) as broken:
+        options = FrontOptions(engines[0].url, (broken.url, engines[1].url))
+        [response] = ask(options, ("POST", "/v1/completions", COMPLETION | {"stream": True}))
+    first, error, done, end = response.text.split("\n\n")
+    assert (first.encode() + b"\n\n", done, end) == (whole, "data: [DONE]", "")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_died"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_leaves_is_cancelled_at_the_engine(engines, is_stream):
+    prefill, decode = engines
+    body = unique(COMPLETION, "leaves") | {"max_tokens": 400, "n": 8, "stream": is_stream}
+    num_before = decode.metric("generation_tokens_total")
+
+    async def leave():
+        app, started = make_front(FrontOptions(prefill.url, (decode.url,))), asyncio.Event()
+        messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            while not decode.llm.get_stats().num_running:
+                await asyncio.sleep(0.001)
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            started.set()
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+        async with app.router.lifespan_context(app):
+            await asyncio.wait_for(app(scope, receive, send), 20)
+
+    asyncio.run(leave())
+    decode.wait_until_idle()
+    assert decode.metric("generation_tokens_total") - num_before < 8 * 300
+
+
+def test_errors_of_the_engine_are_passed_on(engines):
+    prefill, decode = engines
+    options = FrontOptions(prefill.url, (decode.url,), max_request_bytes=1000)
+    path = "/v1/completions"
+    bad = [{"prompt": "x", "temperature": -1}, ["x"], {"prompt": "x", "model": "other"}]
+    *refused, large, unknown = ask(
+        options,
+        *[("POST", path, body) for body in bad],
+        ("POST", path, {"prompt": "x" * 1000}),
+        ("GET", "/nothing", None),
+    )
+    for response, body in zip(refused, bad, strict=True):
+        expected = direct(decode, path, body)
+        assert (response.status_code, response.json()) == (expected.status_code, expected.json())
+    assert large.status_code == 413
+    assert unknown.status_code == 404
+    assert "error" in unknown.json()
+
+
+def test_models_and_health_are_those_of_a_decode_engine(engines):
+    prefill, decode = engines
+    models, health = ask(
+        FrontOptions(prefill.url, (decode.url,)), ("GET", "/v1/models", None), ("GET", "/health", None)
+    )
+    assert health.status_code == 200
+    assert models.json() == CLIENT.get(decode.url + "/v1/models").json()
+
+
+def test_decode_engines_take_turns():
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+    with Flaky(answer) as one, Flaky(answer) as two:
+        ask(FrontOptions(NOBODY, (one.url, two.url)), *[("GET", "/health", None)] * 4)
+        assert (len(one.requests), len(two.requests)) == (2, 2)
+
+
+def test_the_prefill_engine_gets_what_shapes_the_prompt():
+    body = (
+        CHAT
+        | WITH_USAGE
+        | {"n": 3, "max_completion_tokens": 9, "logprobs": True, "tools": [], "truncate_prompt_tokens": 5}
+    )
+    expected = {"messages": CHAT["messages"], "temperature": 0, "ignore_eos": True, "tools": []}
+    expected |= {"truncate_prompt_tokens": 5, "max_tokens": 1, "n": 1, "stream": False}
+    assert json.loads(asyncio.run(prefill_body(json.dumps(body).encode()))) == expected
+    for bad in (b"", b"[1]", b"{", b"\xff\xfe"):
+        assert asyncio.run(prefill_body(bad)) is None
+
+
+@pytest.mark.parametrize("words", [[], ["--prefill", "x", "--decode", NOBODY], ["--prefill", NOBODY]])
+def test_bad_options_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "nanovllm front: error:" in capsys.readouterr().err
+
+
+# ---- real processes
+
+
+@contextlib.contextmanager
+def started(*words):
+    """`nanovllm WORDS` on a free port. The block may kill the process."""
+    command = [sys.executable, "-m", "nanovllm", *words, "--port", "0"]
+    with tempfile.TemporaryFile("w+") as log:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            yield RealServer(wait_for_port(process, log, 120), process=process)
+        finally:
+            process.terminate()
+            assert process.wait(30) in (0, -signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_no_token_differs_when_engines_are_killed(tmp_path):
+    """200 streams of clients, while first the prefill engine is killed, then one of two decode engines."""
+    truth, system = Offline(), "You answer questions about inference engines for language models, in one sentence."
+
+    def engine(role):
+        config = ["--kv-transfer-config", json.dumps(transfer(tmp_path / "blocks", role))]
+        return started("serve", "--num-kv-blocks", "512", "--device", "cpu", *config)
+
+    bodies = [
+        {"messages": [{"role": "system", "content": f"{i}. {system}"}, {"role": "user", "content": question}]}
+        | {"max_tokens": 40, "temperature": 0, "return_token_ids": True, **WITH_USAGE}
+        for i in range(40)
+        for question in QUESTIONS
+    ]
+    expected = {}
+    for number in range(0, len(bodies), 7):
+        [output] = truth.llm.chat(
+            bodies[number]["messages"], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False
+        )
+        expected[number] = list(output.outputs[0].token_ids)
+    with contextlib.ExitStack() as stack:
+        roles = ("kv_producer", "kv_consumer", "kv_consumer")
+        prefill, one, two = [stack.enter_context(engine(role)) for role in roles]
+        front = stack.enter_context(started("front", "--prefill", prefill.url, "--decode", one.url, two.url))
+
+        def call(number):
+            if number in (70, 140):
+                (prefill if number == 70 else one).process.kill()
+            return CLIENT.post(front.url + "/v1/chat/completions", json=bodies[number], timeout=60)
+
+        with ThreadPoolExecutor(8) as threads:
+            responses = list(threads.map(call, range(len(bodies))))
+    num_cut = 0
+    for i, response in enumerate(responses):
+        assert response.status_code == 200, response.text
+        if "error" in values_of(response)[-1]:
+            num_cut += 1
+            assert values_of(response)[-1]["error"]["code"] == "engine_died"
+            continue
+        if i in expected:
+            assert tokens_of(response)[1] == expected[i]
+        if i < 60:
+            assert values_of(response)[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+    assert num_cut <= 8  # the streams that the killed engine had
