@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import httpx
 from fastapi import FastAPI, Request, Response
-from starlette.datastructures import Headers
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -62,7 +61,8 @@ class Call(NamedTuple):
 
     method: str
     path: str
-    headers: dict[str, str]
+    headers: list[tuple[bytes, bytes]]
+    """Bytes, because a key may be UTF-8."""
     body: bytes
 
 
@@ -83,7 +83,7 @@ class Front:
             trust_env=False,
         )
         self._turns = itertools.count()
-        self._is_prefill_down = False
+        self._down: set[str] = set()  # engines whose last call failed
 
     async def generate(self, call: Call) -> Response:
         """Return the answer to a request that generates tokens. Raises APIError 503 if no decode engine is ready."""
@@ -96,9 +96,12 @@ class Front:
         for i in range(len(urls)):
             url = urls[(first + i) % len(urls)]
             try:
-                return await self._ask(url, call)
+                answer = await self._ask(url, call)
             except (httpx.TransportError, UnavailableError) as error:
-                logger.warning("decode engine %s: %r", url, error)
+                self._note(url, repr(error))
+                continue
+            self._note(url, None)
+            return answer
         raise APIError(503, "no decode engine is ready; try again later", code="unavailable", headers=RETRY_LATER)
 
     async def _prefill(self, call: Call) -> None:
@@ -110,22 +113,27 @@ class Front:
         body = await prefill_body(call.body)
         if body is None:
             return
-        headers = {name: value for name, value in call.headers.items() if not name.startswith("content-")}
-        headers["content-type"] = "application/json"
-        sending = self.client.post(self.options.prefill + call.path, content=body, headers=headers)
+        url = self.options.prefill
+        headers = [(name, value) for name, value in call.headers if not name.startswith(b"content-")]
+        headers.append((b"content-type", b"application/json"))
+        sending = self.client.post(url + call.path, content=body, headers=headers)
         try:
-            response = await asyncio.wait_for(sending, self.options.prefill_timeout_s)
-            self._note_prefill(f"status {response.status_code}" if response.status_code >= 500 else None)
-        except (httpx.HTTPError, asyncio.TimeoutError) as error:
-            self._note_prefill(repr(error))
+            status = (await asyncio.wait_for(sending, self.options.prefill_timeout_s)).status_code
+        except (httpx.TransportError, asyncio.TimeoutError) as error:
+            self._note(url, repr(error))
+            return
+        self._note(url, f"status {status}" if status >= 500 else None)
+        if 400 <= status < 500:
+            logger.info("prefill engine %s: status %d", url, status)
 
-    def _note_prefill(self, failure: str | None) -> None:
-        """Log that the prefill engine has begun to fail, or that it works again: once, not for each request."""
-        if failure is not None and not self._is_prefill_down:
-            logger.warning("prefill engine %s: %s; decode engines compute prompts", self.options.prefill, failure)
-        elif failure is None and self._is_prefill_down:
-            logger.warning("prefill engine %s works again", self.options.prefill)
-        self._is_prefill_down = failure is not None
+    def _note(self, url: str, failure: str | None) -> None:
+        """Log that an engine has begun to fail, or that it works again: once, not for each request."""
+        if failure is not None and url not in self._down:
+            logger.warning("engine %s has failed: %s; requests go on without it", url, failure)
+            self._down.add(url)
+        elif failure is None and url in self._down:
+            logger.warning("engine %s works again", url)
+            self._down.remove(url)
 
     async def _ask(self, url: str, call: Call) -> Response:
         """Return the answer of one engine. Raises TransportError, UnavailableError before its first byte.
@@ -138,7 +146,7 @@ class Front:
         try:
             if upstream.status_code == 503:
                 raise UnavailableError("status 503")
-            chunks, headers = upstream.aiter_raw(), passed(upstream.headers)
+            chunks, headers = upstream.aiter_raw(), passed(upstream)
             if not headers.get("content-type", "").startswith("text/event-stream"):
                 return Response(b"".join([chunk async for chunk in chunks]), upstream.status_code, headers)
             relay = Relay(upstream, chunks, await anext(chunks, b""))
@@ -155,7 +163,7 @@ class Relay(StreamingResponse):
     """
 
     def __init__(self, upstream: httpx.Response, chunks: AsyncIterator[bytes], first: bytes) -> None:
-        super().__init__(self._events(first, chunks), upstream.status_code, passed(upstream.headers))
+        super().__init__(self._events(first, chunks), upstream.status_code, passed(upstream))
         self._upstream = upstream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -186,30 +194,29 @@ class Relay(StreamingResponse):
 
 
 async def prefill_body(body: bytes) -> bytes | None:
-    """Return the request that computes the prompt of the request `body` and one token; None if it is not valid JSON."""
+    """Return the request that computes the prompt of the request `body` and one token, or None if there is none."""
     try:
         most = ServerOptions.max_request_values
         value = parse(body, most) if len(body) <= SHORT_BODY else await asyncio.to_thread(parse, body, most)
     except APIError:
         return None
-    if not isinstance(value, dict):
-        return None
+    if not isinstance(value, dict) or value.get("truncate_prompt_tokens") == -1:
+        return None  # -1: the prompt depends on max_tokens
     kept: dict[str, Any] = {name: one for name, one in value.items() if name not in NOT_PREFILLED}
     return json.dumps(kept | {"max_tokens": 1, "n": 1, "stream": False}).encode()
 
 
-def passed(headers: Headers | httpx.Headers) -> dict[str, str]:
-    """Return the headers that belong to the request or the answer, and not to one connection."""
-    return {name: value for name, value in headers.items() if name not in NOT_PASSED}
+def passed(upstream: httpx.Response) -> dict[str, str]:
+    """Return the headers of an answer that do not belong to one connection."""
+    return {name: value for name, value in upstream.headers.items() if name not in NOT_PASSED}
 
 
 async def read(request: Request, max_bytes: int) -> Call:
     """Read a client's request. Raises APIError 413 if its body has more than `max_bytes`."""
     body = await Request(request.scope, limited(request.receive, max_bytes)).body()
-    headers = passed(request.headers)
+    headers = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in NOT_PASSED]
     if request.client is not None:
-        before = headers.get("x-forwarded-for")
-        headers["x-forwarded-for"] = f"{before}, {request.client.host}" if before else request.client.host
+        headers.append((b"x-forwarded-for", request.client.host.encode()))
     return Call(request.method, request.url.path, headers, body)
 
 

@@ -69,6 +69,7 @@ def main(arguments: list[str]) -> int:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         http="h11",
         timeout_keep_alive=ServerOptions.timeout_keep_alive_s,  # type: ignore[arg-type]  # uvicorn takes floats, too
         timeout_graceful_shutdown=int(ServerOptions.drain_timeout_s),

@@ -302,6 +302,26 @@ def test_models_and_health_are_those_of_a_decode_engine(engines):
     assert models.json() == CLIENT.get(decode.url + "/v1/models").json()
 
 
+def test_headers_are_passed_as_bytes():
+    """Keys may be UTF-8. The engine's own limits for each address need the client's."""
+    with Flaky(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-Request-Id: abc\r\n\r\n{}") as prefill, Flaky(b"") as decode:
+
+        async def send():
+            app = make_front(FrontOptions(prefill.url, (decode.url, prefill.url)))
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            headers = {b"authorization": "Bearer schlüssel".encode(), b"x-forwarded-for": b"1.2.3.4"}
+            async with httpx.AsyncClient(transport=transport, base_url="http://front", headers=headers) as client:
+                return await client.post("/v1/completions", json=COMPLETION)
+
+        response = asyncio.run(send())
+    assert response.headers["x-request-id"] == "abc"
+    assert len(prefill.requests) == 2
+    for request in (*prefill.requests, *decode.requests):
+        lines = request.lower().split(b"\r\n")
+        assert "authorization: bearer schlüssel".encode() in lines
+        assert [line for line in lines if line.startswith(b"x-forwarded-for")][-1] == b"x-forwarded-for: 127.0.0.1"
+
+
 def test_decode_engines_take_turns():
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
     with Flaky(answer) as one, Flaky(answer) as two:
@@ -318,7 +338,7 @@ def test_the_prefill_engine_gets_what_shapes_the_prompt():
     expected = {"messages": CHAT["messages"], "temperature": 0, "ignore_eos": True, "tools": []}
     expected |= {"truncate_prompt_tokens": 5, "max_tokens": 1, "n": 1, "stream": False}
     assert json.loads(asyncio.run(prefill_body(json.dumps(body).encode()))) == expected
-    for bad in (b"", b"[1]", b"{", b"\xff\xfe"):
+    for bad in (b"", b"[1]", b"{", b"\xff\xfe", b'{"truncate_prompt_tokens": -1}'):
         assert asyncio.run(prefill_body(bad)) is None
 
 
