@@ -64,6 +64,7 @@ CHAPTERS = {
     "11_making_it_fast": Text("11. Making it fast", "11. 让它变快"),
     "12_beyond_one_engine": Text("12. Beyond one engine", "12. 走出单个引擎"),
     "13_speculation": Text("13. Speculation: several tokens from one pass", "13. 投机解码：一次前向计算得到几个 token"),
+    "14_kv_beyond_the_pool": Text("14. K and V beyond the pool", "14. 块池之外的 K 和 V"),
 }
 """The titles of the book's chapters, which an installed package does not have."""
 

@@ -420,6 +420,7 @@ def test_a_process_that_fails_is_quoted():
     assert "did not return within 0.2 s" in reason("import time; time.sleep(60)", 0.2)
 
 
+@pytest.mark.slow
 def test_a_limit_of_time_begins_with_each_line():
     """Time to import and to compile is not that of the kernels."""
     sleeps = "import time; print({0}, flush=True); time.sleep(1.5); print(60, flush=True)"
