@@ -56,7 +56,8 @@ def make_requests(seed, num_requests):
             rng.randrange(200) for _ in range(rng.randint(1, 9))
         ]
         fields = {"max_tokens": rng.randint(1, 8), "ignore_eos": True, "logprobs": 1, "seed": i}
-        fields |= {"temperature": rng.choice([0, 1.0]), "n": rng.choice([1, 1, 1, 2])}
+        temperature, n = rng.choice([(0, 1), (0, 1), (1.0, 1), (1.0, 2)])  # greedy samples would be equal
+        fields |= {"temperature": temperature, "n": n}
         requests.append((prompt, SamplingParams(**fields), rng.choice([0, 0, 1, 5, 20])))
     return requests
 
