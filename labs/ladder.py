@@ -9,7 +9,7 @@ requests: chats with a common prefix and answers of different lengths. The first
 part of the requests. If there is a GPU, only nanovllm uses it.
 """
 
-import argparse
+import argparse  # noqa: I001
 import json
 import random
 import tempfile
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import nanovllm  # noqa: F401 (before torch, whose idle threads would otherwise keep the kernels' cores busy)
 import torch
 
 from benchmarks.common import describe_machine
@@ -111,7 +112,7 @@ class Measured(NamedTuple):
 def programs() -> list[Program]:
     """Return the programs from the simplest to the fastest, and two more with a GPU."""
 
-    def nanovllm(**options: bool) -> Callable[[Path, int], Any]:
+    def engine(**options: bool) -> Callable[[Path, int], Any]:
         return lambda folder, n: engine_options.Engine(folder, n // BLOCK_SIZE, BLOCK_SIZE, BUDGET, **options)
 
     def small(engine: Callable[..., Any]) -> Callable[[Path, int], Any]:
@@ -127,12 +128,12 @@ def programs() -> list[Program]:
         Program("mixed batches", small(mixed_batches.Engine)),
         Program("prefix cache", small(prefix_cache.Engine)),
         Program(COMPLETE, small(one_file.Engine)),
-        Program("nanovllm, PyTorch layers", nanovllm()),
-        Program("nanovllm, fast layers", nanovllm(fast_layers=True)),
+        Program("nanovllm, PyTorch layers", engine()),
+        Program("nanovllm, fast layers", engine(fast_layers=True)),
     ]
     if torch.cuda.is_available():
-        found.append(Program("nanovllm, CUDA graphs", nanovllm(fast_layers=True, cuda_graphs=True)))
-        found.append(Program("nanovllm, overlap", nanovllm(fast_layers=True, cuda_graphs=True, overlap=True)))
+        found.append(Program("nanovllm, CUDA graphs", engine(fast_layers=True, cuda_graphs=True)))
+        found.append(Program("nanovllm, overlap", engine(fast_layers=True, cuda_graphs=True, overlap=True)))
     return found
 
 
