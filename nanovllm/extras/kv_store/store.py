@@ -38,11 +38,11 @@ from nanovllm.extras.kv_store.store_options import (
     smallest_size,
 )
 from nanovllm.extras.kv_store.tier import BlockName, Chain, TierStats
+from nanovllm.extras.window_blocks import NULL_BLOCK
 
 if TYPE_CHECKING:
     from nanovllm.extras.plain_runner import PlainRunner
 
-NULL_BLOCK = 0
 MAX_SAVE_S = 10.0  # how long a step of a producer waits until its blocks are saved
 
 

@@ -13,6 +13,9 @@ from nanovllm.extras.learn.texts import Text
 if TYPE_CHECKING:
     from nanovllm.extras.learn.exercise import Build
 
+EXITED = Text("The code ended the program (`exit`).", "代码结束了程序（`exit`）。")
+OUT_OF_MEMORY = Text("The code ran out of memory.", "代码耗尽了内存。")
+
 
 class Raised(str):
     """The observed value of a run that an exception has ended: the exception's type."""
@@ -47,9 +50,9 @@ def observe(exercise: "Build", answer: ModuleType, case: Any) -> Iterator[Seen]:
         except StopIteration:
             return
         except (SystemExit, KeyboardInterrupt) as error:
-            raise Stopped(Text("The code ended the program (`exit`).", "代码结束了程序（`exit`）。")) from error
+            raise Stopped(EXITED) from error
         except MemoryError as error:
-            raise Stopped(Text("The code ran out of memory.", "代码耗尽了内存。")) from error
+            raise Stopped(OUT_OF_MEMORY) from error
         except Exception as raised:
             # Python turns a StopIteration that leaves a generator into a RuntimeError
             found = raised.__cause__ if isinstance(raised.__cause__, StopIteration) else raised

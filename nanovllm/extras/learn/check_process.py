@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from nanovllm.extras.learn.answers import Stopped
+from nanovllm.extras.learn.answers import EXITED, OUT_OF_MEMORY, Stopped
 from nanovllm.extras.learn.catalog import find_exercise
 from nanovllm.extras.learn.findings import Report
 from nanovllm.extras.learn.limits import Printed, limit
@@ -62,9 +62,9 @@ def check(name: str, file: Path, language: Language, printed: Printed) -> Report
     except Stopped as error:
         return stopped(error.why, language)
     except (SystemExit, KeyboardInterrupt):
-        return stopped(Text("The code ended the program (`exit`).", "代码结束了程序（`exit`）。"), language)
+        return stopped(EXITED, language)
     except MemoryError:
-        return stopped(Text("The code ran out of memory.", "代码耗尽了内存。"), language)
+        return stopped(OUT_OF_MEMORY, language)
     except Exception as error:
         frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename == str(file)]
         if not frames and not isinstance(error, SyntaxError):

@@ -57,6 +57,10 @@ def read_engine() -> str:
     return code.replace("from labs.model", "import nanovllm.extras.learn.given  # finds labs\nfrom labs.model")
 
 
+ENGINE = read_engine()
+"""The right engine, which all bugs are put into."""
+
+
 def run(answer: ModuleType, case: Any) -> Iterator[Seen]:
     return Simulation(Parts(answer.Sequence, answer.BlockManager, answer.Scheduler), case).run()
 
@@ -77,7 +81,7 @@ def make_bug(name: str, chapter: str, title: Text, task: Text, hints: Any, bug: 
         title=title,
         task=task,
         hints=hints,
-        answer=read_engine(),
+        answer=ENGINE,
         holes=(),
         run=run,
         examples=EXAMPLES_OF_ENGINE,

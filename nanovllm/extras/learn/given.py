@@ -27,6 +27,11 @@ one_file: Any = import_module("labs.one_file")
 mixed_batches: Any = import_module("labs.mixed_batches")
 
 
+def slot_of(seq: Any, position: int, block_size: int) -> int:
+    """Return the slot of a sequence's token: its address in the cache, by way of the block table."""
+    return seq.block_table[position // block_size] * block_size + position % block_size
+
+
 def read_program(name: str) -> str:
     """Return the source of a program of the ladder: `one_file`."""
     return (ROOT / "labs" / f"{name}.py").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nanovllm.extras.learn.drawing import compare_fields, draw_slots
 from nanovllm.extras.learn.exercise import Seen
-from nanovllm.extras.learn.given import one_file
+from nanovllm.extras.learn.given import one_file, slot_of
 from nanovllm.extras.learn.texts import Text, count
 
 
@@ -127,7 +127,7 @@ class Run:
         seq, size = self.seqs[name], self.case.block_size
         before = seq.num_computed_tokens
         for i in range(before, min(before + self.case.chunk, len(seq.token_ids))):
-            self.held[seq.block_table[i // size] * size + i % size] = tuple(seq.token_ids[: i + 1])
+            self.held[slot_of(seq, i, size)] = tuple(seq.token_ids[: i + 1])
             seq.num_computed_tokens = i + 1
         return before
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanovllm.extras.learn.drawing import compare_fields, draw_slots
 from nanovllm.extras.learn.exercise import Seen
-from nanovllm.extras.learn.given import one_file
+from nanovllm.extras.learn.given import one_file, slot_of
 from nanovllm.extras.learn.texts import Text, count, same_text
 
 NO_RESULT = "no result"  # of functions that return nothing
@@ -113,9 +113,7 @@ class Run:
         return self.seqs[name]
 
     def slot_of(self, seq: Any, position: int) -> int:
-        return (
-            seq.block_table[position // self.case.block_size] * self.case.block_size + position % self.case.block_size
-        )
+        return slot_of(seq, position, self.case.block_size)
 
     def write(self, name: str) -> None:
         """Store K and V of the first token of a sample that is not computed yet."""

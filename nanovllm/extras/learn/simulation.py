@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.extras.learn.drawing import draw_pool
 from nanovllm.extras.learn.exercise import Seen
-from nanovllm.extras.learn.given import one_file
+from nanovllm.extras.learn.given import one_file, slot_of
 from nanovllm.extras.learn.texts import Language, Text, count
 from nanovllm.extras.learn.traffic import Request, Traffic, describe_traffic, traffics
 
@@ -156,8 +156,7 @@ class Simulation:
         return new_tokens
 
     def slot_of(self, seq: Any, position: int) -> int:
-        size = self.traffic.block_size
-        return seq.block_table[position // size] * size + position % size
+        return slot_of(seq, position, self.traffic.block_size)
 
     def read(self, seq: Any) -> int:
         """Return the next token, from what is kept in the slots of `seq`. Note the slots that hold something else."""

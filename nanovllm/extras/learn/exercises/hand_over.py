@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from nanovllm.extras.learn.exercise import Build, Mistake, Seen
-from nanovllm.extras.learn.given import one_file
+from nanovllm.extras.learn.given import one_file, slot_of
 from nanovllm.extras.learn.simulation import VOCABULARY, mix
 from nanovllm.extras.learn.texts import Text
 
@@ -179,8 +179,7 @@ class Run:
         return True
 
     def slot_of(self, seq: Any, position: int) -> int:
-        size = self.case.block_size
-        return seq.block_table[position // size] * size + position % size
+        return slot_of(seq, position, self.case.block_size)
 
     def sample(self, seq: Any, engine: int) -> int:
         """Return a token that depends on all that is read, and note slots that hold something else."""

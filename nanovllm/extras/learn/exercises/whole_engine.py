@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from nanovllm.extras.learn.exercise import Build, Mistake, Seen, find_functions, make_header
-from nanovllm.extras.learn.find_bug import EXAMPLES_OF_ENGINE, read_engine, run
+from nanovllm.extras.learn.find_bug import ENGINE, EXAMPLES_OF_ENGINE, run
 from nanovllm.extras.learn.simulation import Traffic, describe_traffic, traffics
 from nanovllm.extras.learn.texts import Language, Text
 
@@ -116,7 +116,7 @@ EXERCISES = (
             ),
             Text("Replace your pieces one by one by those of `labs/one_file.py`.", "把你的函数逐个换成原版的。"),
         ),
-        answer=read_engine(),
+        answer=ENGINE,
         holes=(),
         run=run_all,
         examples=(*EXAMPLES_OF_ENGINE, QUESTIONS),
