@@ -10,7 +10,7 @@ The default model has the shape of Qwen3-0.6B and random weights: speed does not
 generates as many tokens as the workload says. This file needs only an installed nanovllm, and can be copied elsewhere.
 """
 
-import argparse  # noqa: I001
+import argparse
 import json
 import random
 import tempfile
@@ -19,7 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import nanovllm  # before torch, whose idle threads would otherwise keep the kernels' cores busy
 import numpy as np
 import torch
 
@@ -100,15 +99,15 @@ def parse_value(text: str) -> Any:
 
 
 def run_nanovllm(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    package = import_module("nanovllm.llm") if args.core else nanovllm
+    nanovllm = import_module("nanovllm.llm" if args.core else "nanovllm")
     options = {name: getattr(args, name) for name in LLM_OPTIONS if getattr(args, name) is not None}
     if not args.core:
         options["load_format"] = args.load_format
     elif args.load_format == "dummy":  # the core reads weights only from files
         load_hf(args).save_pretrained(scratch)
         args.model = scratch
-    llm = package.LLM(args.model, dtype=args.dtype, device=args.device, seed=args.seed, **options)
-    params = [package.SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (4, *args.output_lens)]
+    llm = nanovllm.LLM(args.model, dtype=args.dtype, device=args.device, seed=args.seed, **options)
+    params = [nanovllm.SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (4, *args.output_lens)]
     # Compile kernels first, on reversed prompts, so that the prefix cache has no prompt of the measured run.
     llm.generate([p[::-1] for p in args.prompts[: 2 if args.device == "cpu" else None]], params[0], use_tqdm=False)
     start = time.perf_counter()
@@ -139,7 +138,8 @@ def run_hf(args: argparse.Namespace) -> dict[str, Any]:
     generate(args.prompts[:2], 4)  # warm-up
     start = time.perf_counter()
     for i in range(0, len(args.prompts), args.hf_batch_size):
-        generate(args.prompts[i : i + args.hf_batch_size], max(args.output_lens[i : i + args.hf_batch_size]))
+        end = i + args.hf_batch_size
+        generate(args.prompts[i:end], max(args.output_lens[i:end]))
     return make_report(args, time.perf_counter() - start, [])
 
 

@@ -9,7 +9,7 @@ requests: chats with a common prefix and answers of different lengths. The first
 part of the requests. If there is a GPU, only nanovllm uses it.
 """
 
-import argparse  # noqa: I001
+import argparse
 import json
 import random
 import tempfile
@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import nanovllm  # noqa: F401 (before torch, whose idle threads would otherwise keep the kernels' cores busy)
 import torch
 
 from benchmarks.common import describe_machine

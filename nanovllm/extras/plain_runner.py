@@ -20,6 +20,7 @@ from nanovllm.config import resolve_device
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.runner_hooks import ArrivingTokens, Draw, LapClock, SampledTokens, sample, untouched_zeros
+from nanovllm.extras.waiting_threads import on_one_thread
 from nanovllm.extras.weights import load_model
 from nanovllm.sampler import sample_tokens
 
@@ -150,7 +151,8 @@ def compute_eagerly(runner: PlainRunner, batch: Batch) -> SampledTokens:
     """Compute any batch, kernel by kernel, or with the core's graphs of the forward pass."""
     batch = runner.send(batch)
     hidden = runner.forward(batch)  # [num_tokens, hidden_size]
-    token_ids, logprobs = runner.choose_tokens(hidden[batch.logits_indices], batch.sampling)
+    sampled = on_one_thread(hidden.__getitem__, batch.logits_indices)  # [num_samples, hidden_size]
+    token_ids, logprobs = runner.choose_tokens(sampled, batch.sampling)
     readers = getattr(batch, "readers", ())
     return SampledTokens(
         token_ids, logprobs, tuple(one.compute(hidden, runner.model.compute_logits) for one in readers)

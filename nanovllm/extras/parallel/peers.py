@@ -70,7 +70,7 @@ class Peers:
             try:
                 peer.sendall(message.data)
             except OSError as error:
-                raise self.fail(f"rank {rank} cannot be reached: {error}") from error
+                raise self._cannot_reach(rank, error) from error
 
     def check(self) -> None:
         """Raise `EngineDeadError` if a rank has ended."""
@@ -82,7 +82,11 @@ class Peers:
         try:
             send_json(self._sockets[rank], value)
         except OSError as error:
-            raise self.fail(f"rank {rank} cannot be reached: {error}") from error
+            raise self._cannot_reach(rank, error) from error
+
+    def _cannot_reach(self, rank: int, error: OSError) -> EngineDeadError:
+        self.wait_for_failure()  # the thread that watches the ranks knows how this one ended
+        return self.fail(f"rank {rank} cannot be reached: {error}")
 
     def wait_until_ready(self) -> None:
         """Wait until every rank has reported that it is ready. Raises `EngineDeadError` if one ends before."""

@@ -7,9 +7,11 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm import LLM, TINY_QWEN3
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.extras.kernels.cpu import threads
+from tests.extras.kernels.processors import need_a_compiler
 
 
 @pytest.fixture
@@ -127,3 +129,30 @@ print(len(before), len(os.sched_getaffinity(0)), len(of_rank), names)
         [sys.executable, "-c", code], env={**environment, "OMP_PROC_BIND": "true"}, capture_output=True, text=True
     )
     assert run.stdout == f"1 1 {len(os.sched_getaffinity(0))} []\n", run.stderr
+
+
+class ThreadsOfOperations(TorchDispatchMode):
+    """Notes how many threads PyTorch may use in each of its operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}  # an operation -> numbers of threads
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        self.seen.setdefault(operation.overloadpacket.__name__, set()).add(torch.get_num_threads())
+        return operation(*arguments, **(options or {}))
+
+
+def test_pytorch_starts_no_threads_in_decodes_of_the_kernels():
+    """OpenMP's threads would spin on the kernels' cores; in a program that imports torch first, for 4 ms each time."""
+    need_a_compiler(torch.bfloat16)
+    llm = LLM(TINY_QWEN3, device="cpu", max_model_len=64, attention_backend="cpu")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with ThreadsOfOperations() as operations:
+            llm.generate([[i, 5] for i in range(16)], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        assert [operations.seen[name] for name in ("cos", "sin", "index")] == [{1}, {1}, {1}]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(num_threads)

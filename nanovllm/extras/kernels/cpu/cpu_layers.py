@@ -16,10 +16,11 @@ from torch import nn
 from nanovllm.extras.kernels.classes import is_one
 from nanovllm.extras.kernels.cpu.library import LANES, Library, keep_freed_memory, load_library
 from nanovllm.extras.models.gated_mlp import GeluAndMul
+from nanovllm.extras.waiting_threads import on_one_thread
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import ApplyRotary
+from nanovllm.layers.rotary import ApplyRotary, Rotary
 
 # paths and not imports, because the files of architectures may be deleted
 ROUTER, SIGMOID_ROUTER = "extras.models.moe.Router", "extras.models.group_routing.SigmoidRouter"
@@ -134,7 +135,8 @@ class CpuEmbedding(CpuLinear):
     """Reads token vectors from the packed weight, so that tied embeddings are in memory only once."""
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.packed[token_ids // LANES, :, token_ids % LANES].flatten(1)  # [num_tokens, hidden_size]
+        index = (token_ids // LANES, slice(None), token_ids % LANES)
+        return on_one_thread(self.packed.__getitem__, index).flatten(1)  # [num_tokens, hidden_size]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits: [num_samples, hidden_size] -> [num_samples, vocab_size] float32, not rounded to bfloat16"""
@@ -161,6 +163,15 @@ class CpuRMSNorm(nn.Module):
     ) -> torch.Tensor:
         """Normalise x: [num_tokens, (num_heads,) size], and rotate it by cos, sin: [num_tokens, 1, size / 2]"""
         return norm_and_rotate(self.library, x, self.weight, cos, sin, self.is_offset, self.eps)
+
+
+class CpuRotary(nn.Module):
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return on_one_thread(self.rotary, *arguments)
 
 
 class CpuApplyRotary(nn.Module):
@@ -246,6 +257,8 @@ def make_fast_layer(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> 
     """Return the fast version of a layer, or None if there is none for its class and shape."""
     if isinstance(layer, SiluAndMul | GeluAndMul):
         return CpuGate(layer, dtype)
+    if isinstance(layer, Rotary):
+        return CpuRotary(layer)
     if isinstance(layer, ApplyRotary):
         return CpuApplyRotary(dtype)
     is_offset = is_one(layer, UNIT_OFFSET_NORM)
