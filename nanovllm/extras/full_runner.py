@@ -19,6 +19,7 @@ from nanovllm.config import resolve_device
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.device_setup import Device, Unchecked, sample_with
+from nanovllm.extras.kernels.cpu.threads import on_one_thread
 from nanovllm.extras.plain_runner import PlainRunner
 from nanovllm.extras.runner_hooks import LapClock
 from nanovllm.extras.weights import load_model
@@ -93,6 +94,9 @@ class ModelRunner(PlainRunner):
         if self.graphs is not None and self.is_replayed(batch):
             return self.graphs.replay(batch)
         return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache.tensor)
+
+    def take_rows(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        return hidden[indices] if hidden.is_cuda else on_one_thread(hidden.__getitem__, indices)
 
     # ---- the start
 

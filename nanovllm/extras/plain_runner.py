@@ -20,7 +20,6 @@ from nanovllm.config import resolve_device
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.runner_hooks import ArrivingTokens, Draw, LapClock, SampledTokens, sample, untouched_zeros
-from nanovllm.extras.waiting_threads import on_one_thread
 from nanovllm.extras.weights import load_model
 from nanovllm.sampler import sample_tokens
 
@@ -29,11 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 BEYOND_THE_CORE = (
-    "kv_offloading_size",
-    "kv_transfer_config",
     *("kv_cache_dtype", "load_format", "quantization", "enable_cuda_graphs", "enable_overlap", "speculative_config"),
-    *("scheduling_policy", "long_prefill_token_threshold", "preemption_mode"),
-    *("tensor_parallel_size", "nnodes", "node_rank"),
+    *("scheduling_policy", "long_prefill_token_threshold", "preemption_mode", "kv_offloading_size"),
+    *("kv_transfer_config", "tensor_parallel_size", "nnodes", "node_rank"),
 )
 """Options that need more than the core's parts, unless they have their default values."""
 
@@ -82,6 +79,9 @@ class PlainRunner(model_runner.ModelRunner):
 
     def send(self, batch: Any) -> Any:
         return self.transfer(batch)
+
+    def take_rows(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        return hidden[indices]  # [num_samples, hidden_size]
 
     def choose_tokens(self, hidden: Tensor, sampling: SamplingBatch) -> "tuple[Tensor, Logprobs | None]":
         """Sample tokens. hidden: [num_samples, hidden_size] -> token ids [num_samples] int64, and log-probabilities."""
@@ -151,9 +151,7 @@ def compute_eagerly(runner: PlainRunner, batch: Batch) -> SampledTokens:
     """Compute any batch, kernel by kernel, or with the core's graphs of the forward pass."""
     batch = runner.send(batch)
     hidden = runner.forward(batch)  # [num_tokens, hidden_size]
-    sampled = on_one_thread(hidden.__getitem__, batch.logits_indices)  # [num_samples, hidden_size]
-    token_ids, logprobs = runner.choose_tokens(sampled, batch.sampling)
+    token_ids, logprobs = runner.choose_tokens(runner.take_rows(hidden, batch.logits_indices), batch.sampling)
     readers = getattr(batch, "readers", ())
-    return SampledTokens(
-        token_ids, logprobs, tuple(one.compute(hidden, runner.model.compute_logits) for one in readers)
-    )
+    readings = tuple(one.compute(hidden, runner.model.compute_logits) for one in readers)
+    return SampledTokens(token_ids, logprobs, readings)

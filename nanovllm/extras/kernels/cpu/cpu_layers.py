@@ -15,8 +15,8 @@ from torch import nn
 
 from nanovllm.extras.kernels.classes import is_one
 from nanovllm.extras.kernels.cpu.library import LANES, Library, keep_freed_memory, load_library
+from nanovllm.extras.kernels.cpu.threads import on_one_thread
 from nanovllm.extras.models.gated_mlp import GeluAndMul
-from nanovllm.extras.waiting_threads import on_one_thread
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
