@@ -38,8 +38,11 @@ class Observer(observer.Observer):
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
         """`seq` gives up blocks behind the window of all layers. In its block table the null block replaces them."""
 
-    def on_load_blocks(self, seq: Sequence, block_ids: list[int], num_tokens: int) -> None:
-        """The K/V store fills these blocks of `seq` before the step: `num_tokens` of its tokens are not computed."""
+    def on_load_blocks(self, seq: Sequence, by_tier: dict[str, list[int]], num_tokens: int) -> None:
+        """The K/V store fills blocks of `seq` before the step: `num_tokens` of its tokens are not computed.
+
+        by_tier: the name of each tier that had blocks -> the ids of the blocks that are filled.
+        """
 
     def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
         """A step has computed drafts (`speculation/`): `seq` keeps the accepted ones, and gives up blocks."""
@@ -124,7 +127,7 @@ class SchedulingStats(Counts, Observer):
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
         self.num_window_blocks += len(block_ids)
 
-    def on_load_blocks(self, seq: Sequence, block_ids: list[int], num_tokens: int) -> None:
+    def on_load_blocks(self, seq: Sequence, by_tier: dict[str, list[int]], num_tokens: int) -> None:
         if seq.num_cached_tokens is None:  # `on_admit`, which comes next, adds all cached tokens
             self.prefix_cache_hit_tokens -= num_tokens
 

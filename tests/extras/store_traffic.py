@@ -9,7 +9,7 @@ import random
 import numpy as np
 
 from nanovllm.extras.kv_store.keys import names_of
-from nanovllm.extras.kv_store.store import StoreHooks, StoreStats
+from nanovllm.extras.kv_store.store import Loaded, StoreHooks, StoreStats
 from tests.extras.full_fake_kv_cache import FullFakeKVCache
 from tests.extras.full_traffic import Run
 from tests.extras.speculative_traffic import SpeculativeRun
@@ -43,7 +43,11 @@ class FakeStore:
             self.num_failures += 1
             return None
         self.num_loads += 1
-        return contents
+        return Loaded(contents, self.tier_of(contents))
+
+    def tier_of(self, contents):
+        """The tier that has a block, of two: every other block of a prefix is in the same one."""
+        return ("even", "odd")[len(contents[-1]) // self.block_size % 2]
 
     def save(self, name, contents):
         self.num_saves += 1

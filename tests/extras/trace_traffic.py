@@ -4,8 +4,10 @@ import json
 import random
 from collections import Counter
 
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.extras.roll_back import reset_prefix_cache
 from nanovllm.extras.trace.recorder import Recorder
+from nanovllm.extras.trace.recording import read_recording
 from tests.extras.full_traffic import RecordingStats, Run
 from tests.extras.speculative_traffic import SpeculativeRun
 from tests.extras.store_traffic import WithStore
@@ -38,6 +40,7 @@ def state_of_replay(replay):
         "ref_counts": replay.ref_counts[1:],
         "free": list(replay.free),
         "cached": dict(replay.cached),
+        "loaded": dict(replay.loaded),
         "seqs": {
             (seq.request, seq.sample): (
                 seq.status, seq.num_computed_tokens, seq.block_table, seq.host_block_ids, seq.tokens,
@@ -70,10 +73,18 @@ class RecordedStats(RecordingStats, Recorder):
     def __init__(self, lines):
         Recorder.__init__(self, lines)
         self.uses, self.recorded, self.preemptions, self.states = {}, [], Counter(), {}
+        self.loaded = {}  # block that a step has loaded, and no sequence has taken since -> tier
+
+    def on_take_block(self, seq, block_id, is_evicted):
+        super().on_take_block(seq, block_id, is_evicted)
+        self.loaded.pop(block_id, None)
 
     def on_schedule(self, step, running, blocks):
         super().on_schedule(step, running, blocks)
-        self.states[self._num_steps] = state_of_engine(blocks, list(self._seqs), running, self.host_block_ids)
+        for contents, block_id in getattr(step.copies, "loads", ()):
+            self.loaded[block_id] = self.tier_of(contents)
+        state = state_of_engine(blocks, list(self._seqs), running, self.host_block_ids)
+        self.states[self._num_steps] = state | {"loaded": dict(self.loaded)}
 
 
 class RecordedRun(Run):
@@ -105,8 +116,13 @@ class RecordedSpeculativeRun(RecordedRun, SpeculativeRun):
 class RecordedStoreRun(WithStore, RecordedRun):
     """The same with a K/V store."""
 
+    def make_cache(self, block_size):
+        cache = super().make_cache(block_size)
+        self.stats.tier_of = self.store.tier_of
+        return cache
 
-class RecordedSpeculativeStoreRun(WithStore, RecordedSpeculativeRun):
+
+class RecordedSpeculativeStoreRun(RecordedStoreRun, RecordedSpeculativeRun):
     """The same with drafts and a K/V store."""
 
 
@@ -121,6 +137,27 @@ def known_run():
     run.stats.close()
     [segment] = lines.segments
     return segment, run.stats.states
+
+
+def loaded_run(tmp_path):
+    """A recording whose last request has a block from the pool, one from host memory, and four from a folder."""
+    folder = {"shared_storage_path": str(tmp_path / "store"), "max_bytes": 1 << 26}
+    options = {"num_kv_blocks": 16, "block_size": 4, "attention_backend": "torch", "device": "cpu"}
+    options["kv_transfer_config"] = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": folder}
+    params, prompt = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), list(range(5, 30))
+
+    def generate(llm, num_tokens):
+        llm.generate([{"prompt_token_ids": prompt[:num_tokens]}], params, use_tqdm=False)
+        assert llm.engine.parts.kv_store.saver.wait(5)
+
+    with LLM(TINY_QWEN3, **options) as llm:
+        generate(llm, 25)
+    with LLM(TINY_QWEN3, trace=tmp_path / "run.jsonl", kv_offloading_size=0.1, **options) as llm:
+        generate(llm, 9)  # two blocks come from the folder, and are kept in host memory too
+        reset_prefix_cache(llm.engine.scheduler)  # of the pool only
+        generate(llm, 5)
+        generate(llm, 25)
+    return read_recording(tmp_path / "run.jsonl")
 
 
 def random_run(seed, limit=10**9, window=None, has_drafts=False):

@@ -22,7 +22,7 @@ device before the step's forward pass. If a load fails, the sequence computes fr
 import weakref
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -60,6 +60,14 @@ class StoreStats:
     """Blocks that were not saved, because too many waited."""
     tiers: dict[str, TierStats] = field(default_factory=dict)
     """Name of each tier -> its counters."""
+
+
+class Loaded(NamedTuple):
+    """A block that was loaded."""
+
+    data: torch.Tensor  # [bytes_per_block] uint8 in host memory
+    tier: str
+    """The name of the tier that had it."""
 
 
 class KVStore:
@@ -111,11 +119,12 @@ class KVStore:
     def match(self, names: list[BlockName]) -> int:
         return self.tiers.match(names)
 
-    def load(self, name: BlockName) -> torch.Tensor | None:
-        """Return the block's data: [bytes_per_block] uint8 in host memory, or None if it cannot be loaded."""
+    def load(self, name: BlockName) -> Loaded | None:
+        """Return the block, or None if it cannot be loaded."""
         data = torch.empty(self.bytes_per_block, dtype=torch.uint8, pin_memory=self.is_pinned)
-        if self.tiers.load(name, data.numpy()):
-            return data
+        tier = self.tiers.load_from(name, data.numpy())
+        if tier is not None:
+            return Loaded(data, tier.name)
         self.stats.num_failed_loads += 1
         self.tiers.failed(name)
         return None
@@ -202,46 +211,46 @@ class StoreHooks:
         if stop > first:
             self._append(seq, first, stop, loaded)
 
-    def _load(self, names: list[BlockName], first: int, stop: int) -> tuple[int, dict[int, torch.Tensor]]:
+    def _load(self, names: list[BlockName], first: int, stop: int) -> tuple[int, dict[int, Loaded]]:
         """Load the blocks [first, stop) that the token after them sees.
 
-        Returns a smaller `stop` if a block cannot be loaded, and the data of blocks, by their places.
+        Returns a smaller `stop` if a block cannot be loaded, and the loaded blocks by their places.
         """
-        loaded: dict[int, torch.Tensor] = {}
+        loaded: dict[int, Loaded] = {}
         while stop > first:
             for i in range(max(first, self._num_behind(stop)), stop):
-                data = loaded.get(i)
-                if data is None:
-                    data = self._store.load(names[i - first])
-                if data is None:
+                block = loaded.get(i)
+                if block is None:
+                    block = self._store.load(names[i - first])
+                if block is None:
                     stop = i
                     break
-                loaded[i] = data
+                loaded[i] = block
             else:
                 break  # all are there
         return stop, loaded
 
-    def _append(self, seq: Any, first: int, stop: int, loaded: dict[int, torch.Tensor]) -> None:
+    def _append(self, seq: Any, first: int, stop: int, loaded: dict[int, Loaded]) -> None:
         """Append the blocks [first, stop) to the table of `seq`: null blocks behind the window, then loaded ones."""
         blocks, num_behind = self.blocks, self._num_behind(stop)
         if seq.block_table.view(0, min(first, num_behind)).any():
             blocks._give_back(seq, min(first, num_behind))  # what the pool has found and the next token does not see
-        block_ids = []
+        by_tier: dict[str, list[int]] = {}  # name of a tier -> ids of the blocks that it had
         for i in range(first, stop):
             if i < num_behind:
                 blocks._share(seq, NULL_BLOCK)
                 continue
             block_id = blocks._take(seq)
             blocks._append(seq, block_id)
-            block_ids.append(block_id)
-            self._loads.append((loaded[i], block_id))
+            by_tier.setdefault(loaded[i].tier, []).append(block_id)
+            self._loads.append((loaded[i].data, block_id))
         if num_behind > first:
             self._skip_registration(seq, num_behind)
         seq.num_computed_tokens = stop * blocks.block_size
         self._register(seq, seq.num_computed_tokens)
-        self._store.stats.num_loaded_blocks += len(block_ids)
+        self._store.stats.num_loaded_blocks += sum(map(len, by_tier.values()))
         self._store.stats.loaded_tokens += (stop - first) * blocks.block_size
-        blocks.observer.on_load_blocks(seq, block_ids, (stop - first) * blocks.block_size)
+        blocks.observer.on_load_blocks(seq, by_tier, (stop - first) * blocks.block_size)
 
     def _skip_registration(self, seq: Any, num_blocks: int) -> None:
         """Go on after `num_blocks` blocks, of which the prefix cache does not have all.

@@ -100,6 +100,10 @@ class Chain(Tier):
         return num_found
 
     def load(self, block: BlockName, out: np.ndarray) -> bool:
+        return self.load_from(block, out) is not None
+
+    def load_from(self, block: BlockName, out: np.ndarray) -> Tier | None:
+        """Load a block as `load` does, and return the tier that had it."""
         for i, tier in enumerate(self.tiers):
             try:
                 is_loaded = tier.load(block, out)
@@ -109,8 +113,8 @@ class Chain(Tier):
             if is_loaded:
                 for faster in self.tiers[:i]:
                     self._save(faster, block, out)
-                return True
-        return False
+                return tier
+        return None
 
     def save(self, block: BlockName, data: np.ndarray) -> None:
         for tier in self.tiers:

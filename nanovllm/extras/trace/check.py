@@ -64,7 +64,8 @@ KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # kind of a field, in wo
     "0 or a list of known sequences": lambda replay, value: value == 0 or is_list(value, replay.knows),
     "a block of the pool": lambda replay, value: is_int(value) and 1 <= value <= replay.num_blocks,
     "a block of the pool or 0": lambda replay, value: is_int(value) and 0 <= value <= replay.num_blocks,
-    "a list of blocks of the pool": lambda replay, value: is_list(value, lambda b: replay.has(b) and b > 0),
+    "a list of blocks of the pool": lambda replay, value: replay.are_blocks(value),
+    "an object of lists of blocks of the pool": lambda replay, value: is_mapping(value, replay.are_blocks),
     "a block table": lambda replay, value: is_list(value, replay.has),
     "a reason to finish": lambda _, value: value in ("stop", "length", "abort"),
     "a reason to wait": lambda _, value: value in ("blocks", "max_num_seqs", "budget", "preemption"),
@@ -74,6 +75,7 @@ KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # kind of a field, in wo
     "a list of chunks": lambda replay, value: is_list(value, replay.is_chunk),
     "a list of [step, sequences]": lambda _, value: is_list(value, is_flight),
     "a list of [block, hash, serial, tokens]": lambda replay, value: is_list(value, replay.is_cached),
+    "a list of [block, tier]": lambda replay, value: is_list(value, replay.is_loaded),
 }
 BLOCK_SIZE, NUM_BLOCKS = [kind for kind in KINDS if " from 1 to " in kind]
 
@@ -90,6 +92,7 @@ LINE = {"t": "a number", "events": "a list", "texts": "an object of strings", "t
 STATE = {
     "free": "a list of blocks of the pool",
     "cached": "a list of [block, hash, serial, tokens]",
+    "loaded": "a list of [block, tier]",
     "seqs": "a list",
 }
 NEW_SEQUENCE = {
@@ -161,7 +164,11 @@ EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
     "take": {"seq": "a known sequence", "block": "a block of the pool", "evicted": "0 or 1"},
     "share": {"seq": "a known sequence", "block": "a block of the pool or 0"},
     "copy": {"seq": "a known sequence", "source": "a block of the pool", "destination": "a block of the pool"},
-    "load": {"seq": "a known sequence", "blocks": "a list of blocks of the pool"},
+    "load": {
+        "seq": "a known sequence",
+        "num_tokens": "an integer >= 0",
+        "blocks": "an object of lists of blocks of the pool",
+    },
     "give_back": {"seq": "a known sequence", "blocks": "a list of blocks of the pool"},
     "free": {"seq": "a known sequence"},
     "register": {
@@ -229,6 +236,12 @@ class Checker(Replay):
         """Return whether `block_id` is a block of the pool or the null block."""
         return type(block_id) is int and 0 <= block_id <= self.num_blocks
 
+    def are_blocks(self, value: Any) -> bool:
+        return is_list(value, lambda block_id: self.has(block_id) and block_id > 0)
+
+    def is_loaded(self, value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and self.are_blocks(value[:1]) and is_text(value[1])
+
     def is_chunk(self, value: Any) -> bool:
         if not isinstance(value, list) or len(value) != 4:
             return False
@@ -252,7 +265,7 @@ class Checker(Replay):
 
     def _empty_pool(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.ref_counts, self.free, self.cached = [0] * (num_blocks + 1), OrderedDict(), {}
+        self.ref_counts, self.free, self.cached, self.loaded = [0] * (num_blocks + 1), OrderedDict(), {}, {}
 
     # ---- bounds of the page's loops
 

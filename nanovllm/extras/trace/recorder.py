@@ -55,6 +55,7 @@ class Recorder(SchedulingStats):
         self._host_block_ids: dict[Sequence, list[int]] = {}  # of sequences that are swapped out
         self._num_steps = 0
         self._flights: deque[tuple[int, list[Sequence]]] = deque()  # steps in flight, and the sequences they sample
+        self._loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
         self._decodes: list[Sequence] = []  # of the step before
         self._new_ids: set[int] = set()  # token ids whose text has to be noted
         self._known_ids: set[int] = set()
@@ -95,8 +96,9 @@ class Recorder(SchedulingStats):
         self._known_ids.clear()
         self._decodes = []
         flights = [[step, [self._seqs.get(seq, 0) for seq in samples]] for step, samples in self._flights]
-        state = take_snapshot(self._blocks, self._seqs, self._running, self._host_block_ids) if self._num_seqs else None
-        if state is not None:
+        state = None
+        if self._num_seqs:
+            state = take_snapshot(self._blocks, self._seqs, self._running, self._host_block_ids, self._loaded)
             self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
             self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
         return to_json({
@@ -148,6 +150,7 @@ class Recorder(SchedulingStats):
         self._host_block_ids.clear()
         self._running.clear()
         self._flights.clear()
+        self._loaded.clear()
         self._decodes = []
 
     def on_add(self, seq: Sequence) -> None:
@@ -290,6 +293,7 @@ class Recorder(SchedulingStats):
     # ---- blocks
 
     def on_take_block(self, seq: Sequence, block_id: int, is_evicted: bool) -> None:
+        self._loaded.pop(block_id, None)
         self._events.append(["take", self._number(seq), block_id, int(is_evicted)])
 
     def on_share_block(self, seq: Sequence, block_id: int) -> None:
@@ -298,9 +302,10 @@ class Recorder(SchedulingStats):
     def on_copy_block(self, seq: Sequence, source: int, destination: int) -> None:
         self._events.append(["copy", self._number(seq), source, destination])
 
-    def on_load_blocks(self, seq: Sequence, block_ids: list[int], num_tokens: int) -> None:
-        super().on_load_blocks(seq, block_ids, num_tokens)
-        self._events.append(["load", self._number(seq), list(block_ids)])
+    def on_load_blocks(self, seq: Sequence, by_tier: dict[str, list[int]], num_tokens: int) -> None:
+        super().on_load_blocks(seq, by_tier, num_tokens)
+        self._loaded |= {block_id: tier for tier, block_ids in by_tier.items() for block_id in block_ids}
+        self._events.append(["load", self._number(seq), num_tokens, by_tier])
 
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
         super().on_give_back(seq, block_ids)
@@ -339,11 +344,13 @@ def take_snapshot(
     seqs: Mapping[Sequence, int],
     running: Collection[Sequence],
     host_block_ids: Mapping[Sequence, list[int]],
+    loaded: Mapping[int, str],
 ) -> dict[str, Any]:
     """Return the state of a `BlockManager` and of `seqs`, each with its number.
 
     free      the free blocks, in the order in which they will be handed out
     cached    [block id, hash, serial number, token ids] of each block that the prefix cache can find
+    loaded    [block id, name of the tier] of each block whose contents came from the K/V store
     seqs      of each unfinished sequence: what `replay.py` keeps of it
     """
     cached = [
@@ -353,6 +360,7 @@ def take_snapshot(
     return {
         "free": list(blocks._free),
         "cached": cached,
+        "loaded": list(loaded.items()),
         "seqs": [
             describe_sequence(seq, number, seq in running, host_block_ids.get(seq, [])) for seq, number in seqs.items()
         ],

@@ -87,6 +87,7 @@ class Replay:
     def _load_state(self, state: Mapping[str, Any]) -> None:
         self.free = OrderedDict.fromkeys(state["free"])
         self.cached = {block_id: (block_hash, serial) for block_id, block_hash, serial, _ in state["cached"]}
+        self.loaded = dict(state["loaded"])
         self.seqs = {about["number"]: ReplayedSequence(**about) for about in state["seqs"]}
         for seq in self.seqs.values():
             for block_id in seq.block_table:
@@ -105,6 +106,7 @@ class Replay:
         self.ref_counts = [0] * (num_blocks + 1)
         self.free = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.cached = {}
+        self.loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
 
     def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:
         self.seqs[number] = ReplayedSequence(number, **about)
@@ -201,6 +203,7 @@ class Replay:
         self._check(first == block_id, f"block {block_id} is taken, and block {first} is the first free one")
         self._check((block_id in self.cached) == bool(is_evicted), f"block {block_id} is evicted: {bool(is_evicted)}")
         self.free.pop(block_id, None)
+        self.loaded.pop(block_id, None)
         self._own(number, block_id)
 
     def _share(self, number: int, block_id: int) -> None:
@@ -228,11 +231,14 @@ class Replay:
         seq.block_table[place] = destination
         self._disown(source)
 
-    def _load(self, number: int, block_ids: list[int]) -> None:
+    def _load(self, number: int, num_tokens: int, by_tier: Mapping[str, list[int]]) -> None:
         """Note blocks that the K/V store fills before the step. `take` has put them in the block table."""
         table = self.seqs[number].block_table
-        for block_id in block_ids:
-            self._check(block_id in table, f"block {block_id} is loaded for sequence {number}, which does not own it")
+        for tier, block_ids in by_tier.items():
+            for block_id in block_ids:
+                owned = block_id in table
+                self._check(owned, f"block {block_id} is loaded for sequence {number}, which does not own it")
+                self.loaded[block_id] = tier
 
     def _give_back(self, number: int, block_ids: list[int]) -> None:
         table = self.seqs[number].block_table

@@ -251,7 +251,8 @@ def test_a_recording_of_loaded_blocks_agrees_with_itself(folder, expected, tmp_p
     lines = read_recording(path)
     check_recording(path, lines)
     loads = [event for line in lines[1:] for event in line["events"] if event[0] == "load"]
-    assert sum(len(block_ids) for _, _, block_ids in loads) == num_loaded > 0
+    assert {tier for *_, by_tier in loads for tier in by_tier} == {"memory"}
+    assert sum(len(by_tier["memory"]) for *_, by_tier in loads) == num_loaded > 0
 
 
 def test_the_thread_ends_with_the_engine(folder):

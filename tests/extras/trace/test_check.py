@@ -52,7 +52,7 @@ CORRUPT = {
     "in_flight": (set_header(in_flight=[[1]]), "line 1 .*in_flight must be"),
     "state": (set_header(state={"free": []}), "line 1 .*cached is missing"),
     "table in state": (
-        set_header(state={"free": [], "cached": [], "seqs": [{"number": 1}]}),
+        set_header(state={"free": [], "cached": [], "loaded": [], "seqs": [{"number": 1}]}),
         "line 1 .*request is missing",
     ),
     "events null": (set_line(events=None), "line 2 .*events must be a list, got None"),
@@ -68,6 +68,12 @@ CORRUPT = {
     "known sequence": (set_field("fork", 2, 1), "seq of fork must be a new sequence, got 1"),
     "block 9": (set_field("take", 2, 9), "block of take must be a block of the pool, got 9"),
     "block -1": (set_field("share", 2, -1), "block of share must be a block of the pool or 0, got -1"),
+    "blocks of a tier": (append("load", 1, 4, {"disk": [0]}), "blocks of load must be an object of lists of blocks"),
+    "no tier": (append("load", 1, 4, [1]), "blocks of load must be an object of lists of blocks"),
+    "loaded in state": (
+        set_header(state={"free": [], "cached": [], "loaded": [[1]], "seqs": []}),
+        r"line 1 .*loaded must be a list of \[block, tier\]",
+    ),
     "not cached": (append("forget", 8), r"line 2 .*\['forget', 8\] does not fit"),
     "reason": (set_field("finish", 2, "sleepy"), "reason of finish must be a reason to finish, got 'sleepy'"),
     "wait": (set_field("wait", 2, "rain"), "code of wait must be a reason to wait, got 'rain'"),

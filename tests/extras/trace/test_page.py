@@ -22,7 +22,7 @@ from nanovllm.extras.trace.recording import read_recording
 from nanovllm.extras.trace.replay import Replay
 from nanovllm.extras.trace.view import STORY
 from tests.extras.models.architectures import Checkpoints
-from tests.extras.trace_traffic import Lines, RecordedRun, known_run, random_run
+from tests.extras.trace_traffic import Lines, RecordedRun, known_run, loaded_run, random_run
 
 pytestmark = pytest.mark.browser
 
@@ -39,7 +39,8 @@ STATES = """([segments]) => {
         [seq.status, seq.computed, seq.table.slice(), seq.host, seq.tokens.slice(0, seq.known)]]);
       const cached = [];
       replay.serial.forEach((serial, b) => serial && cached.push([b, replay.hashes.get(serial), serial]));
-      states[replay.step] = { refs: [...replay.refs.slice(1)], free: replay.freeOrder, cached,
+      const loaded = [...replay.loaded.keys()].filter((b) => replay.loaded[b]).map((b) => [b, replay.tierOf(b)]);
+      states[replay.step] = { refs: [...replay.refs.slice(1)], free: replay.freeOrder, cached, loaded,
         seqs: Object.fromEntries(seqs), stored: replay.countStored(), broken: replay.broken };
     }
   }
@@ -104,17 +105,17 @@ def step_of(page):
     return page.locator("#step").inner_text()
 
 
-def cell_color(page, block):
-    """The colour near the bottom of a block's cell, where it is filled first."""
+def cell_color(page, block, across=0.2, down=0.85):
+    """The colour of a point of a block's cell; near the bottom it is filled first."""
     return page.evaluate(
-        """(block) => {
+        """([block, across, down]) => {
           const canvas = document.querySelector(".pool canvas"), size = Number(canvas.dataset.size);
           const ratio = devicePixelRatio, columns = Number(canvas.dataset.columns), i = block - 1;
-          const x = ((i % columns) + 0.2) * size * ratio, y = (Math.floor(i / columns) + 0.85) * size * ratio;
+          const x = ((i % columns) + across) * size * ratio, y = (Math.floor(i / columns) + down) * size * ratio;
           const [r, g, b] = canvas.getContext("2d").getImageData(x, y, 1, 1).data;
           return "#" + [r, g, b].map((one) => one.toString(16).padStart(2, "0")).join("");
         }""",
-        block,
+        [block, across, down],
     )
 
 
@@ -137,11 +138,12 @@ def test_pages_own_replay_is_the_state_of_the_engine_at_every_step(show, known, 
             assert mine["refs"] == state["ref_counts"]
             assert mine["free"] == state["free"]
             assert {b: (block_hash, serial) for b, block_hash, serial in mine["cached"]} == state["cached"]
+            assert dict(mine["loaded"]) == state["loaded"]
             names = {f"{request} {sample}": list(one) for (request, sample), one in state["seqs"].items()}
             assert mine["seqs"] == names
             num_steps += 1
     assert len(codes) > 15
-    assert codes >= {"give_back", "draft", "verify"}
+    assert codes >= {"give_back", "draft", "verify", "load"}
     assert num_steps > 200
 
 
@@ -329,6 +331,63 @@ def test_event_leads_to_its_source(show, known):
     assert "block_manager.py:" in dialog.inner_text()
     page.keyboard.press("Escape")
     dialog.wait_for(state="detached")
+
+
+# ---- the K/V store
+
+
+LOADED = "#7a1fa2"
+
+
+def test_loaded_blocks_are_marked_and_their_tiers_named(show, tmp_path):
+    lines = loaded_run(tmp_path)
+    events = [event for line in lines[1:] for event in line["events"]]
+    loads = [event for event in events if event[0] == "load"]
+    steps = [next(one[1] for one in events[events.index(load) :] if one[0] == "schedule") for load in loads]
+    (memory,), disk = loads[-1][3].values()
+    page = show(lines, at=f"#step={steps[-1]}&seq={loads[-1][1]}")
+    table = page.evaluate(f"nanovllm.runs[0].stateAt({steps[-1]} - 1).seqs.get({loads[-1][1]}).table")
+    assert table[1:6] == [memory, *disk]
+    marked = [block for block in range(1, 17) if cell_color(page, block, 0.93, 0.93) == LOADED]
+    assert marked == sorted(table[:6]), "the last block is computed"
+    assert "loaded from the K/V store" in page.locator(".pool .legend").inner_text()
+    page.locator(".step").get_by_role("button", name="more").click()
+    said = (
+        f"r2 has blocks loaded from the K/V store: 1 from host memory ({memory}); "
+        f"4 from disk ({', '.join(map(str, disk))}). Their 20 tokens are not computed"
+    )
+    assert page.locator(".events .is-load .text").inner_text() == said
+    assert said in page.locator(".highlights").inner_text()
+    said = "r2 is admitted; 4 tokens found in the prefix cache, 20 loaded from the K/V store"
+    assert page.locator(".events .is-admit .text").inner_text() == said
+    assert "4 of 39 tokens" in page.locator(".counts div", has_text="hit rate").inner_text()
+    hover(page, disk[0])
+    assert " · loaded from the K/V store (disk), not computed · " in page.locator(".tip").inner_text()
+    hover(page, table[6])
+    assert "loaded" not in page.locator(".tip").inner_text()
+    page.evaluate(f"location.hash = 'step={steps[-1]}&block={memory}&lang=zh'")
+    page.locator(".block dd", has_text="从 K/V 存储（主机内存）载入").wait_for()
+    assert "从 K/V 存储载入" in page.locator(".pool .legend").inner_text()
+    assert f"4 块来自磁盘（{', '.join(map(str, disk))}）" in page.locator(".events .is-load .text").inner_text()
+
+
+def test_first_load_is_a_moment_of_the_story(show, tmp_path):
+    lines = loaded_run(tmp_path)
+    [load, *_] = [event for line in lines[1:] for event in line["events"] if event[0] == "load"]
+    page = show(lines, at="#story=load")
+    page.locator(".told", has_text=f"The K/V store has the K and V of {load[2]} tokens of r0").wait_for()
+    assert [block for block in range(1, 17) if is_lit(page, block)] == load[3]["disk"]
+    hits = page.evaluate(
+        "momentsOf(nanovllm.runs[0]).filter((one) => one.kind === 'prefix-hit').map((one) => one.values)"
+    )
+    assert hits == [{"seq": 3, "count": 4}]
+
+
+def hover(page, block):
+    canvas = page.locator(".pool canvas").first
+    size, columns = int(canvas.get_attribute("data-size")), int(canvas.get_attribute("data-columns"))
+    canvas.hover(position={"x": ((block - 1) % columns + 0.5) * size, "y": ((block - 1) // columns + 0.5) * size})
+    page.locator(".tip", has_text=f"Block {block} ").wait_for()
 
 
 # ---- the story

@@ -8,10 +8,12 @@ import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.extras.trace import view
+from nanovllm.extras.trace.check import check_recording
 from nanovllm.extras.trace.page import DECIDED_BY, find_symbol, make_page, read_sources
 from nanovllm.extras.trace.perfetto import to_perfetto
 from nanovllm.extras.trace.recording import TraceFile, read_recording
 from nanovllm.extras.trace.replay import EVENTS, Replay
+from tests.extras.trace_traffic import loaded_run
 from tools import story_recording
 
 PACKAGE = Path(view.__file__).parents[2]
@@ -50,6 +52,18 @@ def test_replayed_tokens_and_counts_are_those_of_the_run(recorded):
     assert replay.step == stats.steps
     assert stats.num_preemptions > 0
     assert replay.num_used == 0
+
+
+def test_loads_name_the_tiers_and_their_blocks(tmp_path):
+    lines = loaded_run(tmp_path)
+    check_recording(tmp_path / "run.jsonl", lines)
+    events = [event for line in lines[1:] for event in line["events"]]
+    loads = [event[2:] for event in events if event[0] == "load"]
+    counts = [(num_tokens, {tier: len(blocks) for tier, blocks in by_tier.items()}) for num_tokens, by_tier in loads]
+    assert counts == [(8, {"disk": 2}), (4, {"memory": 1}), (20, {"memory": 1, "disk": 4})]
+    taken = [event[2] for event in events if event[0] == "take" and event[1] == 3]
+    assert [block for blocks in loads[-1][1].values() for block in blocks] == taken[:5]
+    assert [event[3] for event in events if event[0] == "admit"] == [8, 4, 24]
 
 
 def test_header_and_lines_say_what_the_page_needs(recorded):

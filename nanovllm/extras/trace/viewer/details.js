@@ -1,6 +1,7 @@
 // The cards of the chosen sequence (its block table and this step's slots) and of the chosen block (tokens, hash, owners).
 
 import { ownerColor } from "./colors.js";
+import { tierName } from "./events.js";
 import { chunksOf, Seq } from "./step.js";
 import { html, useMemo, useView } from "./ui.js";
 
@@ -59,6 +60,7 @@ export function describeBlock(run, state, block, t) {
   const first = state.place[block] * run.header.block_size;
   const text = holds ? writer.tokens.slice(first, first + state.filled[block]).map((id) => run.text(id)).join("") : "";
   const parts = [t("block", { block }), owners.map((number) => run.label(number)).join(", ") || t("freeRank", { count: rank })];
+  if (holds && state.loaded[block]) parts.push(t("loadedFrom", { tier: tierName(state.tierOf(block), t) }));
   if (block === state.nextEvicted()) parts.push(t("nextEvicted"));
   parts.push(holds ? `${t("filled", { filled: state.filled[block], size: run.header.block_size })}: “${text.trim().slice(0, 80)}”` : t("neverWritten"));
   return parts;
@@ -88,6 +90,7 @@ export function BlockCard({ run, state }) {
       <dt>${t("references")}</dt><dd>${state.refs[block]}</dd>
       <dt>${t("owners")}</dt><dd>${owners.length ? owners.map((number) => html`<${Seq} run=${run} number=${number} /> `) : t("freeRank", { count: rank })}</dd>
       <dt>${t("hash")}</dt><dd>${serial ? html`<code>${state.hashes.get(serial)}</code>` : t("notCached")}</dd>
+      ${holds && state.loaded[block] > 0 && html`<dt>${t("contents")}</dt><dd>${t("loadedFrom", { tier: tierName(state.tierOf(block), t) })}</dd>`}
       <dt>${t("tokens")}</dt><dd>${holds ? t("filled", { filled: state.filled[block], size }) : t("neverWritten")}</dd>
     </dl>
     ${holds && html`<${Tokens} run=${run} seq=${writer} first=${first} stop=${Math.min(first + state.filled[block], writer.tokens.length)} numComputed=${Infinity} />`}

@@ -1,5 +1,7 @@
 // Each event as a sentence, and its subject. SOURCES, made by page.py, has the engine's code that decided each event.
 
+import { hasWords } from "./i18n.js";
+
 export function describeEvent(run, event, t, numFree) {
   const [code, number, ...rest] = event;
   const seq = run.label(number);
@@ -10,7 +12,10 @@ export function describeEvent(run, event, t, numFree) {
     case "finish": return t("event.finish", { seq, reason: t(`reason.${rest[0]}`) + (rest[1] === null ? "" : ` (${rest[1]})`) });
     case "wait": return t(`event.wait.${rest[0]}`, { seq, needed: rest[1], free: rest[2], ...run.placesFor(number) });
     case "idle": return t(`event.idle.${rest[0]}`, { seq });
-    case "admit": return t(`event.admit.${rest[0]}`, { seq, count: rest[1] });
+    case "admit": {
+      const loaded = run.loadedTokens.get(event);
+      return t(loaded ? "event.admit.loaded" : `event.admit.${rest[0]}`, { seq, count: rest[1] - (loaded ?? 0), loaded });
+    }
     case "preempt": {
       const host = rest[2];
       return t(host.length ? "event.preempt.swap" : "event.preempt", { seq, other: rest[0] === number ? t("itself") : run.label(rest[0]), free: numFree ?? 0, count: host.length });
@@ -23,7 +28,7 @@ export function describeEvent(run, event, t, numFree) {
     case "evictions": return t("event.evictions", { blocks: number.join(", ") });
     case "share": return t(rest[0] ? "event.share" : "event.share.null", { seq, block: rest[0] });
     case "copy": return t("event.copy", { seq, block: rest[0], other: rest[1] });
-    case "load": return t("event.load", { seq, blocks: rest[0].join(", ") });
+    case "load": return t("event.load", { seq, tokens: rest[0], blocks: describeLoaded(rest[1], t) });
     case "give_back": return t("event.give_back", { seq, blocks: rest[0].join(", ") });
     case "free": return t("event.free", { seq });
     case "register": return t("event.register", { seq, block: rest[0] });
@@ -31,6 +36,14 @@ export function describeEvent(run, event, t, numFree) {
     default: return t(`event.${code}`); // start, roll_back, reset
   }
 }
+
+// Return how many blocks came from each tier, and which ones.
+function describeLoaded(byTier, t) {
+  return Object.entries(byTier).map(([tier, blocks]) => t("loadedBlocks", { count: blocks.length, tier: tierName(tier, t), blocks: blocks.join(", ") })).join("; ");
+}
+
+// A tier of the user's own has only the name that the user gave it.
+export const tierName = (tier, t) => (hasWords(`tier.${tier}`) ? t(`tier.${tier}`) : tier);
 
 function scheduledTokens(run, [, step, , , chunks]) {
   const frame = run.frames[step - run.firstStep];
@@ -48,7 +61,7 @@ export function freeBefore(run, frame) {
 // Return the sequence and block that an event is about: {seq, block}.
 export function subjectOf([code, number, ...rest]) {
   if (["take", "share", "register"].includes(code) && rest[0]) return { seq: number, block: rest[0] };
-  if (code === "load" && rest[0].length) return { seq: number, block: rest[0][0] };
+  if (code === "load") return { seq: number, block: Object.values(rest[1])[0]?.[0] };
   if (code === "copy") return { seq: number, block: rest[1] };
   if (code === "evictions") return { block: number[0] };
   if (code === "forget") return { block: number };

@@ -1,4 +1,4 @@
-// A list of notable events to jump to: preemptions, aborts, copies, waits, prefix hits; all of them, or one kind.
+// A list of notable events to jump to: preemptions, aborts, copies, waits, prefix hits, loads; all of them, or one kind.
 // A full pool has many evictions, so these are shown only when their kind is chosen.
 
 import { describeEvent, subjectOf } from "./events.js";

@@ -22,7 +22,7 @@ export function layOut(numCells, width) {
 
 // The look of each block as numbers, which are fast to compare: up to three owners, the number of owners, the sequence
 // that wrote a free block, and in one number (bits): filled slots, the rank among the free blocks (1 … 9), and flags for
-// cached, chosen, dimmed, lit up and next to be evicted.
+// cached, chosen, dimmed, lit up, next to be evicted and loaded.
 const FIELDS = ["own1", "own2", "own3", "count", "writer", "bits"];
 
 export function looksOf(state, numCells, choice, lit = []) {
@@ -40,8 +40,8 @@ export function looksOf(state, numCells, choice, lit = []) {
   for (let b = 1; b <= numCells; b++) {
     const holds = looks.count[b] || state.serial[b];
     if (!looks.count[b]) looks.writer[b] = state.writer[b];
-    const flags = (state.serial[b] ? 1 : 0) | (choice.block === b ? 2 : 0) | (choice.seq != null && !isChosen[b] ? 4 : 0) | (lit.includes(b) ? 8 : 0) | (b === evicted ? 16 : 0);
-    looks.bits[b] = (((holds ? state.filled[b] : 0) << 4) | (ranks.get(b) ?? 0)) * 32 + flags;
+    const flags = (state.serial[b] ? 1 : 0) | (choice.block === b ? 2 : 0) | (choice.seq != null && !isChosen[b] ? 4 : 0) | (lit.includes(b) ? 8 : 0) | (b === evicted ? 16 : 0) | (holds && state.loaded[b] ? 32 : 0);
+    looks.bits[b] = (((holds ? state.filled[b] : 0) << 4) | (ranks.get(b) ?? 0)) * 64 + flags;
   }
   return looks;
 }
@@ -51,13 +51,14 @@ function lookAt(looks, b, blockSize) {
   return {
     owners: [looks.own1[b], looks.own2[b], looks.own3[b]].filter(Boolean),
     count: looks.count[b],
-    filled: (bits >> 9) / blockSize,
-    rank: (bits >> 5) & 15,
+    filled: (bits >> 10) / blockSize,
+    rank: (bits >> 6) & 15,
     cached: (bits & 1) > 0,
     chosen: (bits & 2) > 0,
     dimmed: (bits & 4) > 0,
     lit: (bits & 8) > 0,
     isNext: (bits & 16) > 0,
+    loaded: (bits & 32) > 0,
     writer: looks.writer[b],
   };
 }
@@ -65,7 +66,7 @@ function lookAt(looks, b, blockSize) {
 // Return the colours that drawCell needs: {theme, surface, empty, soft, text, …}. The caller sets isSharp: whether the
 // edges of cells fall on the edges of pixels.
 function inkOf(theme) {
-  const names = ["surface", "empty", "soft", "text", "accent", "bad"];
+  const names = ["surface", "empty", "soft", "text", "accent", "bad", "loaded"];
   return { theme, ...Object.fromEntries(names.map((name) => [name, cssColor(name)])) };
 }
 
@@ -95,6 +96,7 @@ function drawCell(context, look, x, y, size, ink) {
     context.strokeRect(x + context.lineWidth / 2, y + context.lineWidth / 2, inner - context.lineWidth, inner - context.lineWidth);
   }
   if (look.block && size >= 28) drawNumber(context, look, x, y, inner, ink);
+  if (look.loaded && inner > 5) drawLoaded(context, x + inner, y + inner, Math.min(14, inner * 0.45), ink);
   if (look.isNext && inner > 5) {
     context.fillStyle = ink.bad; // a corner is turned down
     const turned = Math.min(9, inner * 0.4);
@@ -109,6 +111,18 @@ function drawCell(context, look, x, y, size, ink) {
     context.lineWidth = 2;
     context.strokeRect(x + 1, y + 1, inner - 2, inner - 2);
   }
+}
+
+// Draw a triangle in the lower right corner, with a line around it that is seen on every owner's colour.
+function drawLoaded(context, right, bottom, side, ink) {
+  context.beginPath();
+  context.moveTo(right - side, bottom);
+  context.lineTo(right, bottom - side);
+  [context.strokeStyle, context.lineWidth] = [ink.surface, 3];
+  context.stroke();
+  context.lineTo(right, bottom);
+  context.fillStyle = ink.loaded;
+  context.fill();
 }
 
 const ringOf = (inner) => Math.min(4, inner / 4);
@@ -238,7 +252,7 @@ export function Pool({ run, frame, state, moment }) {
     <${SpokenBlock} run=${run} state=${state} />
     ${rest > 0 && html`<p class="soft">${t("poolRest", { count: rest.toLocaleString() })}</p>`}
     <${Counts} run=${run} frame=${frame} />
-    <${Legend} />
+    <${Legend} hasLoads=${run.replay.tiers.length > 0} />
     <p class="soft">${t("poolHelp", { size: run.header.block_size })}</p>
   </section>`;
 }
@@ -262,7 +276,7 @@ function Counts({ run, frame }) {
   </div>`;
 }
 
-function Legend() {
+function Legend({ hasLoads }) {
   const { t, theme } = useView();
   const canvas = useRef(null);
   const size = 24;
@@ -270,6 +284,7 @@ function Legend() {
     ["legendOwned", { owners: [1], count: 1, filled: 0.75, label: "a" }],
     ["legendShared", { owners: [1, 2], count: 2, filled: 1 }],
     ["legendCached", { owners: [], filled: 1, cached: true, writer: 1 }],
+    ...(hasLoads ? [["legendLoaded", { owners: [1], count: 1, filled: 1, label: "a", loaded: true }]] : []),
     ["legendNext", { owners: [], filled: 0, rank: 1 }],
     ["legendLit", { owners: [], filled: 0, lit: true }],
     ["legendEvicted", { owners: [], filled: 1, cached: true, writer: 2, isNext: true }],
@@ -284,7 +299,7 @@ function Legend() {
       one.style.backgroundPosition = `-${i * size}px 0`;
       one.style.backgroundSize = `${looks.length * size}px ${size}px`;
     });
-  }, [theme]);
+  }, [theme, hasLoads]);
   return html`<div class="legend" role="group" aria-label=${t("legend")}>
     <canvas ref=${canvas} hidden></canvas>
     ${looks.map(([key]) => html`<span><i class="cell"></i>${t(key)}</span>`)}

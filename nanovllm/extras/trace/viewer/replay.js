@@ -1,9 +1,10 @@
 // The state of the pool after each event, as in replay.py. It is in typed arrays, which are fast to copy.
 //
 // Block b has refs[b] owners, holds filled[b] tokens, and was written by sequence writer[b] as its place[b]-th block.
-// serial[b] is not 0 while the prefix cache can find the block. The free blocks are a linked ring in the order in which
-// they are handed out: next[0] is the first one, previous[0] the last one. In a block table, 0 is the null block: it has no
-// owners and replaces blocks behind the window of all layers. `broken` collects contradictions; no method throws for them.
+// serial[b] is not 0 while the prefix cache can find the block. loaded[b] is 0 if the contents were computed; otherwise they
+// came from the K/V store, from the tier tiers[loaded[b] - 1]. The free blocks are a linked ring in the order in which they
+// are handed out: next[0] is the first one, previous[0] the last one. In a block table, 0 is the null block: it has no owners
+// and replaces blocks behind the window of all layers. `broken` collects contradictions; no method throws for them.
 
 export class Replay {
   constructor(header) {
@@ -13,6 +14,7 @@ export class Replay {
     this.hashes = new Map(); // serial number -> hash
     this.inFlight = new Map(header.in_flight);
     this.decodes = [];
+    this.tiers = []; // names
     this.broken = [];
     this.emptyPool(header.num_blocks);
     if (header.state) this.loadState(header.state);
@@ -22,7 +24,7 @@ export class Replay {
   clone() {
     const copy = Object.create(Replay.prototype);
     Object.assign(copy, this);
-    for (const name of ["refs", "filled", "writer", "place", "serial", "next", "previous"]) copy[name] = this[name].slice();
+    for (const name of ["refs", "filled", "writer", "place", "serial", "loaded", "next", "previous"]) copy[name] = this[name].slice();
     copy.seqs = new Map();
     for (const [number, seq] of this.seqs) {
       copy.seqs.set(number, seq.status === "finished" ? seq : { ...seq, table: seq.table.slice() });
@@ -52,7 +54,7 @@ export class Replay {
     this.numBlocks = numBlocks;
     this.numFree = numBlocks;
     this.top = 0; // no block with a larger id has ever been owned
-    for (const name of ["refs", "filled", "writer", "place", "serial"]) this[name] = new Int32Array(numBlocks + 1);
+    for (const name of ["refs", "filled", "writer", "place", "serial", "loaded"]) this[name] = new Int32Array(numBlocks + 1);
     this.next = Int32Array.from({ length: numBlocks + 1 }, (_, i) => (i + 1) % (numBlocks + 1));
     this.previous = Int32Array.from({ length: numBlocks + 1 }, (_, i) => (i + numBlocks) % (numBlocks + 1));
   }
@@ -73,6 +75,7 @@ export class Replay {
         this.filled[b] = Math.max(this.filled[b], Math.min(this.blockSize, seq.computed - i * this.blockSize));
       });
     }
+    for (const [b, tier] of state.loaded) this.noteLoaded(b, tier);
     state.cached.forEach(([b, hash, serial, tokens], i) => {
       this.serial[b] = serial;
       this.top = Math.max(this.top, b);
@@ -203,7 +206,7 @@ export class Replay {
     this.check(this.next[0] === b, `block ${b} is taken, and block ${this.next[0]} is the first free one`);
     this.check(!!this.serial[b] === !!isEvicted, `block ${b} is evicted: ${!!isEvicted}`);
     this.unlink(b);
-    this.filled[b] = 0;
+    this.filled[b] = this.loaded[b] = 0;
     this.own(number, b);
     [this.writer[b], this.place[b]] = [number, this.seqs.get(number).table.length - 1];
   }
@@ -231,10 +234,25 @@ export class Replay {
     this.disown(source);
   }
 
-  // The K/V store fills these blocks before the step. `take` has put them in the table.
-  load(number, blocks) {
+  // The K/V store fills these blocks before the step: {name of a tier: its blocks}. `take` has put them in the table.
+  load(number, numTokens, byTier) {
     const { table } = this.seqs.get(number);
-    for (const b of blocks) this.check(table.includes(b), `block ${b} is loaded for sequence ${number}, which does not own it`);
+    for (const [tier, blocks] of Object.entries(byTier)) {
+      for (const b of blocks) {
+        this.check(table.includes(b), `block ${b} is loaded for sequence ${number}, which does not own it`);
+        this.noteLoaded(b, tier);
+      }
+    }
+  }
+
+  noteLoaded(b, tier) {
+    if (!this.tiers.includes(tier)) this.tiers.push(tier);
+    this.loaded[b] = this.tiers.indexOf(tier) + 1;
+  }
+
+  // Return the name of the tier whose contents are in the block, or undefined if they were computed.
+  tierOf(b) {
+    return this.tiers[this.loaded[b] - 1];
   }
 
   give_back(number, blocks) {

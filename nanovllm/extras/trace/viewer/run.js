@@ -28,6 +28,7 @@ export class Run {
     this.hit = 0;
     this.proposed = 0; // drafts that were verified
     this.accepted = 0;
+    this.loadedTokens = new Map(); // admit event -> number of tokens that were loaded right before it
     this.waitsFor = new Map();
     for (const seq of this.replay.living) this.meet(seq, header.t);
   }
@@ -155,7 +156,8 @@ export class Run {
     const frame = this.frames.length;
     if (code === "add") this.meet(this.replay.seqs.get(number), rest[0]);
     else if (code === "fork") this.meet(this.replay.seqs.get(rest[0]), rest[4]);
-    else if (code === "admit") this.followAdmission(number, rest);
+    else if (code === "admit") this.followAdmission(event);
+    else if (code === "load") this.followLoad(frame, event);
     else if (code === "free") this.numFreeBefore = numFree;
     else if (code === "finish") this.followEnd(number, rest);
     else if (code === "update") this.followTokens(number, rest[0]);
@@ -170,13 +172,21 @@ export class Run {
     }
   }
 
-  followAdmission(number, [code, computed]) {
+  followAdmission(event) {
+    const [, number, code, computed] = event;
     this.waitsFor.delete(number);
+    const loaded = this.justLoaded?.[0] === number ? this.justLoaded[1] : 0; // no other event is between them
+    this.justLoaded = null;
+    if (loaded) this.loadedTokens.set(event, loaded);
     if (code !== "new") return;
-    const seq = this.replay.seqs.get(number);
-    this.queried += seq.numPrompt;
-    this.hit += computed;
-    if (computed) this.highlights.push({ frame: this.frames.length, event: ["admit", number, code, computed] });
+    this.queried += this.replay.seqs.get(number).numPrompt;
+    this.hit += computed - loaded;
+    if (computed > loaded) this.highlights.push({ frame: this.frames.length, event });
+  }
+
+  followLoad(frame, event) {
+    this.justLoaded = event.slice(1, 3);
+    this.highlights.push({ frame, event });
   }
 
   // Note an eviction. All evictions of a frame are one highlight.

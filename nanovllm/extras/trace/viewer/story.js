@@ -5,7 +5,7 @@
 
 import { html, useEffect, useMemo, useRef, useView } from "./ui.js";
 
-export const MOMENTS = ["chunked-prefill", "prefix-hit", "fork", "copy", "preemption", "swap", "eviction", "admission"];
+export const MOMENTS = ["chunked-prefill", "prefix-hit", "load", "fork", "copy", "preemption", "swap", "eviction", "admission"];
 
 export function momentsOf(run) {
   const found = new Map();
@@ -21,7 +21,14 @@ export function momentsOf(run) {
     for (const event of events) {
       const [code, number, ...rest] = event;
       if (code === "wait" && number) hasWaited.add(number);
-      if (code === "admit" && rest[0] === "new" && rest[1]) meet("prefix-hit", frame, () => ({ values: { seq: number, count: rest[1] }, blocks: blocksOf(number, "share") }));
+      const count = code === "admit" && rest[0] === "new" ? rest[1] - (run.loadedTokens.get(event) ?? 0) : 0;
+      if (count) meet("prefix-hit", frame, () => ({ values: { seq: number, count }, blocks: blocksOf(number, "share") }));
+      if (code === "load") {
+        meet("load", frame, () => {
+          const blocks = Object.values(rest[1]).flat();
+          return { values: { seq: number, count: rest[0] }, blocks, moves: blocks.map((to) => ({ to, seq: number })) };
+        });
+      }
       if (code === "fork") meet("fork", frame, () => ({ values: { seq: number, other: rest[0] }, blocks: blocksOf(rest[0], "share") }));
       if (code === "copy") meet("copy", frame, () => ({ values: { seq: number, block: rest[0], to: rest[1] }, blocks: rest.slice(0, 2), moves: [{ from: rest[0], to: rest[1], seq: number }] }));
       if (code === "take" && rest[1]) meet("eviction", frame, () => ({ values: { seq: number, block: rest[0] }, blocks: [rest[0]], moves: [{ to: rest[0], seq: number }] }));
