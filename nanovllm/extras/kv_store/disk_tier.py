@@ -156,7 +156,7 @@ class BoundedFolder:
 
     def start(self) -> int:
         """Remove old temporary files, and blocks beyond the bound. Returns the number of such blocks."""
-        with self._locked() as lock:
+        with self.locked() as lock:
             write_sum(lock, self._list())
             return self._make_room(lock, 0)
 
@@ -169,7 +169,7 @@ class BoundedFolder:
                     file.write(part)
             self.touch(temporary)
             size = os.stat(temporary).st_size
-            with self._locked() as lock:
+            with self.locked() as lock:
                 num_evicted = self._make_room(lock, size)
                 replaced_size = size_of(path)
                 write_sum(lock, read_sum(lock) + size)
@@ -183,7 +183,7 @@ class BoundedFolder:
 
     def remove(self, path: str) -> None:
         """Remove a file, if it is there."""
-        with self._locked() as lock, contextlib.suppress(FileNotFoundError):
+        with self.locked() as lock, contextlib.suppress(FileNotFoundError):
             size = size_of(path)
             os.unlink(path)
             write_sum(lock, read_sum(lock) - size)
@@ -227,7 +227,7 @@ class BoundedFolder:
         return sum(size for _, size, _ in found)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
+    def locked(self) -> Iterator[int]:
         """Keep all other threads and processes from adding and removing files. Yields the open lock file."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(f"{self.folder}/lock", flags, 0o600)

@@ -1,13 +1,9 @@
-"""Blocks in shared memory, for all engines of one user on one machine: a `DiskTier` on a file system in memory.
+"""Blocks in shared memory, for all engines of one user on one machine: a folder in /dev/shm, with a lock.
 
-Each block is a file in /dev/shm, so eviction, blocks of several sizes, and a rename that shows a block as a whole are
-those of the tier on disk. Compared with a tier on disk whose files are in the page cache, it never writes to a disk and
-is never dropped from memory, but it is not faster: `python -m benchmarks.kv_tiers` measures both.
-
-One region of memory that every process keeps mapped would load about four times as fast, because the pages of a file
-are looked up at each read. It would need an allocator and locks that survive SIGKILL. And if /dev/shm is full, `write`
-only fails, while a store to mapped memory kills the process (SIGBUS). `multiprocessing.shared_memory` is such a region;
-before Python 3.13, the first process that ends also removes it.
+A `DiskTier` has a file for each block. Here, all blocks of one size are in one file (`slots.py`), which every process
+keeps mapped. So loading a block is one copy, for which no page of a file is looked up or mapped. The lock is released
+when its process is killed. `multiprocessing.shared_memory` would also give such a region, but before Python 3.13 the
+first process that ends removes it.
 """
 
 import contextlib
@@ -15,10 +11,16 @@ import fcntl
 import os
 import shutil
 import stat
+import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from nanovllm.extras.kv_store.disk_tier import DiskTier, check_name, lock_file
+from nanovllm.extras.kv_store.slots import SUFFIX, Slots, make_slots, sizes_of
+from nanovllm.extras.kv_store.tier import BlockName
 
 SHARED_MEMORY = Path("/dev/shm")
 USERS = "users"  # locked by each process that uses the folder, so that the last one knows to remove it
@@ -26,6 +28,9 @@ USERS = "users"  # locked by each process that uses the folder, so that the last
 
 class SharedTier(DiskTier):
     """A tier in shared memory, of at most `max_bytes`. Engines of one user that give the same `name` share it.
+
+    Blocks of each size have `max_bytes` of their own, and the first engine that saves such a block decides how many.
+    Engines of different models should use different names.
 
     The last engine that closes it frees the memory. After SIGKILL, the next engine with this name finds the blocks, and
     the next engine with another name frees them.
@@ -52,12 +57,90 @@ class SharedTier(DiskTier):
             if other != folder:
                 remove_if_unused(other)
         users = open_users(folder)
+        self._slots: dict[tuple[int, int], Slots] = {}  # (bytes of a name, bytes of a block) -> the file
+        self._last_use_ns = 0
         # called by garbage collection and at exit, too
         self._release = weakref.finalize(self, release, folder, users, os.getpid())
         super().__init__(folder, max_bytes)
 
+    def match(self, blocks: Sequence[BlockName]) -> int:
+        found = self._find(blocks)
+        if len(found) < len(blocks) and self._open_new():
+            found = self._find(blocks)
+        for slots, slot in reversed(found):  # the ends of prefixes are evicted first
+            slots.touch(slot, self._now_ns())
+        self._count(hits=len(found), misses=len(blocks) - len(found))
+        return len(found)
+
+    def load(self, block: BlockName, out: np.ndarray) -> bool:
+        begin = time.perf_counter()
+        slots = self._slots_for(block, out)
+        if slots is None or not slots.load(block, out):
+            return False
+        self._count(loaded_bytes=out.nbytes, load_time_s=time.perf_counter() - begin)
+        return True
+
+    def save(self, block: BlockName, data: np.ndarray) -> None:
+        begin = time.perf_counter()
+        try:
+            slots = self._slots_for(block, data)
+            if slots is not None and slots.find(block):
+                return
+            with self._files.locked():
+                slots = slots or self._slots_for(block, data) or self._make(block, data)
+                if slots is None or slots.find(block):  # it is too large, or another process has saved it
+                    return
+                num_evicted = slots.save(block, data, self._now_ns())
+        except OSError as error:
+            self._warn(error)
+            return
+        self._count(saved_bytes=data.nbytes, save_time_s=time.perf_counter() - begin, evictions=num_evicted)
+
+    def failed(self, block: BlockName) -> None:
+        try:
+            with self._files.locked():
+                for slots in self._slots.values():
+                    slots.remove(block)
+        except OSError as error:
+            self._warn(error)
+
     def close(self) -> None:
         self._release()
+
+    def _find(self, blocks: Sequence[BlockName]) -> list[tuple[Slots, int]]:
+        """Return where the first of these blocks are, until one is not there."""
+        found: list[tuple[Slots, int]] = []
+        for block in blocks:
+            places = [(slots, place[0]) for slots in self._slots.values() if (place := slots.find(block))]
+            if not places:
+                break
+            found.append(places[0])
+        return found
+
+    def _slots_for(self, block: BlockName, data: np.ndarray) -> Slots | None:
+        sizes = len(block.key) + len(block.tokens), data.nbytes
+        if sizes not in self._slots:
+            self._open_new()
+        return self._slots.get(sizes)
+
+    def _open_new(self) -> bool:
+        """Open the files that other processes have made. Returns whether there were any."""
+        new = {}
+        with contextlib.suppress(FileNotFoundError):  # a user's `rm -r`
+            for name in os.listdir(self.folder):
+                if name.endswith(SUFFIX) and sizes_of(name)[1:] not in self._slots:
+                    new[sizes_of(name)[1:]] = Slots(self.folder / name)
+        self._slots = self._slots | new  # a new dict: another thread may read the old one
+        return bool(new)
+
+    def _make(self, block: BlockName, data: np.ndarray) -> Slots | None:
+        path = make_slots(self.folder, len(block.key) + len(block.tokens), data.nbytes, self.max_bytes)
+        return None if path is None else self._slots_for(block, data)
+
+    def _now_ns(self) -> int:
+        """Return the time; each call returns a later one."""
+        self._last_use_ns = max(self._last_use_ns + 1, time.time_ns())
+        return self._last_use_ns
 
 
 def open_users(folder: Path) -> int:

@@ -65,6 +65,7 @@ class Replay:
         self.in_flight: dict[int, list[int]] = dict(header["in_flight"])
         self.decodes: list[int] = []
         self.cached: dict[int, tuple[str, int]] = {}  # block id -> (hash, serial number)
+        self.loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
         self._empty_pool(header["num_blocks"])
         if header["state"] is not None:
             self._load_state(header["state"])
@@ -106,7 +107,7 @@ class Replay:
         self.ref_counts = [0] * (num_blocks + 1)
         self.free = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.cached = {}
-        self.loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
+        self.loaded = {}
 
     def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:
         self.seqs[number] = ReplayedSequence(number, **about)

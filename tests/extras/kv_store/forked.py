@@ -24,3 +24,19 @@ def fork(function, *args):
 def join(*pids):
     """Wait for forked processes, and check that none has raised."""
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * len(pids)
+
+
+def die_at(function, num_calls=1, after=False):
+    """Wrap a function: its call number `num_calls` kills the process, before or after the work is done."""
+    calls = []
+
+    def wrapped(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == num_calls and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*args, **kwargs)
+        if len(calls) == num_calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return wrapped

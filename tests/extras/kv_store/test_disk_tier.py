@@ -16,7 +16,7 @@ from hypothesis import settings
 from nanovllm.extras.kv_store import disk_tier
 from nanovllm.extras.kv_store.disk_tier import DiskTier
 from tests.conftest import examples
-from tests.extras.kv_store.forked import fork, join
+from tests.extras.kv_store.forked import die_at, fork, join
 from tests.extras.kv_store.tier_machine import (
     MAX_BYTES,
     OVERHEAD,
@@ -412,7 +412,7 @@ def test_a_process_that_holds_the_lock_and_is_stopped(tier, path, monkeypatch, c
 
 def test_a_process_forked_while_the_lock_is_held_does_not_keep_it(tier, path, monkeypatch):
     monkeypatch.setattr(disk_tier, "LOCK_TIMEOUT_S", 0.01)
-    with tier._files._locked():
+    with tier._files.locked():
         pid = fork(signal.pause)
     tier.save(block_name(1), DATA)
     assert tier.match([block_name(1)]) == 1
@@ -421,22 +421,6 @@ def test_a_process_forked_while_the_lock_is_held_does_not_keep_it(tier, path, mo
 
 
 # ---- SIGKILL
-
-
-def die_at(function, num_calls=1, after=False):
-    """Wrap a function: its call number `num_calls` kills the process, before or after the work is done."""
-    calls = []
-
-    def wrapped(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == num_calls and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = function(*args, **kwargs)
-        if len(calls) == num_calls:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    return wrapped
 
 
 @pytest.mark.parametrize("after", [False, True])

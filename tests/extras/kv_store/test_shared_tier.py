@@ -2,24 +2,29 @@
 
 import errno
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import nanovllm
-from nanovllm.extras.kv_store import shared_tier
+from nanovllm.extras.kv_store import shared_tier, slots
 from nanovllm.extras.kv_store.conversations import save_conversation
 from nanovllm.extras.kv_store.shared_tier import SharedTier
 from tests.conftest import examples
-from tests.extras.kv_store.forked import fork, join
-from tests.extras.kv_store.tier_machine import MAX_BYTES, TierMachine, block_data, block_name, files_of, load
+from tests.extras.kv_store.forked import die_at, fork, join
+from tests.extras.kv_store.tier_machine import MAX_BYTES, block_data, block_name, files_of, load
 
 BLOCK, DATA = block_name(), block_data()
 
@@ -32,9 +37,69 @@ def root():
     shutil.rmtree(folder)
 
 
-class SharedMachine(TierMachine):
+SIZES = (40, 100, 300)
+WHICH = st.integers(0, 1)
+BLOCKS = st.tuples(st.integers(0, 6), st.integers(0, 1), st.sampled_from(SIZES))
+
+
+def named(block):
+    key, tokens, size = block
+    return block_name(7 * SIZES.index(size) + key, tokens)
+
+
+class SharedMachine(RuleBasedStateMachine):
+    """Two tiers of the same name take turns, against dictionaries in the order of eviction, one for each size."""
+
+    @initialize()
+    def start(self):
+        self.root = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+        self.tiers = [self.make_tier(), self.make_tier()]
+        self.model = {size: OrderedDict() for size in SIZES}  # size -> block -> data
+
     def make_tier(self):
         return SharedTier("default", MAX_BYTES, root=self.root)
+
+    @rule(which=WHICH, block=BLOCKS, seed=st.integers(0, 99))
+    def save(self, which, block, seed):
+        data, kept = block_data(seed, block[2]), self.model[block[2]]
+        stats, evictions = self.tiers[which].stats, self.tiers[which].stats.evictions
+        self.tiers[which].save(named(block), data)
+        expected, data[:] = data.tobytes(), 0  # the tier has a copy
+        if block not in kept:
+            if len(kept) == MAX_BYTES // block[2]:
+                kept.popitem(last=False)
+                evictions += 1
+            kept[block] = expected
+        assert stats.evictions == evictions
+
+    @rule(which=WHICH, block=BLOCKS, size=st.sampled_from(SIZES))
+    def load(self, which, block, size):
+        stats = self.tiers[which].stats
+        loaded_bytes = stats.loaded_bytes
+        expected = self.model[size].get(block)
+        assert load(self.tiers[which], named(block), size) == expected
+        assert stats.loaded_bytes == loaded_bytes + (0 if expected is None else size)
+        assert stats.failures == 0
+
+    @rule(which=WHICH, blocks=st.lists(BLOCKS, max_size=5))
+    def match(self, which, blocks):
+        stats = self.tiers[which].stats
+        before = stats.hits, stats.misses
+        expected = next((i for i, block in enumerate(blocks) if block not in self.model[block[2]]), len(blocks))
+        assert self.tiers[which].match([named(block) for block in blocks]) == expected
+        for block in reversed(blocks[:expected]):
+            self.model[block[2]].move_to_end(block)
+        assert (stats.hits, stats.misses) == (before[0] + expected, before[1] + len(blocks) - expected)
+
+    @rule(which=WHICH, block=BLOCKS)
+    def failed(self, which, block):
+        self.tiers[which].failed(named(block))
+        self.model[block[2]].pop(block, None)
+
+    @rule(which=WHICH)
+    def restart(self, which):
+        self.tiers[which].close()
+        self.tiers[which] = self.make_tier()
 
     def teardown(self):
         if hasattr(self, "root"):
@@ -88,14 +153,14 @@ def test_memory_of_killed_engines_is_found_again_or_freed(root):
 
     pids = [fork(work, name) for name in ("one", "other")]
     deadline = time.monotonic() + 30
-    while len(list(root.rglob("*.kv"))) < 2:
+    while len(list(root.rglob("*.slots"))) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     folders = {folder.name.rpartition("-")[2]: folder for folder in root.iterdir()}
-    assert all(len(files_of(folder)) == 1 for folder in folders.values())
+    assert all(len(files_of(folder, ".slots")) == 1 for folder in folders.values())
     tier = SharedTier("one", MAX_BYTES, root)
     assert load(tier, BLOCK) == DATA.tobytes()
     assert list(root.iterdir()) == [folders["one"]], "no process uses the other one"
@@ -222,3 +287,123 @@ def test_an_engine_that_cannot_get_the_lock_does_not_wait_for_ever(root, monkeyp
     assert time.perf_counter() - begin < 1
     if num_open:
         assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+# ---- processes that write at once, or are killed
+
+
+LARGE = 1 << 19
+NUM_SLOTS = 2
+
+
+def save_without_end(root, ready=None):
+    """Write three blocks in turns to two slots."""
+    tier = SharedTier("default", NUM_SLOTS * LARGE, root=root)
+    data = [block_data(key, LARGE) for key in range(3)]
+    if ready is not None:
+        os.write(ready, b"x")
+    while True:
+        for key in range(3):
+            tier.save(block_name(key), data[key])
+
+
+@pytest.mark.parametrize("num_kills", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_readers_find_whole_blocks_while_writers_replace_them_and_are_killed(root, num_kills):
+    data = [block_data(key, LARGE).tobytes() for key in range(3)]
+    tier = SharedTier("default", NUM_SLOTS * LARGE, root=root)
+    choose, num_found, num_missed = random.Random(0), 0, 0
+    for _ in range(num_kills):
+        is_ready, ready = os.pipe()
+        pids = [fork(save_without_end, root, ready) for _ in range(2)]
+        os.read(is_ready, 1)
+        deadline = time.monotonic() + choose.uniform(0.02, 0.06)
+        while time.monotonic() < deadline:
+            for key in range(3):
+                found = load(tier, block_name(key), LARGE)
+                assert found in (None, data[key])
+                num_found += found is not None
+                num_missed += found is None
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(is_ready)
+        os.close(ready)
+        for key in range(3):
+            assert load(tier, block_name(key), LARGE) in (None, data[key])
+            tier.save(block_name(key), block_data(key, LARGE))
+            assert load(tier, block_name(key), LARGE) == data[key]
+    assert num_found > 0
+    assert num_missed > 0
+    assert tier.stats.failures == 0
+    tier.close()
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("module", "function"), [(os, "pwrite"), (slots, "checksum_of"), (os, "replace")])
+def test_sigkill_at_each_moment_of_a_save(root, module, function, after):
+    """The slots are full, so that a save evicts a block too; but for `replace`, which makes the file."""
+    tier = SharedTier("default", MAX_BYTES, root=root)
+    first = 10 if module is os and function == "replace" else 0
+    for key in range(first, 10):
+        tier.save(block_name(key), block_data(key))
+
+    def save():
+        setattr(module, function, die_at(getattr(module, function), after=after))
+        tier.save(block_name(10), block_data(10))
+
+    _, status = os.waitpid(fork(save), 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    other = SharedTier("default", MAX_BYTES, root=root)
+    for one in (tier, other):
+        assert sum(load(one, block_name(key)) is not None for key in range(11)) >= 9 - first
+        for key in range(11):
+            assert load(one, block_name(key)) in (None, block_data(key).tobytes())
+        one.save(block_name(11), DATA)
+        assert load(one, block_name(11)) == DATA.tobytes()
+        one.close()
+
+
+def test_a_block_that_is_replaced_while_it_is_read_is_a_miss(root, monkeypatch):
+    tier, other = SharedTier("default", 100, root=root), SharedTier("default", 100, root=root)
+    tier.save(BLOCK, DATA)
+    real_copy = np.copyto
+
+    def copy(out, data):
+        real_copy(out, data)
+        other.save(block_name(1), block_data(1))
+
+    monkeypatch.setattr(slots.np, "copyto", copy)
+    assert load(tier, BLOCK) is None
+    monkeypatch.undo()
+    assert load(tier, block_name(1)) == block_data(1).tobytes()
+    tier.close()
+    other.close()
+
+
+def test_without_ordered_stores_the_checksum_is_compared(root):
+    path = slots.make_slots(root, 48, 100, 1000)
+    one, strict = slots.Slots(path), slots.Slots(path, has_ordered_stores=False)
+    assert one.save(BLOCK, DATA, 1) == 0
+    assert strict.load(BLOCK, out := np.zeros(100, np.uint8))
+    assert out.tobytes() == DATA.tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(DATA.tobytes())] ^= 1
+    path.write_bytes(content)
+    assert not strict.load(BLOCK, out)
+    assert one.load(BLOCK, out)
+
+
+def test_memory_that_is_used_up_in_the_middle_of_a_block(root, monkeypatch, caplog):
+    tier = SharedTier("default", 100, root=root)
+    tier.save(BLOCK, DATA)
+    real_pwrite = os.pwrite
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda file, data, start: real_pwrite(file, data[:40] if start else data, start))
+        tier.save(block_name(1), block_data(1))
+    assert tier.match([BLOCK]) == tier.match([block_name(1)]) == 0
+    assert "No space left" in caplog.text
+    tier.save(block_name(1), block_data(1))
+    assert load(tier, block_name(1)) == block_data(1).tobytes()
+    tier.save(BLOCK, block_data(0, 101))
+    assert tier.match([BLOCK]) == 0, "it is larger than the tier"
+    tier.close()
