@@ -1,90 +1,131 @@
-"""Measure the K/V store in host memory: what a prompt costs whose blocks are there, and what the store costs otherwise.
+"""Measure an engine with a K/V store: TTFT of a prompt whose blocks are there, and what the store costs otherwise.
 
-    python -m benchmarks.kv_store
-    python -m benchmarks.kv_store --layers 4 --rounds 3
+    python -m benchmarks.kv_store ttft                            # host memory, disk (warm and cold), shared memory
+    python -m benchmarks.kv_store costs --workload W              # everything is saved to host memory
+    python -m benchmarks.kv_store costs --workload W --tiers disk
+    python -m benchmarks.kv_store --layers 4 --rounds 1           # both, short
 
-Three figures:
-
-    TTFT       of a prompt that is computed, and of the same prompt when its blocks are loaded
-    nothing    an empty store is asked at each admission: the time of these calls, over the time of the steps
-    all        each block is saved: the time of the engine's own thread for it, over the time of the steps, and the
-               processor time of the whole run with and without a store
+ttft     of a prompt that is computed, and of the same prompt when its blocks are loaded. "cold" means that the files
+         were dropped from the page cache by `posix_fadvise`; the host of a virtual machine may still have them
+costs    each block is saved and nothing is found, against an engine without a store, in turns: the time of the engine's
+         own thread for it over the time of the steps, the time of the whole run, and the processor time of all threads
 
 The default model has the shape of Qwen3-0.6B and random weights. `--layers` keeps only some of its 28 layers: the time
 of a prompt and the bytes of a block are both nearly proportional to the layers, so the ratio of TTFT hardly changes.
+Servers are measured by `kv_servers.py`, tiers without an engine by `kv_tiers.py`.
 """
 
 import argparse
+import gc
+import json
+import os
 import random
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import QWEN3_06B, describe_machine
+from bench import WORKLOADS
+from benchmarks.common import MAX_TOKEN_ID, QWEN3_06B, Workload, describe_machine, make_workload, read_config
+from benchmarks.kv_tiers import drop_from_page_cache
 from nanovllm import Config, LLMEngine, SamplingParams
 from nanovllm.extras.roll_back import reset_prefix_cache
 
-STORE_GIB = 2.0
+GIB = 1 << 30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The K/V store in host memory.")
-    parser.add_argument("--model", default=str(QWEN3_06B), help="folder or hub id (default: Qwen3-0.6B's shape)")
+    parser = argparse.ArgumentParser(description="An engine with a K/V store.")
+    parser.add_argument("what", nargs="?", choices=["ttft", "costs", "both"], default="both")
+    parser.add_argument("--tiers", nargs="+", choices=["memory", "disk", "shared"], help="default: all; costs: memory")
+    parser.add_argument("--model", default=str(QWEN3_06B), help="folder (default: Qwen3-0.6B's shape)")
     parser.add_argument("--load-format", default="dummy")
-    parser.add_argument("--layers", type=int, default=None, help="keep only the first layers")
-    parser.add_argument("--prompt-len", type=int, default=2000)
+    parser.add_argument("--layers", type=int, help="keep only the first layers")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--num-requests", type=int, default=8, help="of the workload that everything is saved of")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; by default a temporary one")
+    parser.add_argument("--tier-gib", type=float, default=4.0, help="size of a tier")
+    parser.add_argument("--prompt-len", type=int, default=2000, help="of ttft")
+    parser.add_argument("--workload", choices=WORKLOADS, help="of costs; by default requests of these sizes:")
+    parser.add_argument("--num-requests", type=int, default=8)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    engine = make_engine(args, kv_offloading_size=STORE_GIB)
-    print(describe_machine(str(engine.runner.device)))
-    print(engine.description)
-    measure_ttft(engine, args)
-    measure_costs(engine, args)
+    args.vocab_size = min(MAX_TOKEN_ID, read_config(Path(args.model))["vocab_size"])
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        if args.what != "costs":
+            for tier in args.tiers or ("memory", "disk", "shared"):
+                rows += measure_ttft(tier, Path(folder), args)
+        if args.what != "ttft":
+            for tier in args.tiers or ("memory",):
+                rows.append(measure_costs(tier, Path(folder), args))
+    machine = describe_machine("cpu")
+    print(machine)
+    if args.json:
+        args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=2) + "\n", encoding="utf-8")
 
 
-def make_engine(args: argparse.Namespace, **options: Any) -> LLMEngine:
-    overrides = None if args.layers is None else {"num_hidden_layers": args.layers}
-    num_tokens = args.prompt_len + args.num_requests * (args.input_len + args.output_len)
+def make_engine(args: argparse.Namespace, num_tokens: int, **options: Any) -> LLMEngine:
+    """num_tokens: the K and V that the pool holds, and the longest sequence."""
     config = Config(
         model=args.model,
         load_format=args.load_format,
-        hf_overrides=overrides,
+        hf_overrides=None if args.layers is None else {"num_hidden_layers": args.layers},
         skip_tokenizer_init=True,
-        max_model_len=max(args.prompt_len + 1, args.input_len + args.output_len),
+        max_model_len=num_tokens,
         max_num_batched_tokens=2048,
-        num_kv_blocks=num_tokens // 16 + args.num_requests + 2,
+        num_kv_blocks=num_tokens // 16 + 40,
         self_check="off",
         **options,
     )
     return LLMEngine(config)
 
 
+def options_of(tier: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of an engine whose store has this tier."""
+    if tier == "memory":
+        return {"kv_offloading_size": args.tier_gib}
+    extra: dict[str, Any] = {"max_bytes": int(args.tier_gib * GIB)}
+    if tier == "disk":
+        extra["shared_storage_path"] = str(folder / "store")
+    else:
+        extra["name"] = f"benchmark-{os.getpid()}"
+    connector = {"disk": "SharedStorageConnector", "shared": "SharedMemoryConnector"}[tier]
+    return {"kv_transfer_config": {"kv_connector": connector, "kv_connector_extra_config": extra}}
+
+
 # ---- TTFT
 
 
-def measure_ttft(engine: LLMEngine, args: argparse.Namespace) -> None:
+def measure_ttft(tier: str, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    engine = make_engine(args, args.prompt_len + 1, **options_of(tier, folder, args))
     rng, store = random.Random(0), engine.parts.kv_store
-    computed, loaded = [], []
+    times: dict[str, list[float]] = {"computed": [], tier: []} | ({"disk, cold": []} if tier == "disk" else {})
     for _ in range(args.rounds):
-        prompt = random_prompt(engine, rng, args.prompt_len)
-        computed.append(ttft(engine, prompt))
+        prompt = [rng.randrange(args.vocab_size) for _ in range(args.prompt_len)]
+        times["computed"].append(ttft(engine, prompt))
         store.saver.wait()
-        reset_prefix_cache(engine.scheduler)  # of the pool only
-        before = store.stats.loaded_tokens
-        loaded.append(ttft(engine, prompt))
-        assert store.stats.loaded_tokens - before >= args.prompt_len - engine.parts.block_size
+        for what in list(times)[1:]:
+            reset_prefix_cache(engine.scheduler)  # of the pool only
+            if what == "disk, cold":
+                drop_from_page_cache((folder / "store").glob("*.kv"))
+            before = store.stats.loaded_tokens
+            times[what].append(ttft(engine, prompt))
+            assert store.stats.loaded_tokens - before >= args.prompt_len - engine.parts.block_size
         reset_prefix_cache(engine.scheduler)
-    tier = engine.get_stats().kv_store.tiers["memory"]
-    print(
-        f"prompt of {args.prompt_len} tokens, {store.bytes_per_block / 2**20:.2f} MiB a block, medians of {args.rounds}"
-    )
-    print(f"  computed {median(computed) * 1e3:9.1f} ms")
-    print(f"  loaded   {median(loaded) * 1e3:9.1f} ms    {median(computed) / median(loaded):.1f} times as fast")
-    print(f"  the tier's own copies: {tier.loaded_bytes / tier.load_time_s / 2**30:.2f} GiB/s")
+    stats, mib = engine.get_stats().kv_store.tiers[tier], store.bytes_per_block / 2**20
+    print(f"prompt of {args.prompt_len} tokens, {mib:.2f} MiB a block, medians of {args.rounds}")
+    rows = []
+    for what, seconds in times.items():
+        ratio = median(before / after for before, after in zip(times["computed"], seconds, strict=True))
+        rows.append({"what": f"ttft, {what}", "ms": median(seconds) * 1e3, "times_as_fast": ratio})
+        print(f"  {what:<12}{median(seconds) * 1e3:9.1f} ms{ratio:8.1f} times as fast")
+    print(f"  loading from the tier: {stats.loaded_bytes / stats.load_time_s / GIB:.2f} GiB/s")
+    end(engine)
+    return rows
 
 
 def ttft(engine: LLMEngine, prompt: list[int]) -> float:
@@ -96,39 +137,56 @@ def ttft(engine: LLMEngine, prompt: list[int]) -> float:
     return time.perf_counter() - start
 
 
-def random_prompt(engine: LLMEngine, rng: random.Random, num_tokens: int) -> list[int]:
-    return [rng.randrange(engine.runner.shape.vocab_size) for _ in range(num_tokens)]
+def end(engine: LLMEngine) -> None:
+    """Wait for the thread of the store, which removes what the engine has in shared memory."""
+    engine.parts.kv_store.saver.stop()
+    gc.collect()
 
 
 # ---- costs
 
 
-def measure_costs(engine: LLMEngine, args: argparse.Namespace) -> None:
-    plain = make_engine(args)
-    calls = Timed()
-    store = engine.parts.kv_store
+def measure_costs(tier: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    first = make_requests(args, 0)
+    num_tokens = first.num_prompt_tokens + first.num_output_tokens
+    engine = make_engine(args, num_tokens, **options_of(tier, folder, args))
+    plain = make_engine(args, num_tokens)
+    calls, store = Timed(), engine.parts.kv_store
     for name in ("names", "match"):
         setattr(store, name, calls.wrap(name, getattr(store, name)))
     store.saver.save_blocks = calls.wrap("save_blocks", store.saver.save_blocks)
-    shares, saving, with_store, without = [], [], [], []
+    rounds: dict[str, list[float]] = {name: [] for name in ("asking", "saving", "time", "processor time")}
     for i in range(args.rounds + 1):
+        work = make_requests(args, i)
         calls.seconds.clear()
-        wall, processor = run_workload(engine, args, seed=i)
-        store.saver.wait()
-        plain_processor = run_workload(plain, args, seed=i)[1]
+        pair = {one: run_workload(one, work) for one in ((engine, plain) if i % 2 else (plain, engine))}
+        (wall, processor), (plain_wall, plain_processor) = pair[engine], pair[plain]
         if i:  # the first round warms up
-            asked = calls.seconds["names"] + calls.seconds["match"]
-            shares.append(asked / wall)
-            saving.append((calls.seconds["names"] + calls.seconds["save_blocks"]) / wall)
-            with_store.append(processor)
-            without.append(plain_processor)
-    what = f"{args.num_requests} requests of {args.input_len} tokens, {args.output_len} new ones each"
+            rounds["asking"].append((calls.seconds["names"] + calls.seconds["match"]) / wall)
+            rounds["saving"].append((calls.seconds["names"] + calls.seconds["save_blocks"]) / wall)
+            rounds["time"].append(wall / plain_wall - 1)
+            rounds["processor time"].append(processor / plain_processor - 1)
     stats = store.get_stats()
-    print(f"{what}: nothing is found, and everything is saved ({stats.num_dropped_blocks} blocks dropped)")
-    print(f"  keys and asking the store     {100 * median(shares):6.3f} % of the time of the steps")
-    print(f"  keys and copies for saving    {100 * median(saving):6.3f} %, in the engine's thread")
-    more = median(with_store) / median(without) - 1
-    print(f"  processor time of all threads {100 * more:+6.2f} %, against an engine without a store")
+    saved = stats.tiers[tier].saved_bytes / GIB / (args.rounds + 1)
+    row = {name: 100 * median(shares) for name, shares in rounds.items()}
+    print(
+        f"{first.name}: nothing is found, and everything is saved to {tier}: {saved:.2f} GiB in each of {args.rounds}"
+    )
+    print(f"  keys and asking the store     {row['asking']:7.3f} % of the time of the steps")
+    print(f"  keys and copies for saving    {row['saving']:7.3f} %, in the engine's thread")
+    for name in ("time", "processor time"):
+        print(f"  {name + ' of the whole run':<30}{row[name]:+7.2f} %, against an engine without a store")
+    print(f"  {stats.num_dropped_blocks} blocks were dropped, because too many waited to be saved")
+    end(engine)
+    return {"what": f"costs, {tier}", "workload": first.name, "dropped": stats.num_dropped_blocks, **row}
+
+
+def make_requests(args: argparse.Namespace, seed: int) -> Workload:
+    sizes = [args.input_len] * args.num_requests, [args.output_len] * args.num_requests
+    if args.workload:
+        sizes = WORKLOADS[args.workload]
+    name = args.workload or f"{args.num_requests} requests of {args.input_len} tokens, {args.output_len} new ones each"
+    return make_workload(name, *sizes, args.vocab_size, shared_len=0, seed=seed)
 
 
 class Timed:
@@ -148,13 +206,11 @@ class Timed:
         return timed
 
 
-def run_workload(engine: LLMEngine, args: argparse.Namespace, seed: int) -> tuple[float, float]:
-    """Return seconds of the clock, and of the processor in all threads."""
-    rng = random.Random(seed)
-    params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
+def run_workload(engine: LLMEngine, work: Workload) -> tuple[float, float]:
+    """Return seconds of the clock, and of the processor in all threads until everything is saved."""
     start, start_processor = time.perf_counter(), time.process_time()
-    for i in range(args.num_requests):
-        engine.add_request(str(i), random_prompt(engine, rng, args.input_len), params)
+    for i, (prompt, output_len) in enumerate(zip(work.prompts, work.output_lens, strict=True)):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True))
     while engine.has_unfinished_requests():
         engine.step()
     wall = time.perf_counter() - start

@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 
@@ -103,13 +103,18 @@ def measure_tier(tier: Tier, names: list[BlockName], data: np.ndarray, repeats: 
 
 def measure_cold(tier: DiskTier, names: list[BlockName], data: np.ndarray, repeats: int) -> list[Row]:
     def drop() -> None:
-        for name in names:
-            descriptor = os.open(tier.path_of(name), os.O_RDONLY)
-            os.fsync(descriptor)  # dirty pages are not dropped
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+        drop_from_page_cache(map(tier.path_of, names))
 
     return [timed(f"{tier.name}: load, cold", lambda: load_all(tier, names, data), data, repeats, prepare=drop)]
+
+
+def drop_from_page_cache(paths: Iterable[str | Path]) -> None:
+    """Let the next read of these files come from the disk, or from what is behind it."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)  # dirty pages are not dropped
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def load_all(tier: Tier, names: list[BlockName], data: np.ndarray) -> None:

@@ -114,6 +114,20 @@ def in_process(*arguments, timeout_s=120.0, tls=None):
             assert process.wait(30) == 0, read(log)
 
 
+@contextlib.contextmanager
+def started(*words):
+    """`nanovllm WORDS` on a free port. The block may kill the process."""
+    command = [sys.executable, "-m", "nanovllm", *words, "--port", "0"]
+    with tempfile.TemporaryFile("w+") as log:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            yield RealServer(wait_for_port(process, log, 120), process=process)
+        finally:
+            process.terminate()
+            assert process.wait(30) in (0, -signal.SIGKILL)
+
+
 def wait_for_port(process, log, timeout_s, tls=None):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:

@@ -8,12 +8,7 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,7 +21,7 @@ from nanovllm.extras.serve.front import FrontOptions, make_front, prefill_body
 from nanovllm.extras.serve.front_command import main
 from tests.conftest import hf_greedy
 from tests.extras.serve.conftest import CHAT_TEMPLATE
-from tests.extras.serve.real_server import QUESTIONS, ROOT, Offline, RealServer, in_thread, wait_for_port
+from tests.extras.serve.real_server import QUESTIONS, Offline, in_thread, started
 
 SMALL = {"num_kv_blocks": 256, "block_size": 4, "dtype": "float32"}
 NOBODY = "http://127.0.0.1:9"  # the port "discard": refuses connections
@@ -360,20 +355,6 @@ def test_bad_options_are_refused(words, capsys):
 
 
 # ---- real processes
-
-
-@contextlib.contextmanager
-def started(*words):
-    """`nanovllm WORDS` on a free port. The block may kill the process."""
-    command = [sys.executable, "-m", "nanovllm", *words, "--port", "0"]
-    with tempfile.TemporaryFile("w+") as log:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            yield RealServer(wait_for_port(process, log, 120), process=process)
-        finally:
-            process.terminate()
-            assert process.wait(30) in (0, -signal.SIGKILL)
 
 
 @pytest.mark.slow
