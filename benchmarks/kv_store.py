@@ -122,7 +122,7 @@ def measure_ttft(tier: str, folder: Path, args: argparse.Namespace) -> list[dict
     for what, seconds in times.items():
         ratio = median(before / after for before, after in zip(times["computed"], seconds, strict=True))
         rows.append({"what": f"ttft, {what}", "ms": median(seconds) * 1e3, "times_as_fast": ratio})
-        print(f"  {what:<12}{median(seconds) * 1e3:9.1f} ms{ratio:8.1f} times as fast")
+        print(f"  {what:<12}{median(seconds) * 1e3:9.1f} ms" + ("" if ratio == 1 else f"{ratio:8.1f} times as fast"))
     print(f"  loading from the tier: {stats.loaded_bytes / stats.load_time_s / GIB:.2f} GiB/s")
     end(engine)
     return rows
