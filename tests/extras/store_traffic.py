@@ -67,8 +67,8 @@ class FakeStore:
 class LoadingFakeKVCache(FullFakeKVCache):
     def move(self, swap_outs=(), swap_ins=(), copies=()):
         journal = super().move(swap_outs, swap_ins, copies)
-        for contents, block_id in getattr(copies, "loads", ()):
-            for i, held in enumerate(contents):
+        for name, block_id in getattr(copies, "loads", ()):
+            for i, held in enumerate(copies.loaded[name]):
                 self.slots[block_id, i] = held
                 journal.append((self.slots, (block_id, i), None))
         return journal

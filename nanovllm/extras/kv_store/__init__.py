@@ -2,5 +2,5 @@
 
 Read `tier.py` first: what a store is. `memory_tier.py` keeps blocks in host memory, `disk_tier.py` in a folder, and
 `shared_tier.py` in memory that engines share (`slots.py`). `conversations.py` finds them by a name. Then `store.py`:
-how an engine loads and saves. docs/kv_store.md describes the options.
+how an engine loads and saves, and `ranks.py`: with several ranks. docs/kv_store.md describes the options.
 """

@@ -20,29 +20,33 @@ from nanovllm.extras.runner_hooks import SampledTokens
 from nanovllm.extras.swap.host_blocks import as_words, indices_on
 from nanovllm.extras.swap.space import SwapMoves
 
+NamedBlocks = list[tuple[BlockName, int]]
+
 
 class StoreMoves(SwapMoves):
-    """`loads` is a list of (data: [bytes_per_block] uint8, block id), `saves` one of (name, block id)."""
+    """`loads` and `saves` are lists of (name, block id). `loaded` has the data of loads: [bytes_per_block] uint8."""
 
     def __init__(
-        self,
-        copies: list[tuple[int, int]],
-        loads: list[tuple[torch.Tensor, int]],
-        saves: list[tuple[BlockName, int]],
+        self, copies: list[tuple[int, int]], loads: NamedBlocks, saves: NamedBlocks, loaded: dict[BlockName, Any]
     ) -> None:
         super().__init__(copies, getattr(copies, "swap_outs", []), getattr(copies, "swap_ins", []))
         self.loads = loads
         self.saves = saves
+        self.loaded = loaded
 
 
 def loading(cache_class: type[Any]) -> type[Any]:
     """Return `cache_class` with `copy_blocks` that also does the loads of a step."""
 
     class LoadingKVCache(cache_class):  # type: ignore[misc, valid-type]
+        first_byte = 0
+        """Where this cache's part of a block's data begins."""
+
         def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
             super().copy_blocks(copies)
             if isinstance(copies, StoreMoves) and copies.loads:
-                copy_in(self.tensor, copies.loads)
+                part = slice(self.first_byte, self.first_byte + self.bytes_per_block)
+                copy_in(self.tensor, [(copies.loaded[name][part], block_id) for name, block_id in copies.loads])
 
     return LoadingKVCache
 
@@ -50,20 +54,22 @@ def loading(cache_class: type[Any]) -> type[Any]:
 class SavesAfterwards:
     """Wraps the runner's `compute`: when a step has computed, its full blocks are copied to the host and saved.
 
-    max_wait_s: how long a step waits until its blocks are saved. With 0, they are saved in the background.
+    wait: called after these blocks have been queued. Without it, they are saved in the background.
     """
 
-    def __init__(self, compute: Callable[[Any, Batch], SampledTokens], saver: Any, max_wait_s: float = 0) -> None:
+    def __init__(
+        self, compute: Callable[[Any, Batch], SampledTokens], saver: Any, wait: Callable[[], None] | None = None
+    ) -> None:
         self._compute = compute
         self._saver = saver
-        self._max_wait_s = max_wait_s
+        self._wait = wait
 
     def __call__(self, runner: Any, batch: Batch) -> SampledTokens:
         sampled = self._compute(runner, batch)
         if isinstance(batch.copies, StoreMoves) and batch.copies.saves:
             self._saver.save_blocks(runner.kv_cache.tensor, batch.copies.saves)
-            if self._max_wait_s:
-                self._saver.wait(self._max_wait_s)
+            if self._wait is not None:
+                self._wait()
         return sampled
 
 

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm.extras.kv_store.moves import Arriving, copy_out
 from nanovllm.extras.kv_store.tier import BlockName, Chain, Tier
+from nanovllm.kv_cache import KVCache
 
 MAX_PENDING_BYTES = 1 << 30
 MAX_EXIT_S = 10.0  # how long the end of an engine waits for blocks that are not saved yet
@@ -21,7 +23,7 @@ MAX_EXIT_S = 10.0  # how long the end of an engine waits for blocks that are not
 
 class Pending(NamedTuple):
     names: list[BlockName]
-    blocks: Arriving
+    parts: list[Arriving]  # of each KV cache: a draft model has one of its own
 
 
 class Backlog:
@@ -47,19 +49,20 @@ class Saver:
         own_tiers: Sequence[Tier] = (),
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
-        self.bytes_per_block = bytes_per_block
+        self.bytes_per_block = bytes_per_block  # in all KV caches
+        self.further_caches: list[KVCache] = []  # whose part of a block is behind that of the first one
         self.max_pending_bytes = max(max_pending_bytes, bytes_per_block)
         self.num_dropped = 0
         self._queue: SimpleQueue[Pending | None] = SimpleQueue()
         self._backlog = Backlog()
         self._stream: torch.cuda.Stream | None = None
-        arguments = (store, self._queue, self._backlog, bytes_per_block, Chain(own_tiers))
+        arguments = (store, self._queue, self._backlog, Chain(own_tiers))
         thread = threading.Thread(target=save_all, args=arguments, name="kv-store-saver", daemon=True)
         thread.start()
         self.stop = weakref.finalize(self, stop, self._queue, thread)
 
     def save_blocks(self, kv_cache: torch.Tensor, saves: list[tuple[BlockName, int]]) -> None:
-        """Copy blocks of the KV cache to the host and queue them. The first ones are kept if not all fit."""
+        """Copy blocks of the KV caches to the host and queue them. The first ones are kept if not all fit."""
         room = (self.max_pending_bytes - self._backlog.num_bytes) // self.bytes_per_block
         self.num_dropped += max(0, len(saves) - max(0, room))
         saves = saves[: max(0, room)]
@@ -68,9 +71,10 @@ class Saver:
         if kv_cache.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(kv_cache.device)
         names, block_ids = map(list, zip(*saves, strict=True))
-        blocks = copy_out(kv_cache, block_ids, self._stream)
+        tensors = [kv_cache, *(cache.tensor for cache in self.further_caches)]
+        parts = [copy_out(tensor, block_ids, self._stream) for tensor in tensors]
         self._backlog.add(len(saves) * self.bytes_per_block)
-        self._queue.put(Pending(names, blocks))
+        self._queue.put(Pending(names, parts))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all blocks are saved. Returns False if this takes longer than `timeout_s`."""
@@ -78,17 +82,16 @@ class Saver:
             return self._backlog.changed.wait_for(lambda: self._backlog.num_bytes == 0, timeout_s)
 
 
-def save_all(
-    store: Tier, queue: "SimpleQueue[Pending | None]", backlog: Backlog, bytes_per_block: int, own_tiers: Chain
-) -> None:
+def save_all(store: Tier, queue: "SimpleQueue[Pending | None]", backlog: Backlog, own_tiers: Chain) -> None:
     """Save what comes through the queue, until None comes. The store never raises: it is a `Chain`."""
     while (pending := queue.get()) is not None:
-        data = pending.blocks.wait()  # [num_blocks, bytes_per_block]
+        parts = [part.wait() for part in pending.parts]
+        data = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)  # [num_blocks, bytes_per_block]
         for i in reversed(range(len(pending.names))):  # the beginning of a prefix is evicted last
             store.save(pending.names[i], data[i])
         store.finished()
-        num_bytes = len(pending.names) * bytes_per_block
-        del data, pending  # their memory is free while the thread waits for the next ones
+        num_bytes = data.nbytes
+        del data, parts, pending  # their memory is free while the thread waits for the next ones
         backlog.add(-num_bytes)
     own_tiers.close()
 

@@ -22,28 +22,20 @@ device before the step's forward pass. If a load fails, the sequence computes fr
 import weakref
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.kv_store.keys import digest_folder, make_root_key, names_of
-from nanovllm.extras.kv_store.moves import SavesAfterwards, StoreMoves
-from nanovllm.extras.kv_store.saver import Saver
-from nanovllm.extras.kv_store.store_options import (
-    has_users_tier,
-    is_private,
-    make_tiers,
-    read_transfer,
-    smallest_size,
-)
-from nanovllm.extras.kv_store.tier import BlockName, Chain, TierStats
+from nanovllm.extras.kv_store.moves import NamedBlocks, StoreMoves
+from nanovllm.extras.kv_store.share import Loaded, Share
+from nanovllm.extras.kv_store.store_options import is_private, role_of, smallest_size
+from nanovllm.extras.kv_store.tier import BlockName, TierStats
 from nanovllm.extras.window_blocks import NULL_BLOCK
 
 if TYPE_CHECKING:
     from nanovllm.extras.plain_runner import PlainRunner
-
-MAX_SAVE_S = 10.0  # how long a step of a producer waits until its blocks are saved
 
 
 @dataclass
@@ -62,42 +54,48 @@ class StoreStats:
     """Name of each tier -> its counters."""
 
 
-class Loaded(NamedTuple):
-    """A block that was loaded."""
-
-    data: torch.Tensor  # [bytes_per_block] uint8 in host memory
-    tier: str
-    """The name of the tier that had it."""
-
-
-class KVStore:
+class KVStore(Share):
     """The tiers of one engine, and the thread that saves to them.
 
     Raises ValueError if a tier is smaller than one block.
     """
 
     def __init__(self, runner: "PlainRunner") -> None:
-        config, cache = runner.config, runner.kv_cache
+        super().__init__(runner)
+        config = runner.config
         self.block_size = runner.backend.block_size
-        self.bytes_per_block = cache.bytes_per_block
-        self.is_pinned = cache.tensor.is_cuda
         self.stats = StoreStats()
+        self._check_size(config)
+        role = role_of(config)
+        self.can_load, self.can_save = role != "kv_producer", role != "kv_consumer"
+        self.root_key = make_root_key(facts_of(runner, has_digest=not is_private(config)))
+        if config.tensor_parallel_size > 1:
+            from nanovllm.extras.kv_store.ranks import AllRanks
+
+            ranked: Any = runner
+            self.tiers = AllRanks(self.tiers.tiers, ranked.driver)
+
+    def add_draft(self, draft: "PlainRunner") -> None:
+        """Let each block also have the K and V of a draft model, which shares the block tables."""
+        cache: Any = draft.kv_cache
+        cache.first_byte = self.bytes_per_block
+        self.bytes_per_block += cache.bytes_per_block
+        self._check_size(draft.config)
+        self.saver.bytes_per_block = self.bytes_per_block
+        self.saver.further_caches.append(cache)
+        facts = facts_of(draft, has_digest=not is_private(draft.config))
+        self.root_key = make_root_key({"large": self.root_key.hex(), "draft": facts})
+
+    def _check_size(self, config: Any) -> None:
         if smallest_size(config) < self.bytes_per_block:
             option = "kv_transfer_config" if config.kv_offloading_size is None else "kv_offloading_size"
             raise ValueError(
                 f"{option} must hold at least one block of {self.bytes_per_block} bytes, got {smallest_size(config)}"
             )
-        role = "kv_both" if config.kv_transfer_config is None else read_transfer(config.kv_transfer_config).kv_role
-        self.can_load, self.can_save = role != "kv_producer", role != "kv_consumer"
-        tiers = make_tiers(config)
-        self.tiers = Chain(tiers)
-        self.root_key = make_root_key(facts_of(runner, has_digest=not is_private(config)))
-        own_tiers = tiers[:-1] if has_users_tier(config) else tiers
-        self.saver = Saver(self.tiers, self.bytes_per_block, own_tiers)
-        if self.can_save:
-            # when a producer answers, its blocks must be in the store: the engine that decodes is asked next
-            max_wait_s = MAX_SAVE_S if role == "kv_producer" else 0
-            runner.compute = SavesAfterwards(runner.compute, self.saver, max_wait_s)
+
+    def wait(self) -> None:
+        super().wait()
+        self.tiers.finished()
 
     def attach(self, blocks: BlockManager) -> None:
         """Load and save the blocks of a new scheduler."""
@@ -120,14 +118,9 @@ class KVStore:
         return self.tiers.match(names)
 
     def load(self, name: BlockName) -> Loaded | None:
-        """Return the block, or None if it cannot be loaded."""
-        data = torch.empty(self.bytes_per_block, dtype=torch.uint8, pin_memory=self.is_pinned)
-        tier = self.tiers.load_from(name, data.numpy())
-        if tier is not None:
-            return Loaded(data, tier.name)
-        self.stats.num_failed_loads += 1
-        self.tiers.failed(name)
-        return None
+        block = super().load(name)
+        self.stats.num_failed_loads += block is None
+        return block
 
 
 def facts_of(runner: "PlainRunner", has_digest: bool) -> dict[str, Any]:
@@ -144,6 +137,7 @@ def facts_of(runner: "PlainRunner", has_digest: bool) -> dict[str, Any]:
         "block_size": backend.block_size,
         "backend": [type(backend).__name__, getattr(backend, "instructions", ""), config.enforce_eager],
         "weights": [repr(config.quantization), config.load_format, config.seed if config.load_format == "dummy" else 0],
+        "ranks": config.tensor_parallel_size,
         "max_model_len": runner.max_model_len,  # some rope types depend on it
     }
     return facts | {"digest": digest_folder(runner.folder)} if has_digest else facts
@@ -155,7 +149,8 @@ class StoreHooks:
     def __init__(self, store: KVStore, blocks: Any) -> None:
         self._store: KVStore = weakref.proxy(store)  # this object and the block manager refer to each other
         self.blocks = blocks
-        self._loads: list[tuple[torch.Tensor, int]] = []
+        self._loads: NamedBlocks = []
+        self._loaded: dict[BlockName, torch.Tensor] = {}  # their data
         self._saves: dict[int, BlockName] = {}  # block id -> name, of blocks that are full after the next step
         cache = blocks.prefix_cache
         self._try_admit, self._take_copies = blocks.try_admit, blocks.take_copies
@@ -192,8 +187,9 @@ class StoreHooks:
         copies = self._take_copies()
         if not self._loads and not self._saves:
             return copies
-        moves = StoreMoves(copies, self._loads, [(name, block_id) for block_id, name in self._saves.items()])
-        self._loads, self._saves = [], {}
+        saves = [(name, block_id) for block_id, name in self._saves.items()]
+        moves = StoreMoves(copies, self._loads, saves, self._loaded)
+        self._loads, self._loaded, self._saves = [], {}, {}
         return moves
 
     # ---- loading
@@ -209,7 +205,7 @@ class StoreHooks:
             return
         stop, loaded = self._load(names, first, first + num_found)
         if stop > first:
-            self._append(seq, first, stop, loaded)
+            self._append(seq, first, names[: stop - first], loaded)
 
     def _load(self, names: list[BlockName], first: int, stop: int) -> tuple[int, dict[int, Loaded]]:
         """Load the blocks [first, stop) that the token after them sees.
@@ -230,9 +226,10 @@ class StoreHooks:
                 break  # all are there
         return stop, loaded
 
-    def _append(self, seq: Any, first: int, stop: int, loaded: dict[int, Loaded]) -> None:
+    def _append(self, seq: Any, first: int, names: list[BlockName], loaded: dict[int, Loaded]) -> None:
         """Append the blocks [first, stop) to the table of `seq`: null blocks behind the window, then loaded ones."""
-        blocks, num_behind = self.blocks, self._num_behind(stop)
+        blocks, stop = self.blocks, first + len(names)
+        num_behind = self._num_behind(stop)
         if seq.block_table.view(0, min(first, num_behind)).any():
             blocks._give_back(seq, min(first, num_behind))  # what the pool has found and the next token does not see
         by_tier: dict[str, list[int]] = {}  # name of a tier -> ids of the blocks that it had
@@ -243,7 +240,8 @@ class StoreHooks:
             block_id = blocks._take(seq)
             blocks._append(seq, block_id)
             by_tier.setdefault(loaded[i].tier, []).append(block_id)
-            self._loads.append((loaded[i].data, block_id))
+            self._loads.append((names[i - first], block_id))
+            self._loaded[names[i - first]] = loaded[i].data
         if num_behind > first:
             self._skip_registration(seq, num_behind)
         seq.num_computed_tokens = stop * blocks.block_size

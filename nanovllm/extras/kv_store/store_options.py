@@ -101,16 +101,16 @@ def check_store(config: "Config") -> None:
     option = "kv_offloading_size" if config.kv_offloading_size is not None else "kv_transfer_config"
     if not config.enable_prefix_caching:
         raise ValueError(f"enable_prefix_caching must be True with {option}: blocks are found by their prefix")
-    if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
-        raise ValueError(
-            f"tensor_parallel_size and nnodes must be 1 with {option}, got {config.tensor_parallel_size} and "
-            f"{config.nnodes}: run one engine for each device"
-        )
-    if (config.speculative_config or {}).get("model") is not None:
-        raise ValueError(f"{option} cannot be used with a draft model, whose K and V are not stored; use 'ngram'")
+    if config.nnodes > 1:
+        raise ValueError(f"nnodes must be 1 with {option}, got {config.nnodes}: all ranks must use the same tiers")
     if config.kv_transfer_config is None:
         return
     transfer = read_transfer(config.kv_transfer_config)
+    if has_users_tier(config) and config.tensor_parallel_size > 1:
+        raise ValueError(
+            f"tensor_parallel_size must be 1 with a `Tier` in {name_of('kv_connector')}, got "
+            f"{config.tensor_parallel_size}: other ranks are processes, which cannot use the object. Name a connector"
+        )
     if transfer.kv_connector == "OffloadingConnector":
         if config.kv_offloading_size is not None:
             raise ValueError("kv_offloading_size and the connector 'OffloadingConnector' are the same tier; use one")
@@ -122,12 +122,15 @@ def check_store(config: "Config") -> None:
 
 
 def make_tiers(config: "Config") -> list[Tier]:
-    """Return the tiers that the options ask for, from fast to slow. Each is imported where it is needed."""
+    """Return the tiers of one rank, from fast to slow. Each is imported where it is needed.
+
+    Each rank has its part of the host memory. A folder and shared memory are used by all ranks.
+    """
     from nanovllm.extras.kv_store.memory_tier import MemoryTier
 
     tiers: list[Tier] = []
     if config.kv_offloading_size is not None:
-        tiers.append(MemoryTier(int(config.kv_offloading_size * GIB)))
+        tiers.append(MemoryTier(int(config.kv_offloading_size * GIB) // config.tensor_parallel_size))
     if config.kv_transfer_config is None:
         return tiers
     transfer = read_transfer(config.kv_transfer_config)
@@ -135,7 +138,7 @@ def make_tiers(config: "Config") -> list[Tier]:
     if isinstance(connector, Tier):
         return [*tiers, connector]
     if connector == "OffloadingConnector":
-        return [MemoryTier(extra["cpu_bytes_to_use"])]
+        return [MemoryTier(extra["cpu_bytes_to_use"] // config.tensor_parallel_size)]
     max_bytes = extra.get("max_bytes", DEFAULT_TIER_BYTES)
     if connector == "SharedStorageConnector":
         from nanovllm.extras.kv_store.disk_tier import DiskTier
@@ -144,6 +147,17 @@ def make_tiers(config: "Config") -> list[Tier]:
     from nanovllm.extras.kv_store.shared_tier import SharedTier
 
     return [*tiers, SharedTier(extra["name"], max_bytes)]
+
+
+def role_of(config: "Config") -> str:
+    return "kv_both" if config.kv_transfer_config is None else read_transfer(config.kv_transfer_config).kv_role
+
+
+def as_json(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checked `kv_transfer_config` as JSON can hold it, for another rank."""
+    transfer = read_transfer(given)
+    extra = {key: str(value) if "path" in key else value for key, value in transfer.kv_connector_extra_config.items()}
+    return {**given, "kv_connector_extra_config": extra}
 
 
 def has_users_tier(config: "Config") -> bool:
@@ -159,9 +173,9 @@ def is_private(config: "Config") -> bool:
 
 
 def smallest_size(config: "Config") -> int:
-    """Return the bytes of the smallest tier whose size the options set."""
+    """Return the bytes of one rank in the smallest tier whose size the options set."""
     sizes = [] if config.kv_offloading_size is None else [int(config.kv_offloading_size * GIB)]
     if config.kv_transfer_config is not None:
         extra = read_transfer(config.kv_transfer_config).kv_connector_extra_config
         sizes += [extra[key] for key in ("cpu_bytes_to_use", "max_bytes") if key in extra]
-    return min(sizes, default=DEFAULT_TIER_BYTES)
+    return min(sizes, default=DEFAULT_TIER_BYTES) // config.tensor_parallel_size

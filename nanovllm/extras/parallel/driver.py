@@ -14,11 +14,12 @@ logits, by a processor of a request for example, disturbs nobody.
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm.batch import Batch
@@ -36,7 +37,7 @@ class Driver:
 
     def __init__(self, runner: ModelRunner, peers: Peers, communicator: Communicator) -> None:
         self.peers = peers
-        self._communicator = communicator
+        self._communicator, self._device = communicator, runner.device
         self._send, self._compute = runner.transfer, runner.compute
         runner.transfer, runner.compute = self.send, self.compute
         own = weakref.proxy(self)  # CUDA graphs, which it holds, hold the model: no circle may keep them
@@ -69,13 +70,27 @@ class Driver:
             self._announce(record, has_draw=False)
         return self._send(record)
 
+    def ask(self, message: np.ndarray, answer: Callable[[], int]) -> int:
+        """Send a message that each rank answers with a number, rank 0 by `answer`. Returns the least of the answers."""
+        with interrupts_held_back(self.peers):
+            self._check_is_idle()
+            self.peers.send(message)
+            try:
+                own = torch.tensor([[answer()]], dtype=torch.int64, device=self._device)
+                return int(self._communicator.gather(own).amin())
+            except Exception as error:
+                raise self._die(error) from error
+
     def _announce(self, batch: Batch, has_draw: bool, is_replayed: bool = False) -> None:
-        if self._is_underway:
-            raise self._die("a forward pass was left half-way")
+        self._check_is_idle()
         message = pack_step(batch, has_draw, is_replayed)
         self._announced = batch
         self._is_underway, self._has_due_logits = True, has_draw and len(batch.logits_indices) > 0
         self.peers.send(message)
+
+    def _check_is_idle(self) -> None:
+        if self._is_underway:
+            raise self._die("a forward pass was left half-way")
 
     def _end_forward(self) -> None:
         self._is_underway = self._has_due_logits

@@ -8,12 +8,14 @@
     sequence lengths, and offsets of the sequences' rows
     logits indices  [num_samples]     rows whose logits are computed
     moves           pairs of blocks: copies, and with swap those out to host memory and in from it
+    loads, saves    with a K/V store, its blocks: each with its place in the KV cache, key and tokens
 
 No worker sees a sequence, a sampling parameter or a token's text: rank 0 draws. Nothing is ever pickled.
 """
 
 import json
 import socket
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +28,8 @@ from nanovllm.layers.attention import AttentionMetadata
 
 MAX_LINE = 1 << 20  # bytes of a line of JSON
 STEP, LOGITS = 1, 2  # compute a batch; compute the logits of hidden states that rank 0 sends
+MATCH, LOAD = 3, 4  # find blocks in the K/V store, or load one for the next step; each rank answers with a number
+KEY_VALUES = 8  # int32 values of a key in the K/V store
 ARRAYS = ("slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q", "prefill_cu_seqlens_q", "prefill_cu_seqlens_k")
 NUMBERS = ("num_decodes", "max_seqlen_q", "max_seqlen_k", "num_prefix_tokens")
 
@@ -49,6 +53,8 @@ class Header(NamedTuple):
     num_copies: int = 0
     num_swap_outs: int = -1  # without swap
     num_swap_ins: int = -1
+    num_loads: int = -1  # without a K/V store
+    num_saves: int = -1
 
 
 HEADER_BYTES = 4 * len(Header._fields)
@@ -108,19 +114,26 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
     arrays: dict[str, Any] = {name: take(*shapes[name]) for name in ARRAYS}
     metadata = AttentionMetadata(**arrays, **{name: getattr(header, name) for name in NUMBERS})
     logits_indices = take(header.num_samples)
-    pairs = [list(map(tuple, take(count, 2).tolist())) for count in header[-3:] if count >= 0]
+    *counts, num_loads, num_saves = header[-5:]
+    moves = make_moves(*[list(map(tuple, take(count, 2).tolist())) for count in counts if count >= 0])
+    if num_saves >= 0:
+        moves = with_store(moves, num_loads, rest.view(num_loads + num_saves, -1).numpy())
     greedy = SamplingBatch(torch.zeros(header.num_samples))
     if not header.is_plain:
         greedy = ProcessedSampling(torch.zeros(header.num_samples), num_logprobs=0)
-    return Batch(input_ids, positions, metadata, logits_indices, greedy, make_moves(*pairs))
+    return Batch(input_ids, positions, metadata, logits_indices, greedy, moves)
 
 
 def moves_of(copies: list[Any]) -> dict[str, list[Any]]:
-    """Return the block copies of a step: those on the device, and with swap those out to the host and in from it."""
-    if not hasattr(copies, "swap_outs"):
-        return {"copies": copies}
+    """Return the moves of blocks of a step: copies on the device, and those of swap and of a store if there are any."""
     moves: Any = copies
-    return {"copies": copies, "swap_outs": moves.swap_outs, "swap_ins": moves.swap_ins}
+    found = {"copies": copies}
+    if hasattr(copies, "swap_outs"):
+        found |= {"swap_outs": moves.swap_outs, "swap_ins": moves.swap_ins}
+    if hasattr(copies, "saves"):
+        for kind in ("loads", "saves"):
+            found[kind] = [(block_id, *values_of(name)) for name, block_id in getattr(moves, kind)]
+    return found
 
 
 def make_moves(copies: list[Any], *of_swap: list[Any]) -> list[Any]:
@@ -129,6 +142,39 @@ def make_moves(copies: list[Any], *of_swap: list[Any]) -> list[Any]:
     from nanovllm.extras.swap.space import SwapMoves
 
     return SwapMoves(copies, *of_swap)
+
+
+# ---- the K/V store
+
+
+def pack_names(kind: int, names: Sequence[Any]) -> np.ndarray:
+    """Pack names of blocks, for a message of `kind`: MATCH, or LOAD for one block."""
+    values = [values_of(name) for name in names]
+    return np.concatenate([np.array(Header(kind, sum(map(len, values))), dtype=np.int32), *values])
+
+
+def unpack_names(values: np.ndarray, block_size: int) -> list[Any]:
+    return [name_in(row) for row in values.reshape(-1, KEY_VALUES + block_size)]
+
+
+def values_of(name: Any) -> np.ndarray:
+    """Return the name of a block as int32: its key, and its tokens."""
+    return np.frombuffer(name.key + name.tokens, dtype=np.int32)
+
+
+def name_in(values: np.ndarray) -> Any:
+    """Return the name of a block from values: [KEY_VALUES + block_size] int32."""
+    from nanovllm.extras.kv_store.tier import BlockName
+
+    return BlockName(values[:KEY_VALUES].tobytes(), values[KEY_VALUES:].tobytes())
+
+
+def with_store(copies: list[Any], num_loads: int, rows: np.ndarray) -> list[Any]:
+    """Return moves with loads and saves. rows: [num_loads + num_saves, 1 + KEY_VALUES + block_size] int32"""
+    from nanovllm.extras.kv_store.moves import StoreMoves
+
+    named = [(name_in(row[1:]), int(row[0])) for row in rows]
+    return StoreMoves(copies, named[:num_loads], named[num_loads:], {})
 
 
 # ---- sockets

@@ -11,7 +11,8 @@ process ends when
     an error occurs                         rank 0 gets the error's text
 
 FOLDER is the folder in which the ranks of this machine meet, "" on other machines. Rank 0 removes it when all ranks are
-ready. If rank 0 is killed before, this process removes it.
+ready. If rank 0 is killed before, this process removes it. A K/V store saves what waits before the process ends, unless
+its parent is killed.
 """
 
 import ctypes
@@ -36,34 +37,49 @@ def main(arguments: list[str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles ^C in the terminal and then ends this process
     driver = socket.socket(fileno=number)
     folders = [folder] if folder else []
-    threading.Thread(target=exit_with, args=(driver, folders), daemon=True).start()
+    last: list[Callable[[], object]] = []
+    thread = threading.Thread(target=exit_with, args=(driver, folders, last), daemon=True)
+    thread.start()
 
     def on_ready() -> None:
         folders.clear()
         end_with_parent(parent)
 
-    os._exit(run(driver, on_ready))  # without waiting for threads of libraries
+    status = run(driver, on_ready, last.append)
+    if not status:
+        thread.join()  # rank 0 has closed the socket: the thread ends the process
+    os._exit(status)  # without waiting for threads of libraries
 
 
-def exit_with(driver: socket.socket, folders: list[str]) -> None:
-    """Wait until rank 0 closes the socket; then remove the folders and end the process."""
+def exit_with(driver: socket.socket, folders: list[str], last: list[Callable[[], object]]) -> None:
+    """Wait until rank 0 closes the socket; then remove the folders, make the last calls and end the process."""
     poll = select.poll()
     poll.register(driver.fileno(), getattr(select, "POLLRDHUP", select.POLLHUP))
     poll.poll()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+    for call in last:
+        with suppress(Exception):
+            call()
     os._exit(0)
 
 
-def run(driver: socket.socket, on_ready: Callable[[], None]) -> int:
-    """Do the rank's work, report an error to rank 0, and return the exit status."""
+def run(
+    driver: socket.socket,
+    on_ready: Callable[[], None],
+    at_exit: Callable[[Callable[[], object]], None] = lambda call: None,
+) -> int:
+    """Do the rank's work, report an error to rank 0, and return the exit status.
+
+    at_exit: registers a call that is made after rank 0 has closed the socket.
+    """
     try:
         own = os.path.dirname(os.path.abspath(__file__))
         package = os.path.abspath(os.path.join(own, "..", "..", ".."))  # not by PYTHONPATH, where ":" separates paths
         sys.path[:] = [package, *(path for path in sys.path if path != own)]
         from nanovllm.extras.parallel.worker import work
 
-        work(driver, on_ready)
+        work(driver, on_ready, at_exit)
     except ConnectionError:  # rank 0 has ended
         return 0
     except BaseException as error:

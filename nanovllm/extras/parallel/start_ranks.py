@@ -111,7 +111,7 @@ def start_all(config: Config, shape: NetworkConfig, private: str) -> tuple["Rank
     return runner, Driver(runner, peers, communicator)
 
 
-def start_worker(plan: Plan, host: str | None) -> tuple[ModelRunner, Communicator]:
+def start_worker(plan: Plan, host: str | None) -> tuple["RankRunner", Communicator]:
     """Start a rank above 0. `host` is this machine's address for the others; None is machine 0's."""
     config, meeting = Config(**plan.config), Meeting(*plan.meeting)
     _, shape = read_model_config(Path(config.model), config.hf_overrides, config.max_model_len)
@@ -242,6 +242,10 @@ def as_json(config: Config) -> dict[str, Any]:
     """Return the fields that another rank needs, as JSON can hold them."""
     values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_OF_WORKERS}
     values["model"] = str(config.model)
+    if config.kv_transfer_config is not None:
+        from nanovllm.extras.kv_store.store_options import as_json as transfer_as_json
+
+        values["kv_transfer_config"] = transfer_as_json(config.kv_transfer_config)
     if isinstance(config.dtype, torch.dtype):
         values["dtype"] = str(config.dtype).removeprefix("torch.")
     return values

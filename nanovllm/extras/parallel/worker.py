@@ -6,47 +6,83 @@ The first line that comes says what to compute (`start.Plan`). From then on each
 import socket
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, Optional
 
 import numpy as np
 import torch
 
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
-from nanovllm.extras.parallel.messages import HEADER_BYTES, STEP, Header, receive, receive_json, send_json, unpack_step
-from nanovllm.extras.parallel.start_ranks import Plan, start_worker
+from nanovllm.extras.parallel.messages import (
+    HEADER_BYTES,
+    LOGITS,
+    STEP,
+    Header,
+    receive,
+    receive_json,
+    send_json,
+    unpack_step,
+)
+from nanovllm.extras.parallel.start_ranks import Plan, RankRunner, start_worker
+
+if TYPE_CHECKING:
+    from nanovllm.extras.kv_store.ranks import RankShare
 
 REASON_S = 1.0  # within this time rank 0 hears of the rank that has ended first
 
 
-def work(driver: socket.socket, on_ready: Callable[[], None]) -> NoReturn:
+def work(
+    driver: socket.socket, on_ready: Callable[[], None], at_exit: Callable[[Callable[[], object]], None]
+) -> NoReturn:
     """Run a rank above 0. Raises ConnectionError when rank 0 has closed the socket, or the rank's own error."""
     try:
         plan = Plan(*receive_json(driver))
         runner, communicator = start_worker(plan, None if driver.family == socket.AF_UNIX else driver.getsockname()[0])
         on_ready()
         send_json(driver, {"ready": True})
-        serve(runner, communicator, driver)
+        serve(runner, communicator, driver, at_exit)
     except CommunicationError:
         time.sleep(REASON_S)  # another rank has ended: rank 0 hears why from that one, and then ends this one
         raise
 
 
-def serve(runner: ModelRunner, communicator: Communicator, driver: socket.socket) -> NoReturn:
+def serve(
+    runner: RankRunner,
+    communicator: Communicator,
+    driver: socket.socket,
+    at_exit: Callable[[Callable[[], object]], None],
+) -> NoReturn:
     """Compute what each message asks for. Raises ConnectionError when rank 0 has closed the socket."""
+    share = None
     while True:
         header = Header(*np.frombuffer(receive(driver, HEADER_BYTES), dtype=np.int32).tolist())
         values = np.frombuffer(receive(driver, 4 * header.num_values), dtype=np.int32)
+        if share is None and runner.config.has_kv_store:  # rank 0 has its own by now, and would have raised its errors
+            share = make_share(runner)
+            at_exit(share.saver.stop)
         if header.kind == STEP:
-            compute_step(runner, header, values)
-        else:
+            compute_step(runner, header, values, share)
+        elif header.kind == LOGITS:
             compute_logits(runner, communicator, header)
+        else:
+            assert share is not None
+            answer = share.answer(header.kind, values, runner.backend.block_size)
+            communicator.gather(torch.tensor([[answer]], dtype=torch.int64, device=runner.device))
 
 
-def compute_step(runner: ModelRunner, header: Header, values: np.ndarray) -> None:
+def make_share(runner: RankRunner) -> "RankShare":
+    from nanovllm.extras.kv_store.ranks import RankShare
+
+    return RankShare(runner)
+
+
+def compute_step(runner: ModelRunner, header: Header, values: np.ndarray, share: Optional["RankShare"] = None) -> None:
     """Compute the rank's share of a step, from a CUDA graph exactly if rank 0 does."""
     runner.is_replayed = lambda batch: bool(header.is_replayed)
-    runner.run(unpack_step(header, values))
+    batch = unpack_step(header, values)
+    if share is not None:
+        share.take_part(batch.copies)
+    runner.run(batch)
 
 
 @torch.inference_mode()

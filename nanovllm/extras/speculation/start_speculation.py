@@ -77,7 +77,10 @@ def make_proposer(parts: "Parts", options: Speculation) -> Proposer:
     if options.method == "draft_model":
         from nanovllm.extras.speculation.draft_model import load_draft_model
 
-        return load_draft_model(parts.runner, options)
+        proposer = load_draft_model(parts.runner, options)
+        if parts.kv_store is not None:
+            parts.kv_store.add_draft(proposer.runner)
+        return proposer
     return options.method
 
 

@@ -15,6 +15,7 @@ KERNELS = {"attention_backend": "cpu", "block_size": 16, "num_kv_blocks": 6, "dt
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 16}
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
 INT8 = {"kv_cache_dtype": "int8"}
+FP8 = {"kv_cache_dtype": "fp8"}
 OVERLAP = {"enable_overlap": True}
 MODELS = {"qwen3": "qwen3", "mistral": "mistral", "gemma3": "gemma3", "deepseek": "deepseek_v2"}
 VARIANTS = {
@@ -24,6 +25,8 @@ VARIANTS = {
     "ngram": NGRAM,
     "int8": INT8,
     "int8, overlap": INT8 | OVERLAP,
+    "fp8": FP8,
+    "fp8, overlap": FP8 | OVERLAP,
     "swap, overlap, small budget": SWAP | OVERLAP | {"max_num_batched_tokens": 24},
 }
 LAYERS = {"torch": TORCH, "kernels": KERNELS}
@@ -33,6 +36,7 @@ DEFAULT = [
     ("gemma3", "swap", "kernels"),
     ("deepseek", "plain", "kernels"),
     ("qwen3", "int8", "kernels"),
+    ("qwen3", "fp8", "torch"),
 ]
 
 
@@ -92,7 +96,8 @@ def tokens_of(answers):
 
 def cases():
     for case in itertools.product(MODELS, VARIANTS, LAYERS):
-        if case[0] != "deepseek" or "int8" not in case[1]:  # latents have no int8 cache
+        has_cache = case[0] != "deepseek" or "8" not in case[1]  # latents have no cache of 8 bits
+        if has_cache and ("fp8" not in case[1] or case[2] == "torch"):  # on a CPU only PyTorch's layers have fp8
             yield pytest.param(*case, marks=[] if case in DEFAULT else [pytest.mark.slow])
 
 
@@ -100,7 +105,7 @@ def cases():
 def test_tokens_are_those_without_a_store(models, name, variant, layers):
     folder, options = folder_of(models, name), LAYERS[layers] | VARIANTS[variant]
     requests = make_requests(seed=0, num_requests=max(12, examples(40)))
-    same_numbers = INT8 if "int8" in variant else {}
+    same_numbers = {name: value for name, value in options.items() if name == "kv_cache_dtype"}
     expected = serve(LLMEngine(Config(folder, **LAYERS[layers], **same_numbers)), requests)
     engine = LLMEngine(Config(folder, **options, **MEMORY))
     answers = serve(engine, requests)

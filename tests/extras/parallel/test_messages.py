@@ -16,17 +16,22 @@ from hypothesis import strategies as st
 import nanovllm.extras.parallel
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.extras.kv_store.moves import StoreMoves
+from nanovllm.extras.kv_store.tier import BlockName
 from nanovllm.extras.parallel.messages import (
     HEADER_BYTES,
     LOGITS,
+    MATCH,
     STEP,
     Header,
     moves_of,
     pack_logits,
+    pack_names,
     pack_step,
     receive,
     receive_json,
     send_json,
+    unpack_names,
     unpack_step,
 )
 from nanovllm.extras.processed_batch import ProcessedSampling
@@ -37,7 +42,11 @@ from tests.conftest import examples
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 PAIRS = st.lists(st.tuples(*[st.integers(0, 2**31 - 1)] * 2), max_size=4)
-MOVES = st.one_of(PAIRS, st.builds(SwapMoves, PAIRS, PAIRS, PAIRS))
+NAMES = st.builds(BlockName, st.binary(min_size=32, max_size=32), st.binary(min_size=16, max_size=16))
+NAMED = st.lists(st.tuples(NAMES, st.integers(0, 2**31 - 1)), min_size=1, max_size=3)
+SWAP_MOVES = st.builds(SwapMoves, PAIRS, PAIRS, PAIRS)
+STORE_MOVES = st.builds(StoreMoves, st.one_of(PAIRS, SWAP_MOVES), NAMED, NAMED, st.just({}))
+MOVES = st.one_of(PAIRS, SWAP_MOVES, STORE_MOVES)
 
 
 @st.composite
@@ -115,6 +124,8 @@ def test_a_batch_arrives_as_it_was(batch, has_draw):
     assert type(found) is Batch, "no readers"
     assert type(found.copies) is type(batch.copies)
     assert moves_of(found.copies) == moves_of(batch.copies)
+    for kind in ("loads", "saves"):
+        assert getattr(found.copies, kind, None) == getattr(batch.copies, kind, None)
     assert num_logprobs(found) is None if num_logprobs(batch) is None else num_logprobs(found) is not None
     assert draw_arguments(found.sampling)[1:] == (None,) * 4
     assert not found.sampling.temperatures.any()
@@ -126,6 +137,13 @@ def test_the_announcement_of_hidden_states():
     assert (header.kind, header.num_samples, header.hidden_size, len(values)) == (LOGITS, 5, 64, 0)
 
 
+@pytest.mark.parametrize("num_names", [0, 1, 3])
+def test_names_of_blocks(num_names):
+    names = [BlockName(bytes([i] * 32), np.array([i, -1, 0, 2**31 - 1], "<i4").tobytes()) for i in range(num_names)]
+    header, values = sent(pack_names(MATCH, names))
+    assert (header.kind, unpack_names(values, block_size=4)) == (MATCH, names)
+
+
 def test_256_decodes_are_some_kilobytes():
     """64 blocks of 16 tokens each: a kilotoken of context."""
     n = 256
@@ -134,7 +152,7 @@ def test_256_decodes_are_some_kilobytes():
     metadata = AttentionMetadata(ids, torch.zeros(n, 64, dtype=torch.int32), ids, offsets, ids[:1], ids[:1], n, 0, 0, 0)
     message = pack_step(Batch(ids, ids, metadata, ids, SamplingBatch(torch.zeros(n), None), []), True)
     num_values = len(Header._fields) + 5 * n + 64 * n + (n + 1) + 2
-    assert message.nbytes == 4 * num_values == 71_756
+    assert message.nbytes == 4 * num_values == 71_764
 
 
 def test_a_line_of_json_leaves_what_follows():

@@ -32,6 +32,6 @@ def test_no_path_is_added_to_a_list_that_colons_separate(monkeypatch, paths):
 
 def test_a_rank_finds_the_package_of_its_own_file(monkeypatch):
     monkeypatch.setattr(sys, "path", [os.path.dirname(rank.__file__), "/other"])
-    monkeypatch.setattr(worker, "work", lambda driver, on_ready: None)
+    monkeypatch.setattr(worker, "work", lambda *arguments: None)
     rank.run(None, lambda: None)
     assert sys.path == [str(ROOT), "/other"]
