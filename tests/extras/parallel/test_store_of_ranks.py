@@ -1,11 +1,15 @@
 """The K/V store with two ranks: the tokens of an engine without a store, even if one rank has lost its share."""
 
+import os
+import socket
 import time
 from hashlib import blake2b
 
 import pytest
 
 from nanovllm import LLM, Config, LLMEngine, SamplingParams
+from nanovllm.extras.parallel import rank, worker
+from nanovllm.extras.parallel.messages import receive
 from nanovllm.extras.roll_back import reset_prefix_cache
 from tests.conftest import examples
 from tests.extras.kv_store import test_faulty_stores as faulty
@@ -80,7 +84,14 @@ def until(condition, limit_s=5.0):
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize(("fault", "num_failed"), [(lambda path: path.unlink(), 0), (damage, 1), (cut, 0)])
+@pytest.mark.parametrize(
+    ("fault", "num_failed"),
+    [
+        (damage, 1),
+        pytest.param(lambda path: path.unlink(), 0, marks=pytest.mark.slow),
+        pytest.param(cut, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_block_that_one_rank_has_lost_is_computed_and_saved_again(
     tiny_checkpoint, rank_threads, tmp_path, fault, num_failed
 ):
@@ -103,6 +114,7 @@ def test_a_block_that_one_rank_has_lost_is_computed_and_saved_again(
             reset_prefix_cache(llm.engine.scheduler)  # of the pool only
 
 
+@pytest.mark.slow
 def test_a_request_that_fails_its_step_costs_the_others_no_loaded_block(checkpoints, quick_ranks, monkeypatch):
     shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
     folder = checkpoints.make(**shape)[0]
@@ -111,6 +123,37 @@ def test_a_request_that_fails_its_step_costs_the_others_no_loaded_block(checkpoi
     faulty.test_a_request_that_fails_its_step_costs_the_others_no_loaded_block(
         folder, expected, monkeypatch, faulty.BiasRows, "apply"
     )
+
+
+# ---- the end of a rank
+
+
+def test_what_waits_is_saved_before_the_process_ends(tmp_path, monkeypatch):
+    ours, theirs = socket.socketpair()
+    saved = tmp_path / "saved"
+
+    def save():
+        time.sleep(0.05)
+        saved.touch()
+
+    def work(driver, on_ready, at_exit):
+        on_ready()
+        at_exit(save)
+        driver.sendall(b"x")
+        receive(driver, 1)  # raises: rank 0 closes the socket
+
+    monkeypatch.setattr(worker, "work", work)
+    if (child := os.fork()) == 0:
+        try:
+            ours.close()
+            rank.main([str(theirs.detach()), str(os.getppid()), ""])
+        finally:
+            os._exit(9)
+    theirs.close()
+    with ours:
+        assert ours.recv(1) == b"x"
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert saved.exists()
 
 
 @pytest.mark.slow
