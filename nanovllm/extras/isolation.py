@@ -95,7 +95,7 @@ class IsolatingEngine(LLMEngine):
         batch = build_batch(neutralise(step, everybody), self.scheduler.block_manager.block_tables)
         runner.kv_cache.copy_blocks(batch.copies)
         batch = runner.send(batch)
-        hidden = runner.model(batch.input_ids, batch.positions, batch.metadata, runner.kv_cache.tensor)
+        hidden = runner.forward(batch)
         starts = offsets(np.array([num_new_tokens for _, _, num_new_tokens in step.chunks], dtype=np.int32))
         errors: dict[str, Exception] = {}
         for i, (seq, start, num_new_tokens) in enumerate(step.chunks):
@@ -170,7 +170,9 @@ class IsolatingEngine(LLMEngine):
 
 
 def without_copies(step: Step) -> Step:
-    return replace(step, copies=[])
+    """Return the step to be run once more, without copies of blocks. States begin as they were before the step."""
+    again = getattr(step.copies, "again", None)  # `StateMoves` has it
+    return replace(step, copies=[] if again is None else again())
 
 
 def neutralise(scheduled: Step, request_ids: Collection[str]) -> Step:

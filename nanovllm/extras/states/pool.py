@@ -1,0 +1,108 @@
+"""The pool of states: tensors beside the KV cache, with one slot for each running sequence.
+
+A state is overwritten by every token, so it belongs to one sequence and cannot be shared like a block. Its size does
+not depend on the sequence's length. Slot 0 is the null slot: rows of padding read and write it.
+
+    layer            0        1        2        3        4      …
+    kind             state    state    state    K and V  state
+    its cache        conv[0], conv[1], conv[2], kv[:, 0], conv[3], …        the same for `recurrent`
+
+`slots.py` decides which sequence owns which slot. `StateRunner` passes `StateCaches` to the model.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.extras.states.slots import StateMoves
+from nanovllm.kv_cache import KVCache
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
+
+NULL_SLOT = 0
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """The size of one sequence's state. The recurrent state is float32, as small changes add up over many tokens."""
+
+    num_layers: int
+    """Layers that keep a state."""
+    conv: tuple[int, int]
+    """[width - 1, num_channels], in the model's dtype: the newest inputs of the layer's short convolution."""
+    recurrent: tuple[int, int, int]
+    """[num_heads, key_dim, value_dim] float32."""
+
+    def bytes_per_slot(self, dtype: torch.dtype) -> int:
+        """Return the size of one sequence's state in all layers. `dtype` is the model's."""
+        per_layer = math.prod(self.conv) * dtype.itemsize + math.prod(self.recurrent) * torch.float32.itemsize
+        return self.num_layers * per_layer
+
+
+@dataclass(frozen=True)
+class StateMetadata(AttentionMetadata):
+    """The metadata of a step, with the slot of each sequence's state."""
+
+    state_slots: Tensor  # [num_seqs] int64
+    is_first: Tensor  # [num_seqs] bool: the chunk begins its sequence, so it starts from a state of zeros
+
+
+class StateCaches(NamedTuple):
+    """All that the layers of a model read and write. A chunk that begins a sequence does not read its old state."""
+
+    kv: Tensor  # the KV cache of the layers with attention
+    conv: Tensor  # [num_state_layers, num_slots + 1, width - 1, num_channels]
+    recurrent: Tensor  # [num_state_layers, num_slots + 1, num_heads, key_dim, value_dim] float32
+
+
+class StateKVCache(KVCache):
+    """A KV cache with a pool of `num_slots` states. Until `num_slots` is set, the pool has only the null slot."""
+
+    def __init__(
+        self, backend: TorchAttention, num_layers: int, dtype: torch.dtype, device: torch.device, shape: StateShape
+    ) -> None:
+        self.state_shape = shape
+        self.num_slots = 0
+        self._kept: tuple[Tensor, Tensor] | None = None
+        super().__init__(backend, num_layers, dtype, device)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.state_shape.bytes_per_slot(self.dtype)
+
+    @property
+    def caches(self) -> StateCaches:
+        return StateCaches(self.tensor, self.conv, self.recurrent)
+
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        shape, sizes = self.state_shape, (self.state_shape.num_layers, self.num_slots + 1)
+        # no slot is read before it is written; memory that was never written takes no space on a CPU
+        self.conv = torch.empty(*sizes, *shape.conv, dtype=self.dtype, device=self.device)
+        self.recurrent = torch.empty(*sizes, *shape.recurrent, dtype=torch.float32, device=self.device)
+        for states in (self.conv, self.recurrent):
+            states[:, NULL_SLOT] = 0
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, and the states that `StateMoves` names."""
+        super().copy_blocks(copies)
+        if isinstance(copies, StateMoves):
+            for source, destination in copies.state_copies:
+                for states in (self.conv, self.recurrent):
+                    states[:, destination] = states[:, source]
+            if copies.is_again:
+                self._bring_back(copies.slots)
+            else:
+                self._keep(copies.slots if copies.keeps_states else [])
+
+    def _keep(self, slots: list[int]) -> None:
+        """Keep a copy of the states in `slots`, and forget what was kept before."""
+        self._kept = (self.conv[:, slots], self.recurrent[:, slots]) if slots else None
+
+    def _bring_back(self, slots: list[int]) -> None:
+        if self._kept is None:
+            raise RuntimeError("a step that has overwritten its states cannot be run again: no request asked for more "
+                               "than the model's own tokens, so the states before it were not kept")  # fmt: skip
+        self.conv[:, slots], self.recurrent[:, slots] = self._kept

@@ -1,0 +1,114 @@
+"""The runner of models whose layers keep states, and which options do not work with such models.
+
+`assembly.py` makes it when the network's config has a `state_shape`. All other models have the runners that they had.
+"""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.batch import Batch
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.device_setup import Device, Unchecked
+from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.states.pool import NULL_SLOT, StateKVCache, StateMetadata
+from nanovllm.extras.states.slots import StateMoves
+from nanovllm.layers.attention import AttentionMetadata
+
+logger = logging.getLogger(__name__)
+
+REFUSED = {  # option -> the values that work, of which the first is the default
+    "preemption_mode": ("recompute",),
+    "kv_offloading_size": (None,),
+    "kv_transfer_config": (None,),
+    "kv_cache_dtype": ("auto",),
+    "quantization": (None,),
+    "speculative_config": (None,),
+    "enable_cuda_graphs": (None, False),
+    "enable_overlap": (None, False),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "tensor_parallel_size": (1,),
+    "nnodes": (1,),
+}
+
+
+def check_options(config: Config) -> None:
+    """Raise ValueError for an option that would compute wrongly with states, or that nobody has tested with them."""
+    for name, allowed in REFUSED.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise ValueError(
+                f"{name} must be {' or '.join(map(repr, allowed))} for a model with recurrent states, got {value!r}: "
+                f"it handles K and V only"
+            )
+
+
+class StateRunner(ModelRunner):
+    """Runs steps as `ModelRunner` does, and gives the model the slots of the step's sequences.
+
+    It computes kernel by kernel, without CUDA graphs and without overlap.
+    """
+
+    kv_cache: StateKVCache
+
+    def __init__(self, config: Config, folder: Path, **options: Any) -> None:
+        check_options(config)
+        if config.enable_prefix_caching:
+            logger.info("prefix caching is off: this model's recurrent states are overwritten by each token, so the "
+                        "state at the end of a cached prefix is not available")  # fmt: skip
+        super().__init__(replace(config, enable_cuda_graphs=False, enable_overlap=False), folder, **options)
+
+    def forward(self, batch: Batch) -> Tensor:
+        copies = batch.copies
+        num_seqs = len(batch.metadata.seq_lens)
+        slots = copies.slots if isinstance(copies, StateMoves) else [NULL_SLOT] * num_seqs
+        metadata = with_states(batch.metadata, slots)
+        return self.model(batch.input_ids, batch.positions, metadata, self.kv_cache.caches)
+
+    def describe(self) -> str:
+        num_bytes = self.shape.state_shape.bytes_per_slot(self.dtype)
+        return f"{super().describe()}; a state of {num_bytes:,} bytes per sequence"
+
+    def begin_self_check(self, kind: Device) -> Unchecked:
+        """Return a check of nothing: the self-check runs networks without states."""
+        return Unchecked()
+
+    def make_kv_cache(self) -> StateKVCache:
+        shape: Any = self.shape
+        num_layers = shape.num_hidden_layers - shape.state_shape.num_layers
+        return StateKVCache(self.backend, num_layers, self.dtype, self.device, shape.state_shape)
+
+    def num_blocks_that_fit(self) -> int:
+        """Return the number of blocks, and set the number of slots: one for each sequence that may run.
+
+        Unless the number of blocks is configured, at most half of the memory is for states. If this is too little for
+        `max_num_seqs` states, fewer sequences run at the same time.
+        """
+        config, cache = self.config, self.kv_cache
+        cache.num_slots = config.max_num_seqs
+        if config.num_kv_blocks is not None:
+            return config.num_kv_blocks
+        given, size = config.kv_cache_memory_bytes, cache.bytes_per_slot
+        num_bytes = self.free_bytes() if given is None else given
+        cache.num_slots = min(config.max_num_seqs, num_bytes // 2 // size - 1)  # one more is the null slot
+        if cache.num_slots < 1:
+            raise ValueError(f"{num_bytes} bytes are left for K, V and states, but states need half of it, and their "
+                             f"least size, two slots, takes {2 * size}: raise {self.memory_knob}")  # fmt: skip
+        if cache.num_slots < config.max_num_seqs:
+            logger.info("max_num_seqs is %d instead of %d: a state takes %d bytes, and %d bytes are for states, half "
+                        "of the memory of the KV cache", cache.num_slots, config.max_num_seqs, size,
+                        num_bytes // 2)  # fmt: skip
+        left = num_bytes - (cache.num_slots + 1) * size
+        self.config = replace(config, max_num_seqs=cache.num_slots, kv_cache_memory_bytes=left)
+        most = cache.num_slots * -(-self.max_model_len // self.backend.block_size)
+        return min(super().num_blocks_that_fit(), most)
+
+
+def with_states(metadata: AttentionMetadata, slots: list[int]) -> StateMetadata:
+    """Return the metadata of a step with the slots of its sequences, on the same device."""
+    lens = metadata.cu_seqlens_q.diff()  # [num_seqs], new tokens
+    is_first = metadata.seq_lens == lens  # [num_seqs]
+    return StateMetadata(**vars(metadata), state_slots=torch.tensor(slots, device=lens.device), is_first=is_first)
