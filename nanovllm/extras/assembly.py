@@ -5,12 +5,14 @@ suffice (`is_plain` in `plain_runner.py`).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.all_options import Config
+from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.full_observer import Observer
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.scheduler import Scheduler
@@ -19,10 +21,16 @@ if TYPE_CHECKING:
     from nanovllm.extras.full_engine import Parts
 
 
-def start_runner(config: Config, folder: Path) -> ModelRunner:
-    """Return a runner with kernels, ranks or a draft model. The self-check has passed, or was not needed."""
+def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
+    """Return a runner with kernels, ranks, states or a draft model, and the engine's options as they are possible.
+
+    The self-check has passed, or was not needed.
+    """
     kind: Callable[[Config, Path], ModelRunner] = ModelRunner
-    if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
+    _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
+    if shape.state_shape is not None:
+        from nanovllm.extras.states.state_runner import StateRunner as kind
+    elif max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
         from nanovllm.extras.parallel.start_ranks import start_ranks as kind
     elif (config.speculative_config or {}).get("model") is not None:
         from nanovllm.extras.speculation.drafted_runner import DraftedRunner as kind
@@ -30,12 +38,17 @@ def start_runner(config: Config, folder: Path) -> ModelRunner:
         from nanovllm.extras.self_check.fallbacks import start
 
         kind = partial(start, kind)
-    return kind(config, folder)
+    runner = kind(config, folder)
+    return runner, replace(config, max_num_seqs=runner.config.max_num_seqs)  # fewer, if there is memory for fewer
 
 
 def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
-    """Return the core's block manager, unless tokens may be unknown, or all layers have a window."""
+    """Return the core's block manager, unless tokens may be unknown, or the model has states or only windows."""
     arguments = (parts.num_kv_blocks, parts.block_size, parts.config.enable_prefix_caching, observer)
+    if parts.model_config.state_shape is not None:
+        from nanovllm.extras.states.slots import StateBlockManager
+
+        return StateBlockManager(*arguments[:2], parts.runner.kv_cache.num_slots, observer)
     window = parts.model_config.widest_window
     if window is not None:
         from nanovllm.extras.window_blocks import WindowBlockManager
@@ -60,7 +73,8 @@ def make_scheduler(
     sizes = (blocks, config.max_num_seqs, parts.max_num_batched_tokens, parts.max_model_len)
     is_plain = config.scheduling_policy == "fcfs" and not config.long_prefill_token_threshold
     is_plain = is_plain and config.preemption_mode == "recompute"
-    if is_plain and config.speculative_config is None and not parts.enable_overlap:
+    has_states = parts.model_config.state_shape is not None
+    if is_plain and config.speculative_config is None and not parts.enable_overlap and not has_states:
         return Scheduler(*sizes), launch
     from nanovllm.extras.extended_scheduler import ExtendedScheduler
     from nanovllm.extras.policies import POLICIES
@@ -68,6 +82,10 @@ def make_scheduler(
     policy = config.scheduling_policy
     chosen = policy if callable(policy) else POLICIES[policy]
     arguments = (*sizes, chosen, config.long_prefill_token_threshold, make_preemption(parts, blocks))
+    if has_states:
+        from nanovllm.extras.states.slots import StateScheduler
+
+        return StateScheduler(*arguments), launch
     if config.speculative_config is not None:
         from nanovllm.extras.speculation.start_speculation import make_speculation
 

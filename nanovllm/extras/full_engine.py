@@ -298,7 +298,7 @@ class LLMEngine(engine.LLMEngine):
         else:
             from nanovllm.extras.assembly import start_runner
 
-            runner = start_runner(self.config, folder)
+            runner, self.config = start_runner(self.config, folder)
         seconds = runner.clock.seconds
         logger.info("started in " + ", ".join(f"{part} {spent:.2f} s" for part, spent in seconds.items()))
         return runner

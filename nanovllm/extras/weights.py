@@ -18,7 +18,7 @@ from nanovllm.loader import WEIGHT_DTYPES, allocate, checkpoint_files, fill, pla
 
 logger = logging.getLogger(__name__)
 OF_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|input_scale)$")  # GPTQ, AWQ, FP8
-BARE = re.compile(r"^(?=(layers|embed_tokens|norm)\.)")  # where `model.` is left out, as in Qwen3-Embedding
+BARE = re.compile(r"^(model\.language_model\.|(?=(layers|embed_tokens|norm)\.))")  # other starts than `model.`
 Read = Callable[[Any, str], torch.Tensor | None]  # a tensor of an open file, a part of it, or None: not needed
 
 

@@ -23,6 +23,8 @@ ARCHITECTURES = {  # by the name that config.json has in `architectures`: module
     "Qwen2ForCausalLM": "qwen2.Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "qwen3_variants.Qwen3VariantForCausalLM",
     "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3MoeForCausalLM",
+    "Qwen3_5ForCausalLM": "qwen3_5.Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5.Qwen3_5ForConditionalGeneration",
 }
 
 
@@ -32,6 +34,7 @@ def find_architecture(raw: dict[str, Any], max_model_len: int | None = None) -> 
     `max_position_embeddings` of the shape is the longest sequence that the network takes, with what rotary positions
     for longer contexts add. `max_model_len` is the engine's option of this name.
     """
+    raw = text_fields(raw)
     check_kinds(raw)
     check_stored_weights(raw)
     for given in raw.get("architectures") or ():
@@ -49,6 +52,19 @@ def find_architecture(raw: dict[str, Any], max_model_len: int | None = None) -> 
     raise ValueError(
         f"architecture {raw.get('architectures')} is not supported{code}; supported: {', '.join(ARCHITECTURES)}"
     )
+
+
+def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text network, which a checkpoint with a vision part nests in `text_config`.
+
+    A field beside `text_config` replaces the same field in it, so that `hf_overrides` need not be nested.
+    """
+    nested = raw.get("text_config")
+    if nested is None:
+        return raw
+    if not isinstance(nested, dict):
+        raise TypeError(f"config.json: text_config must be an object, got {nested!r}")
+    return {**nested, **{name: value for name, value in raw.items() if name != "text_config" and value is not None}}
 
 
 def check_kinds(raw: dict[str, Any]) -> None:

@@ -129,6 +129,11 @@ def find_draft_model(runner: ModelRunner, options: Speculation, num_kv_blocks: i
             f"speculative_config['model'] must take max_model_len {runner.max_model_len} tokens; "
             f"{options.model} takes {shape.max_position_embeddings}"
         )
+    if shape.state_shape is not None:
+        raise ValueError(
+            f"speculative_config['model'] must have K and V only: {options.model} has recurrent states, from which "
+            f"rejected drafts cannot be removed"
+        )
     if large.widest_window is not None:
         raise ValueError(
             "speculative_config['model'] cannot draft for a model whose layers all have a window: "

@@ -123,7 +123,8 @@ def test_the_table_lists_every_architecture_with_the_file_that_has_its_class():
 
 
 def test_every_architecture_is_tested():
-    assert {one.model_class.__name__ for one in ARCHITECTURES.values()} == set(REGISTERED)
+    with_states = {"Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"}  # by test_qwen3_5.py
+    assert {one.model_class.__name__ for one in ARCHITECTURES.values()} | with_states == set(REGISTERED)
 
 
 def test_a_page_of_a_model_stays_a_page():

@@ -1,0 +1,111 @@
+"""Random small checkpoints of models with recurrent states, made with `transformers`, and its own continuations."""
+
+import functools
+import random
+
+import torch
+import transformers
+
+LENS = (1, 7, 16, 33, 48, 61)  # of prompts: beside multiples of the block sizes
+MAX_TOKENS = 9  # that follow
+QWEN35 = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,  # large, so that greedy outputs vary and margins are wide
+}
+VARIANTS = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True},
+    "every fourth layer attends": {"layer_types": None},
+    "as many heads of keys": {"linear_num_key_heads": 4},
+    "wide convolution": {"linear_conv_kernel_dim": 6},
+    "half of the head is rotated": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    },
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.5,
+        }
+    },
+}
+
+
+def make_config(**fields):
+    return transformers.Qwen3_5TextConfig(**{**QWEN35, **fields}, bos_token_id=None, eos_token_id=None)
+
+
+def set_weights_that_matter(model):
+    """Give an effect to weights that `transformers` starts without any, and let states remember for many tokens."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            parameter.data += 0.3 * torch.randn_like(parameter)
+        if name.endswith("A_log"):  # decays between 0.6 and almost 1
+            parameter.data = torch.empty_like(parameter).uniform_(0.002, 0.4).log()
+
+
+class HybridCheckpoints:
+    """Each variant is made once, as are the continuations that `transformers` computes without a cache."""
+
+    def __init__(self, root):
+        self._root = root
+
+    @functools.cache  # noqa: B019 (lives as long as the module's tests)
+    def make(self, variant="plain"):
+        """(folder, transformers model in float32)"""
+        torch.manual_seed(0)
+        model = transformers.Qwen3_5ForCausalLM(make_config(**VARIANTS[variant])).eval()
+        set_weights_that_matter(model)
+        folder = self._root / f"qwen35-{len(list(self._root.iterdir()))}"
+        model.save_pretrained(folder)
+        return folder, model
+
+    def prompts(self):
+        """Random tokens; the last two prompts begin with the same 40."""
+        rng = random.Random(0)
+        prompts = [[rng.randrange(QWEN35["vocab_size"]) for _ in range(n)] for n in LENS]
+        prompts[-1][:40] = prompts[-2][:40]
+        return prompts
+
+    @functools.cache  # noqa: B019
+    def greedy(self, variant="plain"):
+        """For each prompt: its continuation, and the log-probability of each of its tokens."""
+        _, model = self.make(variant)
+        return [continue_greedily(model, prompt) for prompt in self.prompts()]
+
+
+def continue_greedily(model, prompt, max_tokens=MAX_TOKENS):
+    """Return `max_tokens` tokens and their log-probabilities; each token recomputes all before it."""
+    ids, logprobs = list(prompt), []
+    for _ in range(max_tokens):
+        with torch.no_grad():
+            row = model(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+        ids.append(row.argmax().item())
+        logprobs.append(row.max().item())
+    return ids[len(prompt) :], logprobs
+
+
+def logprobs_of(model, prompt, output):
+    """Return the log-probability that `transformers` gives to each token of `output` after `prompt`."""
+    ids = torch.tensor([[*prompt, *output]])
+    with torch.no_grad():
+        rows = model(ids, use_cache=False).logits[0].log_softmax(-1)  # [len, vocab_size]
+    return rows[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
