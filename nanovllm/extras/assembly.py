@@ -48,7 +48,7 @@ def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
     if parts.model_config.state_shape is not None:
         from nanovllm.extras.states.slots import StateBlockManager
 
-        return StateBlockManager(*arguments[:2], parts.runner.kv_cache.num_slots, observer)
+        return StateBlockManager(*arguments, num_slots=parts.runner.kv_cache.num_slots)
     window = parts.model_config.widest_window
     if window is not None:
         from nanovllm.extras.window_blocks import WindowBlockManager

@@ -15,16 +15,30 @@ the state after the prompt, so the copy is the first thing that step 2 does:
     step 1    A prefills positions 0 … 5    A: blocks [7, 2], slot 1      then B: blocks [7, 2], slot 2
     step 2    copy of slot 1 to slot 2      A decodes position 6          B decodes position 6
 
-The prefix cache is off: K and V of a prefix are useless without the state at its end, which later tokens overwrite.
+Prefix hits need the state at the end of the prefix, which later tokens overwrite. So the state is copied to a slot of
+its own, a *snapshot*, where prefixes are likely to end: at the last full block of a prompt, and after every
+`SNAPSHOT_INTERVAL` blocks. Chunks end at these points. A hit is the longest prefix that has both cached blocks and a
+snapshot. The snapshot is copied to the slot of the new sequence. With blocks of 4:
+
+    A, 10 tokens          chunks [0, 8) and [8, 10)       after the first, snapshot of slot 1 in slot 3
+    B, A's first 9        finds 8 tokens: 2 blocks, and the snapshot
+    C, A's first 6        finds none: 4 tokens have a cached block, but no snapshot
+
+Snapshots use slots that no sequence needs. If none is free, the least recently used snapshot is dropped. A snapshot is
+also dropped when its block is evicted.
 """
 
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.extended_scheduler import ExtendedScheduler
 from nanovllm.observer import Observer
+from nanovllm.prefix_cache import CachedBlock, PrefixCache
 from nanovllm.scheduler import Step
+
+SNAPSHOT_INTERVAL = 64  # blocks
 
 BlockCopies = list[tuple[int, int]]
 SlotCopies = list[tuple[int, int]]
@@ -57,19 +71,73 @@ class StateMoves(list[tuple[int, int]]):
         return StateMoves([], [], self.slots, is_again=True)
 
 
+class SnapshotCache(PrefixCache):
+    """Finds a prefix only as far as there is a snapshot of the state at its end."""
+
+    def __init__(self, block_size: int, observer: Observer, is_enabled: bool, free_slots: list[int]) -> None:
+        super().__init__(block_size, observer, is_enabled)
+        self.free_slots = free_slots  # of the pool, which sequences take from too
+        self.snapshots: OrderedDict[int, int] = OrderedDict()  # serial of a block -> slot, least recently used first
+
+    def find(self, seq: Any) -> list[CachedBlock]:
+        hits = super().find(seq)
+        while hits and hits[-1].serial not in self.snapshots:
+            hits.pop()
+        return hits
+
+    def forget(self, block_id: int) -> None:
+        cached = self._by_id.get(block_id)
+        super().forget(block_id)
+        if cached is not None and cached.serial in self.snapshots:
+            self.free_slots.append(self.snapshots.pop(cached.serial))
+
+    def holds(self, seq: Any) -> bool:
+        """Return whether the last full block of `seq` can still be found: this step may have evicted it again."""
+        cached = self._by_hash.get(seq.block_hashes[seq.num_registered_blocks - 1])
+        return cached is not None and cached.serial == seq.parent_serial
+
+    def take_slot(self) -> int:
+        """Return a free slot, if necessary by dropping the least recently used snapshot."""
+        if not self.free_slots:
+            self.free_slots.append(self.snapshots.popitem(last=False)[1])
+        return self.free_slots.pop()
+
+    def forget_snapshots(self) -> None:
+        self.free_slots += self.snapshots.values()
+        self.snapshots.clear()
+
+
 class StateBlockManager(BlockManager):
     """The core's block manager with slots 1 … `num_slots`. No sequence owns slot 0, the null slot."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int, observer: Observer | None = None) -> None:
-        super().__init__(num_blocks, block_size, enable_prefix_caching=False, observer=observer)
+    prefix_cache: SnapshotCache
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        observer: Observer | None = None,
+        *,
+        num_slots: int,
+    ) -> None:
+        super().__init__(num_blocks, block_size, enable_prefix_caching, observer)
         self.num_slots = num_slots
-        self._free_slots = list(range(num_slots, 0, -1))
+        self.snapshot_interval = SNAPSHOT_INTERVAL
+        free_slots = list(range(num_slots, 0, -1))
+        self.prefix_cache = SnapshotCache(block_size, self.observer, enable_prefix_caching, free_slots)
         self._slots: dict[Any, int] = {}  # of each sequence that owns blocks
-        self._state_copies: SlotCopies = []
+        self._copies_of_hits: SlotCopies = []
+        self._copies_for_next: SlotCopies = []
+
+    @property
+    def num_snapshots(self) -> int:
+        return len(self.prefix_cache.snapshots)
 
     @property
     def num_free_slots(self) -> int:
-        return len(self._free_slots)
+        """The number of slots that sequences can take. Some may hold snapshots."""
+        return self.num_slots - len(self._slots)
 
     def slot_of(self, seq: Any) -> int:
         """Return the slot with the state of `seq`, which must be running."""
@@ -81,31 +149,69 @@ class StateBlockManager(BlockManager):
         Its children will need slots too, as will the children of running sequences that have not started yet.
         """
         num_promised = sum([len(other.children) for other in self._slots])
-        if 1 + len(seq.children) + num_promised > len(self._free_slots) or not super().try_admit(seq, num_reserved):
+        if 1 + len(seq.children) + num_promised > self.num_free_slots or not super().try_admit(seq, num_reserved):
             return False
-        self._slots[seq] = self._free_slots.pop()
+        if not seq.num_computed_tokens:
+            self._slots[seq] = self.prefix_cache.take_slot()
+            return True
+        self.prefix_cache.snapshots.move_to_end(seq.parent_serial)
+        source = self.prefix_cache.snapshots[seq.parent_serial]
+        # if this drops the last snapshot, which is the one that was hit, its slot already holds the right state
+        self._slots[seq] = self.prefix_cache.take_slot()
+        self._copies_of_hits.append((source, self._slots[seq]))
         return True
 
     def fork(self, parent: Any, child: Any) -> None:
         """Let `child` share the blocks of `parent`, and copy the state before the next step."""
         super().fork(parent, child)
-        assert self._free_slots, "slots are reserved for children"
-        self._slots[child] = self._free_slots.pop()
-        self._state_copies.append((self._slots[parent], self._slots[child]))
+        self._slots[child] = self.prefix_cache.take_slot()
+        self._copies_for_next.append((self._slots[parent], self._slots[child]))
 
     def free(self, seq: Any) -> None:
         super().free(seq)
         if seq in self._slots:  # a waiting sequence has none
-            self._free_slots.append(self._slots.pop(seq))
+            self.prefix_cache.free_slots.append(self._slots.pop(seq))
+
+    def next_snapshot(self, seq: Any) -> int:
+        """Return the number of computed tokens at which the next snapshot of `seq` is due."""
+        span, num_computed = self.snapshot_interval * self.block_size, seq.num_computed_tokens
+        regular = (num_computed // span + 1) * span
+        return min(regular, self.end_of(seq)) if self.end_of(seq) > num_computed else regular
+
+    def end_of(self, seq: Any) -> int:
+        """Return how many tokens of the prompt of `seq` the same prompt could find in the cache."""
+        return (seq.num_prompt_tokens - 1) // self.block_size * self.block_size
+
+    def take_snapshot(self, seq: Any) -> None:
+        """Copy the state of `seq` before the next step, if this step's chunk ends where a snapshot is due."""
+        num_computed, size = seq.num_computed_tokens, self.block_size
+        is_due = num_computed % (self.snapshot_interval * size) == 0 or num_computed == self.end_of(seq)
+        if not is_due or num_computed != seq.num_registered_blocks * size:  # nothing is registered if the cache is off
+            return
+        snapshots, serial = self.prefix_cache.snapshots, seq.parent_serial
+        if serial in snapshots:
+            snapshots.move_to_end(serial)
+        elif self.num_free_slots and self.prefix_cache.holds(seq):
+            snapshots[serial] = self.prefix_cache.take_slot()
+            self._copies_for_next.append((self._slots[seq], snapshots[serial]))
 
     def take_state_copies(self) -> SlotCopies:
         """Return (source, destination) of states to be copied before the step that is scheduled next."""
-        copies, self._state_copies = self._state_copies, []
+        copies, self._copies_for_next = self._copies_for_next, []
         return copies
+
+    def take_copies_of_hits(self) -> SlotCopies:
+        """Return (snapshot, slot) of sequences that have just been admitted, to be copied before they are computed."""
+        copies, self._copies_of_hits = self._copies_of_hits, []
+        return copies
+
+    def forget_copies(self) -> None:
+        self._copies_for_next, self._copies_of_hits = [], []
+        self.prefix_cache.forget_snapshots()
 
     def put_back(self, copies: SlotCopies) -> None:
         """Keep copies that no step has done for the next step."""
-        self._state_copies = copies + self._state_copies
+        self._copies_for_next = copies + self._copies_for_next
 
 
 class StateScheduler(ExtendedScheduler):
@@ -113,18 +219,30 @@ class StateScheduler(ExtendedScheduler):
 
     block_manager: StateBlockManager
 
+    def share_of(self, seq: Any, budget: int) -> int:
+        """Return the number of tokens of `seq` that the step computes: a chunk ends where a snapshot is due."""
+        num_tokens = super().share_of(seq, budget)
+        if not self.block_manager.prefix_cache.is_enabled:
+            return num_tokens
+        return min(num_tokens, self.block_manager.next_snapshot(seq) - seq.num_computed_tokens)
+
     def schedule(self) -> Step:
-        # before anything else: forks of this step copy states that this step computes, so their copies wait
-        state_copies = self.block_manager.take_state_copies()
+        blocks = self.block_manager
+        # before anything else: forks and snapshots of this step copy states that this step computes, so they wait
+        earlier = blocks.take_state_copies()
         step = super().schedule()
         if not step.chunks:
-            self.block_manager.put_back(state_copies)
+            blocks.put_back(earlier)
             return step
         seqs: list[Any] = [seq for seq, _, _ in step.chunks]
-        slots = [self.block_manager.slot_of(seq) for seq in seqs]
+        hits = blocks.take_copies_of_hits()
+        for seq in seqs:
+            blocks.take_snapshot(seq)
+        slots = [blocks.slot_of(seq) for seq in seqs]
         keeps_states = not all([seq.is_plain for seq in seqs])  # what a request asks for may make the step fail
-        return replace(step, copies=StateMoves(step.copies, state_copies, slots, keeps_states))
+        return replace(step, copies=StateMoves(step.copies, earlier + hits, slots, keeps_states))
 
     def forget_steps(self) -> None:
+        """Forget all copies that were due, and all snapshots: the failed step may not have copied their states."""
         super().forget_steps()
-        self.block_manager.take_state_copies()
+        self.block_manager.forget_copies()

@@ -56,9 +56,6 @@ class StateRunner(ModelRunner):
 
     def __init__(self, config: Config, folder: Path, **options: Any) -> None:
         check_options(config)
-        if config.enable_prefix_caching:
-            logger.info("prefix caching is off: this model's recurrent states are overwritten by each token, so the "
-                        "state at the end of a cached prefix is not available")  # fmt: skip
         super().__init__(replace(config, enable_cuda_graphs=False, enable_overlap=False), folder, **options)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -82,29 +79,33 @@ class StateRunner(ModelRunner):
         return StateKVCache(self.backend, num_layers, self.dtype, self.device, shape.state_shape)
 
     def num_blocks_that_fit(self) -> int:
-        """Return the number of blocks, and set the number of slots: one for each sequence that may run.
+        """Return the number of blocks, and set the number of slots: one for each sequence that may run, and snapshots.
 
         Unless the number of blocks is configured, at most half of the memory is for states. If this is too little for
         `max_num_seqs` states, fewer sequences run at the same time.
         """
         config, cache = self.config, self.kv_cache
-        cache.num_slots = config.max_num_seqs
+        wanted = config.max_num_seqs * (2 if config.enable_prefix_caching else 1)
+        cache.num_slots = wanted
         if config.num_kv_blocks is not None:
             return config.num_kv_blocks
         given, size = config.kv_cache_memory_bytes, cache.bytes_per_slot
         num_bytes = self.free_bytes() if given is None else given
-        cache.num_slots = min(config.max_num_seqs, num_bytes // 2 // size - 1)  # one more is the null slot
+        cache.num_slots = min(wanted, num_bytes // 2 // size - 1)  # one more is the null slot
         if cache.num_slots < 1:
             raise ValueError(f"{num_bytes} bytes are left for K, V and states, but states need half of it, and their "
                              f"least size, two slots, takes {2 * size}: raise {self.memory_knob}")  # fmt: skip
-        if cache.num_slots < config.max_num_seqs:
+        max_num_seqs = min(config.max_num_seqs, cache.num_slots)
+        if max_num_seqs < config.max_num_seqs:
             logger.info("max_num_seqs is %d instead of %d: a state takes %d bytes, and %d bytes are for states, half "
-                        "of the memory of the KV cache", cache.num_slots, config.max_num_seqs, size,
+                        "of the memory of the KV cache", max_num_seqs, config.max_num_seqs, size,
                         num_bytes // 2)  # fmt: skip
         left = num_bytes - (cache.num_slots + 1) * size
-        self.config = replace(config, max_num_seqs=cache.num_slots, kv_cache_memory_bytes=left)
-        most = cache.num_slots * -(-self.max_model_len // self.backend.block_size)
-        return min(super().num_blocks_that_fit(), most)
+        self.config = replace(config, max_num_seqs=max_num_seqs, kv_cache_memory_bytes=left)
+        num_blocks = super().num_blocks_that_fit()
+        if given is not None:  # the prefix cache may keep more than what runs
+            return num_blocks
+        return min(num_blocks, max_num_seqs * -(-self.max_model_len // self.backend.block_size))
 
 
 def with_states(metadata: AttentionMetadata, slots: list[int]) -> StateMetadata:

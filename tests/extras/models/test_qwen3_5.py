@@ -16,6 +16,7 @@ from nanovllm import LLM, BeamSearchParams, Config, SamplingParams
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.models.architectures import find_architecture
 from nanovllm.extras.states.pool import StateShape
+from tests.conftest import every_second
 from tests.extras.models.hybrid_checkpoints import (
     MAX_TOKENS,
     QWEN35,
@@ -80,8 +81,11 @@ def test_tokens_are_those_of_transformers(hybrids, backend, budget, block_size, 
     check_greedy(llm, hybrids.prompts(), hybrids.greedy())
     # a smaller budget computes one prompt after the other
     assert (llm.get_stats().num_preemptions > 0) == (pool == "tiny" and budget > 7)
+    if budget == 1:  # that is slow
+        return
     check_greedy(llm, hybrids.prompts()[::-1], hybrids.greedy()[::-1])  # slots and blocks are used again
-    assert llm.get_stats().prefix_cache_hit_tokens == 0
+    if pool == "large":  # each prompt finds its own last full block
+        assert llm.get_stats().prefix_cache_hit_tokens >= sum((len(p) - 1) // block_size for p in hybrids.prompts())
 
 
 @pytest.mark.slow
@@ -154,6 +158,45 @@ def test_aborted_requests_leave_nothing(hybrids):
     engine.abort_request("5")
     check_all_free(llm)
     check_greedy(llm, prompts, hybrids.greedy())
+
+
+@pytest.mark.parametrize("options", every_second([{"max_num_batched_tokens": 11}, {"num_kv_blocks": 30}]), ids=str)
+def test_a_conversation_finds_its_earlier_turns(hybrids, options):
+    """Each prompt is the one before with its answer and two tokens. Snapshots are every two blocks, also of outputs."""
+    folder, model = hybrids.make()
+    llm = make_llm(folder, **options)
+    llm.engine.scheduler.block_manager.snapshot_interval = 2
+    prompt, hits = hybrids.prompts()[2], []
+    for turn in range(4):
+        output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+        token_ids, wanted = continue_greedily(model, prompt)
+        assert output.outputs[0].token_ids == token_ids
+        assert logprobs(output.outputs[0]) == pytest.approx(wanted, abs=2e-4)
+        hits.append(output.num_cached_tokens)
+        prompt = [*prompt, *token_ids, turn, 7 * turn]
+    # of 16, 27, 38 and 49 tokens: every eighth token has a snapshot, and the last is not computed
+    assert hits == [0, 24, 32, 40]
+
+
+def test_few_slots_keep_the_newest_snapshots(hybrids):
+    """Without room for snapshots of all prompts, the oldest ones are computed again."""
+    llm = make_llm(hybrids.make()[0], max_num_seqs=2)
+    check_greedy(llm, hybrids.prompts(), hybrids.greedy())
+    check_greedy(llm, hybrids.prompts()[::-1], hybrids.greedy()[::-1])
+    assert 0 < llm.get_stats().prefix_cache_hit_tokens < sum((len(p) - 1) // 4 * 4 for p in hybrids.prompts())
+    assert llm.engine.scheduler.block_manager.num_snapshots <= 4
+    num_hits = llm.get_stats().prefix_cache_hit_tokens
+    llm.reset_prefix_cache()
+    check_greedy(llm, hybrids.prompts()[:3], hybrids.greedy()[:3])
+    assert llm.get_stats().prefix_cache_hit_tokens == num_hits
+
+
+def test_without_prefix_caching_there_are_no_snapshots(hybrids):
+    llm = make_llm(hybrids.make()[0], enable_prefix_caching=False)
+    for _ in range(2):
+        check_greedy(llm, hybrids.prompts()[:3], hybrids.greedy()[:3])
+    assert llm.get_stats().prefix_cache_hit_tokens == 0
+    assert (llm.engine.runner.kv_cache.num_slots, llm.engine.scheduler.block_manager.num_snapshots) == (8, 0)
 
 
 class FailingError(Exception):
@@ -300,12 +343,6 @@ def test_options_that_do_not_work_with_states_are_refused(hybrids, options):
         make_llm(hybrids.make()[0], **options)
 
 
-def test_prefix_caching_is_off_and_says_so_once(hybrids, caplog):
-    caplog.set_level("INFO")
-    make_llm(hybrids.make()[0])
-    assert sum("prefix caching is off" in record.message for record in caplog.records) == 1
-
-
 def test_a_model_with_states_drafts_for_none(hybrids, tiny_checkpoint, tmp_path):
     folder = tmp_path / "target"
     folder.mkdir()
@@ -335,7 +372,6 @@ def test_states_and_blocks_share_the_memory(hybrids):
     assert len(samples) == 5, "more samples than states: the rest waits"
     many = make_llm(folder, num_kv_blocks=None, kv_cache_memory_bytes=100 * size, max_num_seqs=2)
     cache = many.engine.runner.kv_cache
-    assert cache.num_slots == 2
-    assert cache.num_blocks == 2 * 256 // 4, "the most that two sequences fill"
+    assert (cache.num_slots, many.engine.config.max_num_seqs) == (4, 2), "two sequences and two snapshots"
     with pytest.raises(ValueError, match="raise kv_cache_memory_bytes"):
         make_llm(folder, num_kv_blocks=None, kv_cache_memory_bytes=3 * size)

@@ -19,16 +19,20 @@ from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateSch
 class Run:
     """A scheduler whose model is a function of the tokens that a state has seen."""
 
-    def __init__(self, rng, num_slots, num_blocks, budget):
+    def __init__(self, rng, num_slots, num_blocks, budget, has_cache):
         self.rng = rng
-        self.blocks = StateBlockManager(num_blocks, 2, num_slots, SchedulingStats())
-        self.scheduler = StateScheduler(self.blocks, num_slots, budget, 12)
+        self.blocks = StateBlockManager(num_blocks, 2, has_cache, SchedulingStats(), num_slots=num_slots)
+        self.blocks.snapshot_interval = rng.choice([1, 2, 64])
+        self.scheduler = StateScheduler(self.blocks, rng.randint(3, num_slots), budget, 12)
+        self.texts = [[rng.randrange(50) for _ in range(7)] for _ in range(3)]
         self.pool = [None] * (num_slots + 1)
         self.num_added = self.num_ended = 0
         self.outputs = {}
 
     def add(self):
-        prompt = [self.rng.randrange(50) for _ in range(self.rng.randint(1, 7))]
+        prompt = self.rng.choice(self.texts)[: self.rng.randint(1, 7)]
+        if self.rng.random() < 0.3:
+            prompt = [*prompt[:-1], self.rng.randrange(50)]
         n = self.rng.choice([1, 1, 2, 3])
         params = SamplingParams(temperature=0, max_tokens=self.rng.randint(1, 5), ignore_eos=True)
         seqs = [Sequence(str(self.num_added), prompt, params, sample_index=i) for i in range(n)]
@@ -78,11 +82,14 @@ def next_token(seq):
     return (sum(seq.token_ids.view().tolist()) + 7 * seq.sample_index) % 50
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_each_chunk_finds_its_state(seed):
-    """Seen to fail with copies of this step's forks, with copies in any order, and with slots that are freed late."""
+@pytest.mark.parametrize("has_cache", [True, False], ids=["snapshots", "no cache"])
+@pytest.mark.parametrize(
+    "seed", [seed if seed < 6 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
+)
+def test_each_chunk_finds_its_state(seed, has_cache):
+    """Seen to fail with copies of this step's forks, hits without a snapshot, and snapshots of failed steps."""
     rng = random.Random(seed)
-    run = Run(rng, rng.randint(3, 6), rng.randint(5, 12), rng.randint(1, 9))
+    run = Run(rng, rng.randint(3, 9), rng.randint(5, 16), rng.randint(1, 9), has_cache)
     for _ in range(120):
         what = rng.random()
         if what < 0.25:
@@ -101,6 +108,8 @@ def test_each_chunk_finds_its_state(seed):
     assert not run.scheduler.waiting
     assert run.blocks.num_free_slots == run.blocks.num_slots
     assert run.blocks.num_used_blocks == 0
+    if not has_cache:
+        assert run.blocks.num_snapshots == run.blocks.observer.prefix_cache_hit_tokens == 0
 
 
 def check_owners(run):
@@ -108,10 +117,14 @@ def check_owners(run):
     slots = [run.blocks.slot_of(seq) for seq in run.scheduler.running]
     assert len(set(slots)) == len(slots) == run.blocks.num_slots - run.blocks.num_free_slots
     assert all(seq not in run.blocks._slots for seq in run.scheduler.waiting)
+    cache = run.blocks.prefix_cache
+    everything = [*slots, *cache.free_slots, *cache.snapshots.values()]
+    assert sorted(everything) == list(range(1, run.blocks.num_slots + 1)), "each slot has one use"
+    assert set(cache.snapshots) <= {cached.serial for cached in cache._by_id.values()}, "of cached blocks"
 
 
 def test_a_request_waits_until_all_of_its_samples_have_slots():
-    blocks = StateBlockManager(num_blocks=50, block_size=2, num_slots=3, observer=SchedulingStats())
+    blocks = StateBlockManager(50, 2, False, SchedulingStats(), num_slots=3)
     scheduler = StateScheduler(blocks, 10, 1, 20)  # a budget of 1: no prompt is complete after the first step
     params = SamplingParams(temperature=0, max_tokens=3)
     for name, n in (("a", 2), ("b", 2), ("c", 1)):
@@ -127,7 +140,48 @@ def test_a_request_waits_until_all_of_its_samples_have_slots():
 
 
 def test_a_step_that_is_not_run_keeps_the_copies_of_earlier_forks():
-    blocks = StateBlockManager(num_blocks=9, block_size=2, num_slots=3)
-    blocks._state_copies = [(1, 2)]
+    blocks = StateBlockManager(9, 2, num_slots=3)
+    blocks.put_back([(1, 2)])
     assert not StateScheduler(blocks, 3, 8, 20).schedule().chunks
     assert blocks.take_state_copies() == [(1, 2)]
+
+
+def prefill(scheduler, name, prompt):
+    """Compute a prompt and one token. Returns the chunks, and the state copies of each step."""
+    seq = Sequence(name, prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    scheduler.add(seq)
+    chunks, copies = [], []
+    while seq.finish_reason is None:
+        step = scheduler.schedule()
+        chunks += [(start, start + n) for _, start, n in step.chunks]
+        copies.append(step.copies.state_copies)
+        scheduler.update(step, [7] * len(step.samples))
+    return chunks, copies
+
+
+def test_the_example_of_the_docstring():
+    """A takes a snapshot at its last full block; B finds it; C, whose prefix ends before it, finds none."""
+    scheduler = StateScheduler(StateBlockManager(20, 4, observer=SchedulingStats(), num_slots=3), 3, 64, 40)
+    tokens = list(range(10))
+    assert prefill(scheduler, "a", tokens) == ([(0, 8), (8, 10)], [[], [(1, 2)]])
+    assert prefill(scheduler, "b", tokens[:9]) == ([(8, 9)], [[(2, 1)]])
+    assert prefill(scheduler, "c", tokens[:6])[0] == [(0, 4), (4, 6)]
+    assert scheduler.block_manager.num_snapshots == 2
+
+
+def test_an_evicted_block_takes_its_snapshot_with_it():
+    scheduler = StateScheduler(StateBlockManager(3, 4, observer=SchedulingStats(), num_slots=4), 1, 64, 12)
+    prefill(scheduler, "a", list(range(9)))
+    assert scheduler.block_manager.num_snapshots == 1
+    prefill(scheduler, "b", list(range(20, 29)))  # needs all three blocks
+    assert prefill(scheduler, "a again", list(range(9)))[0] == [(0, 8), (8, 9)]
+    assert scheduler.block_manager.num_snapshots == 1
+
+
+def test_the_least_recently_used_snapshot_is_dropped_first():
+    scheduler = StateScheduler(StateBlockManager(30, 4, observer=SchedulingStats(), num_slots=3), 1, 64, 20)
+    prompts = [[10 * i + j for j in range(6)] for i in range(3)]
+    for prompt in (*prompts[:2], prompts[0], prompts[2]):  # two snapshots fit beside the sequence that runs
+        prefill(scheduler, "", prompt)
+    assert prefill(scheduler, "", prompts[0])[0] == [(4, 6)]
+    assert prefill(scheduler, "", prompts[1])[0] == [(0, 4), (4, 6)]
