@@ -78,11 +78,12 @@ def test_tokens_are_those_of_transformers(hybrids, backend, budget, block_size, 
     if pool == "tiny":
         options["num_kv_blocks"] = TINY_POOLS[block_size]
     llm = make_llm(hybrids.make()[0], **options)
+    if budget == 1:  # which is slow
+        check_greedy(llm, hybrids.prompts()[:4], hybrids.greedy()[:4])
+        return
     check_greedy(llm, hybrids.prompts(), hybrids.greedy())
     # a smaller budget computes one prompt after the other
     assert (llm.get_stats().num_preemptions > 0) == (pool == "tiny" and budget > 7)
-    if budget == 1:  # that is slow
-        return
     check_greedy(llm, hybrids.prompts()[::-1], hybrids.greedy()[::-1])  # slots and blocks are used again
     if pool == "large":  # each prompt finds its own last full block
         assert llm.get_stats().prefix_cache_hit_tokens >= sum((len(p) - 1) // block_size for p in hybrids.prompts())
@@ -157,7 +158,7 @@ def test_aborted_requests_leave_nothing(hybrids):
         engine.abort_request(str(i))
     engine.abort_request("5")
     check_all_free(llm)
-    check_greedy(llm, prompts, hybrids.greedy())
+    check_greedy(llm, prompts[:4], hybrids.greedy()[:4])
 
 
 @pytest.mark.parametrize("options", every_second([{"max_num_batched_tokens": 11}, {"num_kv_blocks": 30}]), ids=str)
@@ -367,7 +368,7 @@ def test_states_and_blocks_share_the_memory(hybrids):
     assert cache.bytes_per_slot == size
     assert (cache.num_slots, few.engine.config.max_num_seqs, few.engine.scheduler.max_num_seqs) == (4, 4, 4)
     assert (cache.num_blocks + 1) * cache.bytes_per_block <= 5 * size < (cache.num_blocks + 2) * cache.bytes_per_block
-    check_greedy(few, hybrids.prompts(), hybrids.greedy())
+    check_greedy(few, hybrids.prompts()[:3], hybrids.greedy()[:3])
     samples = few.generate([[1, 2]], SamplingParams(n=5, temperature=1.0, max_tokens=3), use_tqdm=False)[0].outputs
     assert len(samples) == 5, "more samples than states: the rest waits"
     many = make_llm(folder, num_kv_blocks=None, kv_cache_memory_bytes=100 * size, max_num_seqs=2)
