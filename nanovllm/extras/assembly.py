@@ -48,7 +48,8 @@ def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
     if parts.model_config.state_shape is not None:
         from nanovllm.extras.states.slots import StateBlockManager
 
-        return StateBlockManager(*arguments, num_slots=parts.runner.kv_cache.num_slots)
+        pool: Any = parts.runner.kv_cache
+        return StateBlockManager(*arguments, num_slots=pool.num_slots, bytes_per_slot=pool.bytes_per_slot)
     window = parts.model_config.widest_window
     if window is not None:
         from nanovllm.extras.window_blocks import WindowBlockManager

@@ -95,6 +95,7 @@ class EngineStats(Counts):
     """Share of the steps' token budgets that was scheduled."""
     kv_store: Any = None
     """The `StoreStats` of the K/V store (`kv_store/store.py`), if there is one."""
+    states: Any = None  # the `StateStats` (`states/slots.py`) of a model with recurrent states
 
 
 class SchedulingStats(Counts, Observer):

@@ -63,4 +63,5 @@ def make_stats(counts: Counts, scheduler: Scheduler, kv_store: Any = None) -> En
         num_waiting=len(scheduler.waiting),
         budget_used=counts.scheduled_tokens / max(1, counts.steps * scheduler.max_num_batched_tokens),
         kv_store=kv_store and kv_store.get_stats(),
+        states=getattr(blocks, "state_stats", None),
     )

@@ -31,10 +31,8 @@ class NetworkConfig(ModelConfig):
     latent_rank: int | None = None
     """Channels of a token's latent that are values, if the cache holds latents; None if it holds K and V."""
     state_shape: Any = None  # the `StateShape` (`states/pool.py`) of models whose layers keep recurrent states
-    num_experts: int = 0
-    """In each layer's mixture of experts; 0 is one feed-forward network."""
-    has_head: bool = True
-    """Whether the checkpoint has an output layer, without which a network only computes embeddings."""
+    num_experts: int = 0  # in each layer's mixture of experts; 0 is one feed-forward network
+    has_head: bool = True  # False if the checkpoint has no output layer: the network only computes embeddings
     initializer_range: float = 0.02
     quantization_config: Any = None  # how the checkpoint's weights are quantised; None if they are not
 

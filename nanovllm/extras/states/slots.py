@@ -29,7 +29,7 @@ also dropped when its block is evicted.
 """
 
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
@@ -42,6 +42,18 @@ SNAPSHOT_INTERVAL = 64  # blocks
 
 BlockCopies = list[tuple[int, int]]
 SlotCopies = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class StateStats:
+    """How the slots of the pool are used at this moment."""
+
+    num_slots: int
+    num_running: int
+    """Slots that sequences own."""
+    num_snapshots: int
+    """Slots that hold snapshots. The others are free."""
+    bytes_per_slot: int
 
 
 class StateMoves(list[tuple[int, int]]):
@@ -120,9 +132,11 @@ class StateBlockManager(BlockManager):
         observer: Observer | None = None,
         *,
         num_slots: int,
+        bytes_per_slot: int = 0,
     ) -> None:
         super().__init__(num_blocks, block_size, enable_prefix_caching, observer)
         self.num_slots = num_slots
+        self.bytes_per_slot = bytes_per_slot  # for the statistics
         self.snapshot_interval = SNAPSHOT_INTERVAL
         free_slots = list(range(num_slots, 0, -1))
         self.prefix_cache = SnapshotCache(block_size, self.observer, enable_prefix_caching, free_slots)
@@ -133,6 +147,10 @@ class StateBlockManager(BlockManager):
     @property
     def num_snapshots(self) -> int:
         return len(self.prefix_cache.snapshots)
+
+    @property
+    def state_stats(self) -> StateStats:
+        return StateStats(self.num_slots, len(self._slots), self.num_snapshots, self.bytes_per_slot)
 
     @property
     def num_free_slots(self) -> int:

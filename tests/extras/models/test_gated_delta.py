@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from nanovllm.batch import offsets
 from nanovllm.extras.models.gated_delta import GatedDeltaNet, advance, advance_by_chunks
@@ -12,6 +11,7 @@ from nanovllm.extras.models.qwen3_5 import read_qwen3_5_config
 from nanovllm.extras.states.pool import StateMetadata
 from tests.extras.models.hybrid_checkpoints import make_config, set_weights_that_matter
 
+theirs = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
 HEADS, KEY_DIM, VALUE_DIM = 3, 8, 5
 
 

@@ -16,6 +16,7 @@ from nanovllm import LLM, BeamSearchParams, Config, SamplingParams
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.models.architectures import find_architecture
 from nanovllm.extras.states.pool import StateShape
+from nanovllm.extras.states.slots import StateStats
 from tests.conftest import every_second
 from tests.extras.models.hybrid_checkpoints import (
     MAX_TOKENS,
@@ -28,6 +29,7 @@ from tests.extras.models.hybrid_checkpoints import (
     set_weights_that_matter,
 )
 
+pytest.importorskip("transformers.models.qwen3_5")
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
 TINY_POOLS = {4: 19, 16: 6}  # blocks, by their size: one prompt fits, not all of them
 
@@ -367,8 +369,10 @@ def test_states_and_blocks_share_the_memory(hybrids):
     cache = few.engine.runner.kv_cache
     assert cache.bytes_per_slot == size
     assert (cache.num_slots, few.engine.config.max_num_seqs, few.engine.scheduler.max_num_seqs) == (4, 4, 4)
+    assert few.get_stats().states == StateStats(num_slots=4, num_running=0, num_snapshots=0, bytes_per_slot=size)
     assert (cache.num_blocks + 1) * cache.bytes_per_block <= 5 * size < (cache.num_blocks + 2) * cache.bytes_per_block
     check_greedy(few, hybrids.prompts()[:3], hybrids.greedy()[:3])
+    assert few.get_stats().states.num_snapshots == 1, "three prompts have run at the same time"
     samples = few.generate([[1, 2]], SamplingParams(n=5, temperature=1.0, max_tokens=3), use_tqdm=False)[0].outputs
     assert len(samples) == 5, "more samples than states: the rest waits"
     many = make_llm(folder, num_kv_blocks=None, kv_cache_memory_bytes=100 * size, max_num_seqs=2)
