@@ -6,13 +6,13 @@ blocks, whose number grows, and one slot, which it owns from its admission on. B
     admission     needs a slot, and blocks for all tokens. A request for n samples needs n slots
     fork          the child gets a slot of its own, and the parent's state is copied to it. K and V are shared: a state
                   is overwritten by each token, so it cannot be
-    preemption    frees both. The sequence starts again from its first token, with a state of zeros
+    preemption    frees both. The sequence is computed again, from a prefix hit or from a state of zeros
     end, abort    free both
 
 A and its child B, with blocks of 4. The chunk with the last token of A's prompt is scheduled in step 1. Step 1 computes
 the state after the prompt, so the copy is the first thing that step 2 does:
 
-    step 1    A prefills positions 0 … 5    A: blocks [7, 2], slot 1      then B: blocks [7, 2], slot 2
+    step 1    A prefills positions 4 … 5    A: blocks [7, 2], slot 1      then B: blocks [7, 2], slot 2
     step 2    copy of slot 1 to slot 2      A decodes position 6          B decodes position 6
 
 Prefix hits need the state at the end of the prefix, which later tokens overwrite. So the state is copied to a slot of
@@ -20,7 +20,7 @@ its own, a *snapshot*, where prefixes are likely to end: at the last full block 
 `SNAPSHOT_INTERVAL` blocks. Chunks end at these points. A hit is the longest prefix that has both cached blocks and a
 snapshot. The snapshot is copied to the slot of the new sequence. With blocks of 4:
 
-    A, 10 tokens          chunks [0, 8) and [8, 10)       after the first, snapshot of slot 1 in slot 3
+    A, 10 tokens          chunks [0, 8) and [8, 10)       after the first, slot 1 is copied to slot 2
     B, A's first 9        finds 8 tokens: 2 blocks, and the snapshot
     C, A's first 6        finds none: 4 tokens have a cached block, but no snapshot
 
