@@ -41,7 +41,7 @@ def token_by_token(state, inputs):
     return out, state
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 130])
+@pytest.mark.parametrize("num_tokens", [1, 64, 130])
 @pytest.mark.parametrize("decay", [0.0, 1e-3, 1.0, 60.0])
 def test_chunks_are_the_definition(num_tokens, decay):
     """In float64. A decay of 60 for each token is e^-3000 over a chunk, and its inverse is infinite."""
