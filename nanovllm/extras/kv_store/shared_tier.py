@@ -1,9 +1,9 @@
 """Blocks in shared memory, for all engines of one user on one machine: a folder in /dev/shm, with a lock.
 
-A `DiskTier` has a file for each block. Here, all blocks of one size are in one file (`slots.py`), which every process
-keeps mapped. So loading a block is one copy, for which no page of a file is looked up or mapped. The lock is released
-when its process is killed. `multiprocessing.shared_memory` would also give such a region, but before Python 3.13 the
-first process that ends removes it.
+A `DiskTier` has a file for each block. Here, all blocks of one size are in one file (`shared_slots.py`), which every
+process keeps mapped. So loading a block is one copy, for which no page of a file is looked up or mapped. The lock is
+released when its process is killed. `multiprocessing.shared_memory` would also give such a region, but before Python
+3.13 the first process that ends removes it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from nanovllm.extras.kv_store.disk_tier import DiskTier, check_name, lock_file
-from nanovllm.extras.kv_store.slots import SUFFIX, Slots, make_slots, sizes_of
+from nanovllm.extras.kv_store.shared_slots import SUFFIX, Slots, make_slots, sizes_of
 from nanovllm.extras.kv_store.tier import BlockName
 
 SHARED_MEMORY = Path("/dev/shm")
