@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,17 +45,23 @@ def compiled_before():
         library.load_library(dtype)
 
 
-@pytest.fixture
-def fresh_cache(monkeypatch, tmp_path, compiled_before):
+@contextmanager
+def fresh_cache_in(folder, monkeypatch):
     """The self-check is on, no result is stored, and the usual libraries are compiled already."""
     monkeypatch.setenv("NANOVLLM_SELF_CHECK", "on")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "nanovllm").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    (folder / "nanovllm").mkdir(mode=0o700)
     for compiled in COMPILED.glob("*.so"):
-        shutil.copy(compiled, tmp_path / "nanovllm")
+        shutil.copy(compiled, folder / "nanovllm")
     library.load_library.cache_clear()
-    yield tmp_path / "nanovllm"
+    yield folder / "nanovllm"
     library.load_library.cache_clear()
+
+
+@pytest.fixture
+def fresh_cache(monkeypatch, tmp_path, compiled_before):
+    with fresh_cache_in(tmp_path, monkeypatch) as folder:
+        yield folder
 
 
 def make_llm(model=TINY_QWEN3, **options):
