@@ -19,7 +19,8 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -126,6 +127,23 @@ class Recorded(NamedTuple):
     hidden: torch.Tensor  # [size, hidden_size], for rows that ask for more than a token drawn
 
 
+@contextmanager
+def frozen_objects() -> Iterator[None]:
+    """Freeze all objects within the context: torch collects garbage before each recording, except for frozen objects.
+
+    If the program has frozen most objects itself, they stay frozen, and nothing is done.
+    """
+    gc.collect()
+    is_frozen = gc.get_freeze_count() > len(gc.get_objects())
+    if not is_frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not is_frozen:
+            gc.unfreeze()
+
+
 class CudaGraphs:
     """A decode step of `model` and `draw`, recorded for each of `sizes`. The KV cache must keep its address."""
 
@@ -148,13 +166,9 @@ class CudaGraphs:
         self._graphs: dict[int, Recorded] = {}
 
     def record_all(self) -> None:
-        gc.collect()
-        gc.freeze()  # torch collects garbage before each recording, but does not look through frozen objects
-        try:
+        with frozen_objects():
             for size in reversed(self._sizes):  # the memory that the largest takes is enough for all others
                 self.record(size)
-        finally:
-            gc.unfreeze()
 
     @torch.inference_mode()
     def record(self, size: int) -> None:

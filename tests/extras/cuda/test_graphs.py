@@ -9,7 +9,9 @@ spread with the wrong width; the newest tokens of an eager step not handed over;
 with children or without a sample replayed; penalties and log-probabilities of replayed rows left out.
 """
 
+import contextlib
 import dataclasses
+import gc
 import random
 
 import pytest
@@ -24,6 +26,7 @@ from nanovllm.extras.cuda.graphs import (
     ReplayedDecodes,
     StepSizes,
     choose_graphs,
+    frozen_objects,
     graph_sizes,
     measure_graph_bytes,
     record_graphs,
@@ -161,6 +164,20 @@ def test_graphs_are_recorded_and_measured(fake_cuda, runner):
     assert sorted(graphs._graphs) == sizes
     assert free - fake_cuda.free == len(sizes) * (7 << 20)
     assert all(recorded.hidden.shape == (size, 64) for size, recorded in graphs._graphs.items())
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_objects_that_the_program_has_frozen_stay_frozen(monkeypatch, is_frozen):
+    """A server freezes all that it has loaded; a graph that is recorded afterwards does not thaw it."""
+    calls, objects, num_frozen = [], [[]] * 9, 10 if is_frozen else 8
+    for name in ("collect", "freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: calls.append(name))
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: num_frozen)
+    monkeypatch.setattr(gc, "get_objects", lambda: objects)
+    with contextlib.suppress(KeyError), frozen_objects():
+        calls.append("record")
+        raise KeyError("a recording that fails")
+    assert calls == (["collect", "record"] if is_frozen else ["collect", "freeze", "record", "unfreeze"])
 
 
 # ---- what is computed
