@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from tests.conftest import examples
 from tests.failing_runs import Failing
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
 
@@ -293,12 +294,13 @@ def test_a_stream_ends_though_others_step_the_engine(impatient, between):
     assert summary(outputs[-1]) == summary(expected[0])
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, RuntimeError])
 def test_a_paused_stream_says_that_the_step_of_another_call_has_failed(folder, exception):
-    """The forward passes of the other call fail in turn, and with them the requests of both."""
+    """The forward passes of the other call fail in turn (by default every eighth one), with the requests of both."""
     llm = make_llm(folder)
     failing = Failing(llm.engine, 0, exception("now"), "before")
-    for nth in range(1, 100):
+    for nth in range(1, 100, 8 // examples(8)):
         paused = llm.stream(ids(4), letters(100))
         next(paused)
         failing.countdown = nth

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -147,6 +148,7 @@ def test_the_compilers_reason_is_not_cut(tmp_path, text, reason):
 STOPPED = """
 import os, runpy, sys, threading
 from pathlib import Path
+from typing import NamedTuple
 cache = runpy.run_path(sys.argv[1])
 folder, pid_file, thread = sys.argv[2:]
 command = ["sh", "-c", f"sleep 60 & echo $! > {pid_file}; wait"]
@@ -180,30 +182,50 @@ def pid_in(file, seconds=30):
     return int(file.read_text())
 
 
+ENDS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL, "exit"]
+STOPS = [(end, thread) for end in ENDS for thread in ("main", "another") if (end, thread) != ("exit", "main")]
+
+
+class Stopped(NamedTuple):
+    status: int
+    compiler: int
+    cache: Path
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """What each end of a process has left: all of them end together, since the guard of each compiler waits a second.
+
+    The compiler starts other processes, which do not end with it. The folder may be one that replaces the cache.
+    """
+    started = {}
+    for end, thread in STOPS:
+        folder = tmp_path_factory.mktemp("stopped")
+        cache = folder / (f"{library_cache.TEMPORARY}0123" if end == signal.SIGHUP else "cache")
+        cache.mkdir()
+        # the file by itself, which needs no torch
+        arguments = [library_cache.__file__, str(cache), str(folder / "pid"), thread]
+        pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        started[end, thread] = subprocess.Popen([sys.executable, "-c", STOPPED, *arguments], **pipes), cache
+    compilers = {stop: pid_in(cache.parent / "pid") for stop, (_, cache) in started.items()}
+    for (end, _), (process, cache) in started.items():
+        assert list(cache.iterdir())
+        if end == "exit":
+            process.communicate(b"x", timeout=30)
+        else:
+            process.send_signal(end)
+    return {stop: Stopped(one.wait(timeout=30), compilers[stop], cache) for stop, (one, cache) in started.items()}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("thread", ["main", "another"])
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL, "exit"], ids=str)
-def test_a_stopped_process_leaves_neither_a_compiler_nor_a_folder(tmp_path, end, thread):
-    """The compiler starts other processes, which do not end with it. The folder may be one that replaces the cache."""
-    if (end, thread) == ("exit", "main"):
-        return
-    temporary = tmp_path / f"{library_cache.TEMPORARY}0123"
-    cache, pid_file = temporary if end == signal.SIGHUP else tmp_path / "cache", tmp_path / "pid"
-    cache.mkdir()
-    arguments = [library_cache.__file__, str(cache), str(pid_file), thread]  # the file by itself, which needs no torch
-    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen([sys.executable, "-c", STOPPED, *arguments], **pipes)
-    compiler = pid_in(pid_file)
-    assert list(cache.iterdir())
-    if end == "exit":
-        process.communicate(b"x", timeout=30)
-    else:
-        process.send_signal(end)
-        assert process.wait(timeout=30) == -end
+@pytest.mark.parametrize(("end", "thread"), STOPS, ids=str)
+def test_a_stopped_process_leaves_neither_a_compiler_nor_a_folder(stopped, end, thread):
+    status, compiler, cache = stopped[end, thread]
+    assert status == (0 if end == "exit" else -end)
     wait_for(lambda: not is_running(compiler))
     wait_for(lambda: not cache.exists() or not list(cache.iterdir()))
-    if cache == temporary and thread == "another":
-        wait_for(lambda: not temporary.exists())
+    if end == signal.SIGHUP and thread == "another":
+        wait_for(lambda: not cache.exists())
 
 
 @pytest.mark.slow

@@ -233,7 +233,11 @@ WAYS = {  # what is wrong, and the way that is left
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("nothing", "kernels"))) for name in WAYS]
+    "name",  # by default the first way that is wrong, and then all of them that may be
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("nothing", "kernels", "kernels and graphs")))
+        for name in WAYS
+    ],
 )
 def test_the_next_way_gives_the_right_tokens(monkeypatch, tiny_checkpoint, on_cuda, caplog, name):
     wrong, expected = WAYS[name]
