@@ -207,7 +207,7 @@ def test_random_traffic_is_greedy_as_in_transformers(checkpoint, answer, seed):
     assert_at_rest(engine)
 
 
-@pytest.mark.parametrize("seed", every_second(range(4)))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(4)])
 def test_a_tiny_pool_gives_what_one_request_at_a_time_gives(seed):
     """Several samples, stop strings and all sampling parameters, with the bundled model's tokenizer."""
     requests = list(random_requests(random.Random(seed), 12))

@@ -472,10 +472,10 @@ def test_engine_with_an_fp8_cache(checkpoints):
     folder, _ = checkpoints.make(num_hidden_layers=1, head_dim=16)
     prompts = [[1, 2, 3] * 9, [4, 5] * 9]
     sizes = {}
-    for kv_cache_dtype in ("auto", "fp8"):
+    for kv_cache_dtype, served in (("auto", []), ("fp8", prompts)):
         _, llm = greedy(
             folder,
-            prompts,
+            served,
             attention_backend="triton",
             kv_cache_dtype=kv_cache_dtype,
             preemption_mode="swap",
@@ -483,7 +483,7 @@ def test_engine_with_an_fp8_cache(checkpoints):
         )
         sizes[kv_cache_dtype] = llm.engine.runner.kv_cache.bytes_per_block
         assert llm.engine.runner.kv_cache.tensor.dtype == (FP8 if kv_cache_dtype == "fp8" else torch.float32)
-        llm.generate(prompts[0], SamplingParams(n=3, max_tokens=4, temperature=1.0, ignore_eos=True), use_tqdm=False)
+    llm.generate(prompts[0], SamplingParams(n=3, max_tokens=4, temperature=1.0, ignore_eos=True), use_tqdm=False)
     assert sizes["auto"] == 4 * sizes["fp8"]
 
 

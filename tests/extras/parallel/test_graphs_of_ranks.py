@@ -120,7 +120,7 @@ def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenize
     assert isinstance(engine.runner.driver._compute, ReplayedDecodes)
 
 
-@pytest.mark.parametrize("enable_overlap", [False, True])
+@pytest.mark.parametrize("enable_overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_is_read_of_prompts_keeps_all_ranks_from_replaying(recorders, with_tokenizer, enable_overlap):
     """Prompts of one token are decodes. Only rank 0 knows that their hidden states are read."""
     alone, engine = make_engines(with_tokenizer, enable_overlap)
