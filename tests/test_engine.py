@@ -17,7 +17,7 @@ from nanovllm.config import Config
 from nanovllm.engine import LLMEngine
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from tests.conftest import every_second, hf_greedy
+from tests.conftest import every_second, examples, hf_greedy
 from tests.core_traffic import MODEL, SMALL, drive, random_requests
 from tests.failing_runs import Failing
 
@@ -379,9 +379,10 @@ def test_abort_of_all_after_each_step(checkpoint):
 
 
 @pytest.mark.parametrize(("exception", "when"), [(RuntimeError, "before"), (KeyboardInterrupt, "after")])
+@pytest.mark.examples
 def test_a_step_that_fails_drops_all_requests(checkpoint, answer, exception, when):
     """Each step in turn fails: the engine is empty, no block is taken for filled, and the next requests are served."""
-    for nth in range(1, 100):
+    for nth in range(1, 100, 3 // examples(3)):  # each third step by default
         engine = make_engine(checkpoint[0], num_kv_blocks=13, max_num_batched_tokens=6, max_num_seqs=4)
         failing = Failing(engine, nth, exception, when)
         for request_id, prompt in PROMPTS.items():
