@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import nanovllm
-from nanovllm.extras.kv_store import shared_tier, slots
+from nanovllm.extras.kv_store import shared_slots, shared_tier
 from nanovllm.extras.kv_store.conversations import save_conversation
 from nanovllm.extras.kv_store.shared_tier import SharedTier
 from tests.conftest import examples
@@ -339,7 +339,7 @@ def test_readers_find_whole_blocks_while_writers_replace_them_and_are_killed(roo
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize(("module", "function"), [(os, "pwrite"), (slots, "checksum_of"), (os, "replace")])
+@pytest.mark.parametrize(("module", "function"), [(os, "pwrite"), (shared_slots, "checksum_of"), (os, "replace")])
 def test_sigkill_at_each_moment_of_a_save(root, module, function, after):
     """The slots are full, so that a save evicts a block too; but for `replace`, which makes the file."""
     tier = SharedTier("default", MAX_BYTES, root=root)
@@ -372,7 +372,7 @@ def test_a_block_that_is_replaced_while_it_is_read_is_a_miss(root, monkeypatch):
         real_copy(out, data)
         other.save(block_name(1), block_data(1))
 
-    monkeypatch.setattr(slots.np, "copyto", copy)
+    monkeypatch.setattr(shared_slots.np, "copyto", copy)
     assert load(tier, BLOCK) is None
     monkeypatch.undo()
     assert load(tier, block_name(1)) == block_data(1).tobytes()
@@ -381,8 +381,8 @@ def test_a_block_that_is_replaced_while_it_is_read_is_a_miss(root, monkeypatch):
 
 
 def test_without_ordered_stores_the_checksum_is_compared(root):
-    path = slots.make_slots(root, 48, 100, 1000)
-    one, strict = slots.Slots(path), slots.Slots(path, has_ordered_stores=False)
+    path = shared_slots.make_slots(root, 48, 100, 1000)
+    one, strict = shared_slots.Slots(path), shared_slots.Slots(path, has_ordered_stores=False)
     assert one.save(BLOCK, DATA, 1) == 0
     assert strict.load(BLOCK, out := np.zeros(100, np.uint8))
     assert out.tobytes() == DATA.tobytes()
