@@ -7,7 +7,7 @@ The loop is the core's. A step that fails is rolled back: its requests keep thei
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,10 @@ class LLMEngine(engine.LLMEngine):
         number = self.stats.num_requests
         with plain_defaults():
             request = self.input_processor.make_request(request_id, prompt, sampling_params, priority, stream, number)
+        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
+            from nanovllm.extras.cache_salt import salt_request
+
+            salt_request(request, prompt["cache_salt"], self.scheduler.block_manager.prefix_cache)
         request.queue(self.scheduler, self.config.max_num_seqs)
         self.requests[request_id] = request
 

@@ -3,7 +3,7 @@
 Calls may interleave: a stream that pauses and another call advance each other's requests.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -199,7 +199,8 @@ class LLM(llm.LLM):
         requests: Requests = {}
         for prompt, one, rank in zip(prompt_list, wanted, priorities, strict=True):
             text, token_ids = processor.encode(prompt, taken[id(one)].params)
-            encoded = {"prompt": text, "prompt_token_ids": token_ids}
+            given = prompt if isinstance(prompt, Mapping) else {}
+            encoded = {**given, "prompt": text, "prompt_token_ids": token_ids}
             requests[str(next(self._request_ids))] = encoded, taken[id(one)], rank
         return requests
 

@@ -21,6 +21,7 @@ class Sequence(sequence.Sequence):
     arrival: int = field(default=0, init=False)  # number of sequences that arrived before
     order: tuple[float, ...] = field(default=(), init=False)  # its place in `ordered_queues.py`
     num_preemptions: int = field(default=0, init=False)
+    cache_salt: str | None = field(default=None, init=False)  # it shares blocks only with the same (`cache_salt.py`)
     block_keys: list[bytes] = field(default_factory=list, init=False)  # of its first full blocks, in the K/V store
     is_plain: bool = field(init=False)  # sampled only by the core, and without readers
     reads_prompt: bool = field(init=False)  # a reader needs the hidden states of the whole prompt

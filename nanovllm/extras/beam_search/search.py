@@ -204,6 +204,7 @@ class BeamSearch(Request):
         child = self._new_sequence(parent.request_id, beam.token_ids + next_token)
         child.num_prompt_tokens = parent.num_prompt_tokens
         child.max_num_tokens, child.arrival = parent.max_num_tokens, parent.arrival
+        child.cache_salt = parent.cache_salt
         child.order = (*parent.order[:-1], child.sample_index)
         self.seqs.append(child)
         fork_anytime(scheduler, parent, child)

@@ -1,7 +1,7 @@
 """The names of blocks: a chained hash over a fingerprint of everything that shapes K and V.
 
     root key     fingerprint: digest of the weights and config.json, dtypes, backend, layout of a block, ranks
-    key of block 0     hash(root key, tokens of block 0)
+    key of block 0     hash(root key, tokens of block 0); with a `cache_salt`, the root key is hashed with it before
     key of block 1     hash(key of block 0, tokens of block 1)
 
 The key of a block so identifies all tokens up to its end. Blocks may come from other processes and other users, who
@@ -33,9 +33,19 @@ def names_of(seq: Any, start: int, stop: int, root_key: bytes, block_size: int) 
     data = seq.token_ids.view(first * block_size, stop * block_size).astype("<i4", copy=False).tobytes()
     tokens = [data[i : i + size] for i in range(0, len(data), size)]  # of the blocks [first, stop)
     for i in range(len(keys), stop):
-        parent = keys[-1] if keys else root_key
+        parent = keys[-1] if keys else salt_key(root_key, seq.cache_salt)
         keys.append(blake2b(tokens[i - first], key=parent, digest_size=KEY_BYTES).digest())
     return [BlockName(keys[i], tokens[i - first]) for i in range(start, stop)]
+
+
+def salt_key(root_key: bytes, cache_salt: str | None) -> bytes:
+    """Return the key before the first block of a sequence with this salt, or with none.
+
+    `person` makes it another hash function than that of the blocks: a salt cannot be mistaken for tokens.
+    """
+    if cache_salt is None:
+        return root_key
+    return blake2b(cache_salt.encode(), key=root_key, digest_size=KEY_BYTES, person=b"cache_salt").digest()
 
 
 def make_root_key(facts: Mapping[str, Any]) -> bytes:

@@ -221,7 +221,8 @@ async def check_requests(engine: LLMEngine, requests: list[NewRequest], run_long
         own = taken[id(given)]
         encode = partial(processor.encode, prompt, own.params)
         text, token_ids = await run_long(encode) if is_long(prompt) else encode()
-        checked.append(request._replace(sampling_params=own, prompt={"prompt": text, "prompt_token_ids": token_ids}))
+        encoded = {**(prompt if isinstance(prompt, Mapping) else {}), "prompt": text, "prompt_token_ids": token_ids}
+        checked.append(request._replace(sampling_params=own, prompt=encoded))
         if len(requests) > 1:
             await asyncio.sleep(0)  # other consumers come between
     return checked

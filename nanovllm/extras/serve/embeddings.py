@@ -23,8 +23,8 @@ from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.engine_thread import NewRequest
 from nanovllm.extras.serve.errors import refuse
 from nanovllm.extras.serve.generation import engine_ids, told_name
-from nanovllm.extras.serve.prompts import are_many, check_lengths, encode_prompts
-from nanovllm.extras.serve.protocol import Name, StrictModel, Text, Texts, TokenIds
+from nanovllm.extras.serve.prompts import are_many, check_lengths, encode_prompts, salted
+from nanovllm.extras.serve.protocol import Name, Salt, StrictModel, Text, Texts, TokenIds
 from nanovllm.extras.serve.request_ids import new_id
 from nanovllm.extras.serve.state import ReadyServer, Server
 from nanovllm.extras.serve.streaming import encode
@@ -51,6 +51,7 @@ class EmbeddingRequest(StrictModel):
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: Salt | None = None
 
 
 @router.post("/v1/embeddings")
@@ -107,7 +108,7 @@ async def embed(
     arrival_time, llm = time.monotonic(), server.check_ready()
     params = PoolingParams(body.pooling or "last", True if body.normalize is None else body.normalize)
     requests = [
-        NewRequest(name, prompt, params, body.priority or 0, False)
+        NewRequest(name, salted(prompt, body.cache_salt), params, body.priority or 0, False)
         for name, prompt in zip(engine_ids(embedding_id, len(prompts)), prompts, strict=True)
     ]
     check_lengths(prompts, "input", server.bounds)

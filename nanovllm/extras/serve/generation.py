@@ -20,7 +20,7 @@ from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.engine_thread import NewRequest
 from nanovllm.extras.serve.errors import APIError, refuse
 from nanovllm.extras.serve.inbox import Inbox
-from nanovllm.extras.serve.prompts import check_lengths
+from nanovllm.extras.serve.prompts import check_lengths, salted
 from nanovllm.extras.serve.protocol import GenerationRequest
 from nanovllm.extras.serve.sampling import check_max_tokens
 from nanovllm.extras.serve.state import Server
@@ -62,7 +62,7 @@ class Generation:
         check_max_tokens(body, self._llm.engine.parts.max_model_len)
         check_lengths(self._prompts, prompt_field, self._server.bounds.of_prompts(body))
         requests = [
-            NewRequest(request_id, prompt, self.params, body.priority or 0, bool(body.stream))
+            NewRequest(request_id, salted(prompt, body.cache_salt), self.params, body.priority or 0, bool(body.stream))
             for request_id, prompt in zip(self.indices, self._prompts, strict=True)
         ]
         with refuse(prompt_field):

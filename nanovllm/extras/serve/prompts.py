@@ -9,14 +9,14 @@ from typing import Any
 from nanovllm.extras.chat_options import ChatOptions, render_chat
 from nanovllm.extras.serve.bounds import BoundedTokenizer, Bounds, count_chars
 from nanovllm.extras.serve.errors import APIError, refuse
-from nanovllm.extras.serve.protocol import ChatCompletionRequest, TokenizeRequest
+from nanovllm.extras.serve.protocol import ChatCompletionRequest, SlotRequest, TokenizeRequest
 from nanovllm.request import Prompt
 
 MANY = 16  # prompts
 
 
 def chat_prompt(
-    tokenizer: BoundedTokenizer | None, bounds: Bounds, body: ChatCompletionRequest | TokenizeRequest
+    tokenizer: BoundedTokenizer | None, bounds: Bounds, body: ChatCompletionRequest | TokenizeRequest | SlotRequest
 ) -> Prompt:
     """The messages as the chat template writes them. Raises APIError 400 if it does not take them."""
     with refuse("messages"):
@@ -98,3 +98,10 @@ def check_lengths(prompts: list[Any], field: str, bounds: Bounds) -> None:
     with refuse(field):
         for one in prompts:
             bounds.check_num_tokens(len(one["prompt_token_ids"] if isinstance(one, dict) else one))
+
+
+def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
+    """Return an encoded prompt with the `cache_salt` of its request, if there is one."""
+    if cache_salt is None:
+        return prompt
+    return {**(prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt}), "cache_salt": cache_salt}

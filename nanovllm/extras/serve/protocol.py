@@ -60,6 +60,7 @@ def whole(value: Any) -> Any:
 Whole = Annotated[int, BeforeValidator(whole)]
 Text = Annotated[str, AfterValidator(check_text)]
 Name = Annotated[Text, Field(max_length=MAX_NAME_CHARS)]
+Salt = Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 Form = Annotated[str, Field(max_length=MAX_FORM)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -201,6 +202,8 @@ class GenerationRequest(StrictModel):
     """The number of tokens of the prompt's end to keep; -1 keeps as many as leave space for the output."""
     structured_outputs: Annotated[StructuredOutputs | None, at_most(len(StructuredOutputs.model_fields))] = None
     priority: Whole | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: Salt | None = None
+    """A secret: only requests with the same salt share cached blocks."""
     # accepted only with the value that has no effect
     use_beam_search: Literal[False] | None = None
     best_of: Whole | None = None
@@ -398,3 +401,13 @@ class DetokenizeRequest(StrictModel):
 
     model: Name | None = None
     tokens: TokenIds
+
+
+class SlotRequest(ConversationFields):
+    """A request to save a prompt or messages in a slot, or to restore a slot."""
+
+    model: Name | None = None
+    prompt: Text | TokenIds | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None

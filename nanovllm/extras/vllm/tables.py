@@ -224,7 +224,7 @@ REQUEST_OPTIONS = (
         "use SamplingParams(truncate_prompt_tokens=…), or token ids instead of text",
         off("tokenization_kwargs"),
     ),
-    Refused("call reset_prefix_cache() between users who must not share a prefix", off("cache_salt")),
+    Refused('put it into the prompt: {"prompt": "…", "cache_salt": "…"}', off("cache_salt")),
     Refused(
         "message content is text, or a list of text parts",
         {"chat_template_content_format": (None, "auto", "string", "openai")},
