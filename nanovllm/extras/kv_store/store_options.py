@@ -30,6 +30,10 @@ EXTRA_KEYS: Mapping[str, tuple[str, ...]] = {
     "SharedMemoryConnector": ("name", "max_bytes"),
 }
 """Connector -> the keys of its `kv_connector_extra_config`. The first key is required."""
+NEEDS_FOLDER = (
+    "conversations are saved in the folder of a K/V store: give --kv-transfer-config "
+    '\'{"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "FOLDER"}}\''
+)
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,13 @@ def check_store(config: "Config") -> None:
                 f"{name_of('kv_role')} must be 'kv_both' for OffloadingConnector, got {transfer.kv_role!r}: no other "
                 f"engine can use this engine's host memory"
             )
+
+
+def check_folder(config: "Config") -> None:
+    """Raise ValueError if the options of a command line do not give a store in a folder, for saved conversations."""
+    transfer = config.kv_transfer_config
+    if transfer is None or read_transfer(transfer).kv_connector != "SharedStorageConnector":
+        raise ValueError(NEEDS_FOLDER)
 
 
 def make_tiers(config: "Config") -> list[Tier]:

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import httpx
 
@@ -19,6 +19,9 @@ from nanovllm.extras.event_stream import DONE, EventReader
 from nanovllm.extras.full_llm import LLM
 from nanovllm.extras.terminal.chat_history import Cost, Message
 from nanovllm.extras.vllm.engine_args import EngineArgs
+
+if TYPE_CHECKING:
+    from nanovllm.extras.terminal.saved_conversations import SavedConversations
 
 FAILURES = (httpx.HTTPError, httpx.InvalidURL)
 SAMPLE = re.compile(r"^(?:\w+:)(\w+)(?:\{[^}]*\})? ([-+.\w]+)", re.MULTILINE)  # prefix:name{label="…"} value
@@ -47,6 +50,10 @@ class Answerer(Protocol):
 
     def describe(self) -> dict[str, str]:
         """Return the state of the engine or server, for `/stats`."""
+
+    @property
+    def saved(self) -> "SavedConversations":
+        """Return the conversations that can be saved and restored. Raises AnswerError or ValueError if none can."""
 
 
 class LocalAnswerer:
@@ -83,6 +90,12 @@ class LocalAnswerer:
             "steps": f"{stats.steps:,}",
         }
 
+    @property
+    def saved(self) -> "SavedConversations":
+        from nanovllm.extras.terminal.saved_conversations import SavedConversations
+
+        return SavedConversations(self._llm)
+
 
 class ServerAnswerer:
     """Gets answers from an OpenAI-compatible server.
@@ -115,6 +128,10 @@ class ServerAnswerer:
         except FAILURES as error:
             return {"server": str(error)}
         return {"server": self._url, **(read_server_stats(response.text) if response.status_code == 200 else {})}
+
+    @property
+    def saved(self) -> "SavedConversations":
+        raise AnswerError("conversations are saved by an engine in this process: leave out --url")
 
     def _first_model(self) -> str:
         try:

@@ -6,6 +6,7 @@ import sys
 
 from nanovllm import TINY_QWEN3
 from nanovllm.extras.argument_types import filled, http_url
+from nanovllm.extras.kv_store.store_options import check_folder
 from nanovllm.extras.option_checks import first_given
 from nanovllm.extras.terminal.answerers import Answerer, AnswerError, LocalAnswerer, ServerAnswerer
 from nanovllm.extras.terminal.chat_history import Conversation
@@ -24,10 +25,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         answerer = make_answerer(args, is_pipe)
         if is_pipe:
-            return answer_pipe(answerer, args.system)
+            return answer_pipe(answerer, args.system, args.conversation)
         screen = Screen(COMMANDS)
         screen.note(f"{answerer.name}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D exits.")
-        Session(answerer, screen, args.system).run()
+        session = Session(answerer, screen, args.system)
+        if args.conversation is not None and (line := resume(answerer, session.conversation, args.conversation)):
+            screen.note(line)
+        session.run()
+        if args.conversation is not None and session.conversation.turns:
+            session.handle(f"/save {args.conversation}")
     except BrokenPipeError:  # the reader of the pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # prevents an error when Python flushes
     except (AnswerError, ValueError, TypeError, OSError, RuntimeError) as error:
@@ -61,6 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--top-p", type=float, metavar="NUMBER",
                        help="sample from the likeliest tokens with this total probability")  # fmt: skip
     group.add_argument("--max-tokens", type=int, metavar="N", help="maximum length of an answer (default: the context)")
+    group.add_argument("--conversation", type=filled, metavar="NAME",
+                       help="continue the conversation that is saved as NAME, and save it at the end")  # fmt: skip
     return parser
 
 
@@ -73,6 +81,8 @@ def make_answerer(args: argparse.Namespace, is_pipe: bool) -> Answerer:
     model = first_given(args.chat_model, args.model)
     args.model = first_given(model, str(TINY_QWEN3))
     engine_args = EngineArgs.from_cli_args(args)
+    if args.conversation is not None:
+        check_conversation(args, engine_args)
     if args.url:
         if engine_args != EngineArgs(args.model):
             raise ValueError("options of the engine cannot be used with --url: the server has its own engine")
@@ -82,16 +92,41 @@ def make_answerer(args: argparse.Namespace, is_pipe: bool) -> Answerer:
     return LocalAnswerer(engine_args, sampling)
 
 
-def answer_pipe(answerer: Answerer, system: str) -> int:
+def check_conversation(args: argparse.Namespace, engine_args: EngineArgs) -> None:
+    """Raise ValueError if the conversation `args.conversation` could not be saved."""
+    if args.url:
+        raise ValueError("--conversation cannot be used with --url: an engine in this process saves conversations")
+    check_folder(engine_args)
+    from nanovllm.extras.kv_store.disk_tier import check_name
+
+    check_name("--conversation", args.conversation)
+
+
+def resume(answerer: Answerer, conversation: Conversation, name: str) -> str:
+    """Continue the conversation that is saved as `name`, and return a line about it; "" if there is none yet."""
+    saved = answerer.saved
+    if name not in saved.names():
+        return ""
+    messages, line = saved.load(name)
+    conversation.restore(messages)
+    return line
+
+
+def answer_pipe(answerer: Answerer, system: str, name: str | None) -> int:
     """Read one question from the input, and print only the answer while it grows. Return the exit status."""
     question = sys.stdin.read().strip()
     if not question:
         raise ValueError("the input is empty; it must be a question")
-    num_printed = 0
-    text = ""
-    for text, _ in answerer.answer(Conversation(system).ask(question)):
+    conversation = Conversation(system)
+    if name is not None:
+        resume(answerer, conversation, name)
+    num_printed, text = 0, ""
+    for text, _ in answerer.answer(conversation.ask(question)):
         print(text[num_printed:], end="", flush=True)
         num_printed = len(text)
     if not text.endswith("\n"):
         print(flush=True)
+    if name is not None and text:
+        conversation.keep(question, text, None)
+        answerer.saved.save(name, conversation.messages)
     return 0

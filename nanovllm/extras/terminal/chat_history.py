@@ -68,6 +68,12 @@ class Conversation:
         """Remove all turns. The system prompt stays."""
         self.turns.clear()
 
+    def restore(self, messages: list[Message]) -> None:
+        """Replace the system prompt and all turns by those of `messages`, which are at least one."""
+        has_system = messages[0]["role"] == "system"
+        self.system = messages[0]["content"] if has_system else ""
+        self.turns = messages[has_system:]
+
     def describe(self) -> dict[str, str]:
         """Return the costs of the session so far, for `/stats`."""
         prompt_tokens = sum(cost.prompt_tokens for cost in self.costs)

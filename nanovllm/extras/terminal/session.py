@@ -10,6 +10,8 @@ from nanovllm.extras.terminal.chat_history import Conversation
 COMMANDS = {
     "/reset": "clear the conversation (the system prompt stays)",
     "/system": "show the system prompt; /system TEXT sets it, /system - removes it",
+    "/save": "save the conversation and where its K and V are; /save NAME",
+    "/load": "continue a saved conversation: /load NAME; /load lists them",
     "/stats": "show the cost of the conversation, and the load of the engine or server",
     "/help": "show this list",
     "/exit": "exit; Ctrl-D does the same",
@@ -36,6 +38,8 @@ class Session:
         self._actions: dict[str, Callable[[str], None]] = {
             "/reset": self._reset,
             "/system": self._set_system,
+            "/save": self._save,
+            "/load": self._load,
             "/stats": lambda _: screen.show_table({**self.conversation.describe(), **answerer.describe()}),
             "/help": lambda _: screen.show_table(COMMANDS),
         }
@@ -96,3 +100,28 @@ class Session:
         if text:
             self.conversation.system = "" if text == "-" else text
         self._screen.note(f"system prompt: {self.conversation.system or 'none'}")
+
+    def _save(self, name: str) -> None:
+        if not name or not self.conversation.turns:
+            self._screen.warn("there is nothing to save yet" if name else "a name is missing: /save NAME")
+            return
+        with self._warnings():
+            self._screen.note(self._answerer.saved.save(name, self.conversation.messages))
+
+    def _load(self, name: str) -> None:
+        with self._warnings():
+            saved = self._answerer.saved
+            if not name:
+                self._screen.note(f"saved conversations: {', '.join(saved.names()) or 'none'}")
+                return
+            messages, line = saved.load(name)
+            self.conversation.restore(messages)
+            self._screen.note(line)
+
+    @contextlib.contextmanager
+    def _warnings(self) -> Iterator[None]:
+        """Show errors, instead of ending the chat."""
+        try:
+            yield
+        except (AnswerError, ValueError, OSError) as error:
+            self._screen.warn(str(error))

@@ -7,13 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.extras.kv_store.conversations import delete_conversation, restore_conversation, save_conversation
+from nanovllm.extras.kv_store.conversations import (
+    UnknownNameError,
+    delete_conversation,
+    list_conversations,
+    restore_conversation,
+    save_conversation,
+)
 from nanovllm.extras.kv_store.disk_tier import DiskTier
 from nanovllm.extras.kv_store.tier import BlockName
 from tests.conftest import examples
 from tests.extras.kv_store.tier_machine import MAX_BYTES, block_data, block_name
 
 BLOCKS = [block_name(key, tokens) for key, tokens in ((0, 0), (1, 151_935), (2, 2**31 - 1))]
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "naïve ☕ \ud83d"}]
 BAD_NAMES = [
     "",
     ".",
@@ -44,12 +51,12 @@ def store(tmp_path):
 
 
 def test_a_conversation_outlives_its_engine(store):
-    assert save_conversation(store, "chat-1", BLOCKS) == 3
+    assert save_conversation(store, "chat-1", BLOCKS, MESSAGES) == 3
     store.close()
     again = DiskTier(store.folder, MAX_BYTES)
-    assert restore_conversation(again, "chat-1") == (BLOCKS, 3)
+    assert restore_conversation(again, "chat-1") == (BLOCKS, 3, MESSAGES)
     again.failed(BLOCKS[1])
-    assert restore_conversation(again, "chat-1") == (BLOCKS, 1), "the others are computed"
+    assert restore_conversation(again, "chat-1") == (BLOCKS, 1, MESSAGES), "the others are computed"
 
 
 def test_a_conversation_is_replaced_and_deleted(store):
@@ -59,11 +66,14 @@ def test_a_conversation_is_replaced_and_deleted(store):
     assert restore_conversation(store, "a")[0] == [*BLOCKS[:2], block_name(9)]
     assert restore_conversation(store, "b")[0] == BLOCKS[:1]
     save_conversation(store, "empty", [])
-    assert restore_conversation(store, "empty") == ([], 0)
+    assert restore_conversation(store, "empty") == ([], 0, [])
+    assert list_conversations(store) == ["a", "b", "empty"]
     delete_conversation(store, "a")
-    delete_conversation(store, "a")
-    with pytest.raises(ValueError, match="`name` must be that of a saved conversation, got 'a'"):
-        restore_conversation(store, "a")
+    for function in (restore_conversation, delete_conversation):
+        with pytest.raises(UnknownNameError, match="`name` must be that of a saved conversation, got 'a'"):
+            function(store, "a")
+    assert list_conversations(store) == ["b", "empty"]
+    assert list_conversations(DiskTier(store.folder.parent / "other", MAX_BYTES)) == []
     assert store.match(BLOCKS) == 3
 
 
@@ -119,7 +129,7 @@ DAMAGED = [
     '{"version": 1, "blocks": [3]}',
     '{"version": 1, "blocks": [{"key": "00"}]}',
     *(
-        f'{{"version": {version}, "blocks": [{{"key": "{key}", "tokens": {tokens}}}]}}'
+        f'{{"version": {version}, "blocks": [{{"key": "{key}", "tokens": {tokens}}}], "messages": []}}'
         for version, key, tokens in [
             (2, KEY, "[1]"),
             (1, "00" * 31, "[1]"),
@@ -132,6 +142,18 @@ DAMAGED = [
             (1, KEY, "[2147483648]"),
             (1, KEY, "3"),
             (1, KEY, "{}"),
+        ]
+    ),
+    '{"version": 1, "blocks": []}',
+    *(
+        f'{{"version": 1, "blocks": [], "messages": {messages}}}'
+        for messages in [
+            "3",
+            "[3]",
+            '["role"]',
+            '[{"role": "user"}]',
+            '[{"role": "user", "content": 3}]',
+            '[{"role": "user", "content": "a", "b": "c"}]',
         ]
     ),
     "[" * 100_000,
@@ -147,7 +169,7 @@ def test_a_damaged_file_is_refused(store, content):
     with pytest.raises(ValueError, match=r"the conversation 'a' (is damaged|cannot be read).*[Ss]ave it again"):
         restore_conversation(store, "a")
     save_conversation(store, "a", BLOCKS)
-    assert restore_conversation(store, "a") == (BLOCKS, 3)
+    assert restore_conversation(store, "a") == (BLOCKS, 3, [])
 
 
 def test_a_link_is_not_followed(store, tmp_path):
@@ -173,7 +195,7 @@ def test_a_save_that_is_cut_off_leaves_the_old_one(store, monkeypatch):
     monkeypatch.setattr(json, "dump", dump)
     with pytest.raises(OSError, match="full"):
         save_conversation(store, "a", BLOCKS[:1])
-    assert restore_conversation(store, "a") == (BLOCKS, 3)
+    assert restore_conversation(store, "a") == (BLOCKS, 3, [])
     assert [path.name for path in (store.folder / "conversations").iterdir()] == ["a.json"]
 
 

@@ -9,6 +9,7 @@ pipe that prints anything but the answer.
 """
 
 import io
+import json
 import os
 import pty
 import re
@@ -33,6 +34,7 @@ from tests.extras.scripted_server import ScriptedServer, running
 
 ROOT = Path(__file__).resolve().parents[3]
 QUESTION = "What is paged attention?"
+ON_DISK = '{"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "/no/kv"}}'
 
 
 class FakeScreen:
@@ -128,6 +130,53 @@ def test_a_conversation_that_is_too_long_is_told(local):
     session, screen = talk(local, "word " * 3000, QUESTION)
     assert "2048" in screen.warnings[0]
     assert len(session.conversation.turns) == 2, "the chat goes on without it"
+
+
+# ---- saved conversations
+
+
+def make_answerer(folder, max_tokens=40):
+    extra = {"shared_storage_path": str(folder), "max_bytes": 1 << 28}
+    transfer = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+    engine_args = EngineArgs(TINY_QWEN3, num_kv_blocks=256, device="cpu", kv_transfer_config=transfer)
+    return LocalAnswerer(engine_args, {"temperature": 0, "max_tokens": max_tokens})
+
+
+def read_counts(note):
+    """(messages, tokens in the store, tokens) of a line about a saved conversation."""
+    return tuple(map(int, re.fullmatch(r"\w+ a: (\d+) messages; K and V of (\d+) of (\d+) tokens .*", note).groups()))
+
+
+def test_a_conversation_goes_on_in_another_engine_without_computing_its_prompt_again(tmp_path):
+    first = make_answerer(tmp_path / "kv")
+    session, screen = talk(first, QUESTION, "/save a", "/load", "Why?", system="Be brief.")
+    _, saved, listed, _ = screen.notes
+    num_messages, num_stored, num_tokens = read_counts(saved)
+    assert (num_messages, listed) == (3, "saved conversations: a")
+    assert num_tokens >= num_stored >= num_tokens - 16 > 16
+    second, second_screen = talk(make_answerer(tmp_path / "kv"), "/load a", "Why?")
+    assert second.conversation.messages == session.conversation.messages
+    assert read_counts(second_screen.notes[0]) == (num_messages, num_stored, num_tokens)
+    assert second.conversation.costs[0].cached_tokens >= num_stored
+    for path in (tmp_path / "kv").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600)
+
+
+def test_conversations_that_cannot_be_saved_or_restored(local, server, tmp_path):
+    on_disk = make_answerer(tmp_path / "kv", max_tokens=2)
+    lines = ["/save a", QUESTION, "/save", "/save ../a", "/save a", "/reset", "/load b", "/load a/../a", "/load a"]
+    session, screen = talk(on_disk, *lines)
+    expected = ["nothing to save", "a name is missing", "1 to 100 letters", "a saved conversation, got 'b'", "1 to 100"]
+    assert [text in warning for text, warning in zip(expected, screen.warnings, strict=True)] == [True] * 5
+    assert len(session.conversation.turns) == 2, "/load a"
+    path = tmp_path / "kv" / "conversations" / "a.json"
+    path.write_text(path.read_text().replace('"role"', '"rule"'))
+    assert "save it again" in talk(on_disk, "/load a")[1].warnings[0]
+    on_disk.saved._slots.save("a", [1, 2, 3])
+    assert "has no messages" in talk(on_disk, "/load a")[1].warnings[0]
+    for line in ("/load", "/load a"):
+        assert "--kv-transfer-config" in talk(local, line)[1].warnings[0]
+        assert "leave out --url" in talk(ServerAnswerer(server.url, "m", None, {}), line)[1].warnings[0]
 
 
 # ---- a server
@@ -332,10 +381,29 @@ def test_in_a_pipe_with_an_engine_of_its_own(monkeypatch, capsys, local):
     assert in_pipe(monkeypatch, capsys, QUESTION, *options) == (0, expected.outputs[0].text + "\n", "")
 
 
+def test_in_a_pipe_a_conversation_goes_on(monkeypatch, capsys, local, tmp_path):
+    transfer = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {
+        "shared_storage_path": str(tmp_path / "kv")}}  # fmt: skip
+    options = ["--num-kv-blocks", "64", "--device", "cpu", "--temperature", "0", "--max-tokens", "20"]
+    options += ["--kv-transfer-config", json.dumps(transfer), "--conversation", "a"]
+    params = SamplingParams(temperature=0, max_tokens=20)
+    messages = [{"role": "system", "content": "Be brief."}]
+    for question in (QUESTION, "Why?"):
+        messages.append({"role": "user", "content": question})
+        (expected,) = local._llm.chat(messages, params, use_tqdm=False)
+        messages.append({"role": "assistant", "content": expected.outputs[0].text})
+        status, out, err = in_pipe(monkeypatch, capsys, question, "--system", "Be brief.", *options)
+        assert (status, out.rstrip("\n"), err) == (0, expected.outputs[0].text.rstrip("\n"), "")
+    saved = json.loads((tmp_path / "kv" / "conversations" / "a.json").read_text())
+    assert saved["messages"] == messages
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [(["--url", "http://127.0.0.1:9", "--num-kv-blocks", "9"], "--url"), (["--block-size", "0"], "block_size must be"),
-     (["--temperature", "-1"], "temperature must be"), (["no/such/folder"], "no/such/folder")],
+     (["--temperature", "-1"], "temperature must be"), (["no/such/folder"], "no/such/folder"),
+     (["--conversation", "a"], "--kv-transfer-config"), (["--conversation", "a", "--url", "http://a"], "--url"),
+     (["--conversation", "../a", "--kv-transfer-config", ON_DISK], "`--conversation` must be 1 to 100")],
 )  # fmt: skip
 def test_bad_options_are_one_line(monkeypatch, capsys, options, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
