@@ -39,6 +39,10 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
     app.state.server = Server(options, Metrics(options.model_names[0]))
     for routes in (chat, completions, responses, embeddings, info):
         app.include_router(routes.router)
+    if options.enable_kv_slots:
+        from nanovllm.extras.serve import slots_route
+
+        app.include_router(slots_route.router)
     if live is not None:
         app.include_router(ui.make_router(live))
     install_error_handlers(app)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from nanovllm import TINY_QWEN3
 from nanovllm.extras.argument_types import filled, port
 from nanovllm.extras.chat_options import check_chat_template
+from nanovllm.extras.kv_store.store_options import check_folder
 from nanovllm.extras.option_checks import first_given
 from nanovllm.extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, parsers_named
 from nanovllm.extras.serve.ray.ray_options import RayOptions, add_ray_options, ray_options
@@ -66,6 +67,11 @@ def add_server_options(group: Any) -> None:
     add_log_level(group, "info")
     add(group, "trace", filled, "record each step in this file; nanovllm view replays it")
     flag(group, "ui", "serve a page that shows each step, at /ui")
+    flag(
+        group,
+        "enable-kv-slots",
+        "save and restore K and V of prompts by name, at /slots; needs a K/V store in a folder",
+    )
     flag(group, "enable-auto-tool-choice", "no effect (vLLM's option): calls are always parsed if a request has tools")
     add(group, "drain-timeout", seconds, "time for requests to finish after SIGTERM", ServerOptions.drain_timeout_s)
 
@@ -156,6 +162,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     args.model = first_given(args.server_model, args.model, TINY_QWEN3)
     engine_args = EngineArgs.from_cli_args(args)
     engine_args.create_engine_config()
+    if args.server_enable_kv_slots:
+        check_folder(engine_args)
     if not (args.server_ray and (args.server_ray_address or os.environ.get("RAY_ADDRESS"))):
         check_files(engine_args)  # otherwise, other machines read the files
     options = server_options(args)
@@ -185,6 +193,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         forwarded_allow_ips=tuple(args.server_forwarded_allow_ips),
         drain_timeout_s=args.server_drain_timeout,
         timeout_keep_alive_s=args.server_timeout_keep_alive,
+        enable_kv_slots=args.server_enable_kv_slots,
         tls=tls_options(args),
     )
 

@@ -60,6 +60,8 @@ class ServerOptions:
     forwarded_allow_ips: tuple[str, ...] = ()
     """Addresses or networks of proxies whose headers about the client's address are trusted."""
 
+    enable_kv_slots: bool = False
+    """Whether prompts can be saved and restored by name, at `/slots`."""
     timeout_keep_alive_s: float = 75.0
     """The time in seconds after which a connection without a request is closed. Longer than that of proxies (60 s)."""
 
