@@ -17,7 +17,7 @@ from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.kv_store.keys import names_of
 from nanovllm.extras.trace.check import check_recording
 from nanovllm.extras.trace.recording import read_recording
-from tests.conftest import every_second, examples
+from tests.conftest import examples
 
 SIZE = 4  # of a block
 PLAIN = {"attention_backend": "torch", "enforce_eager": True, "block_size": SIZE, "dtype": "float32"}
@@ -52,20 +52,34 @@ def truth(folder):
     return lambda token_ids: ask(llm, token_ids).outputs[0].token_ids
 
 
-def assert_hits_stay_among_salts(llm, truth, seed):
-    cached = set()  # (salt, prefix): all full blocks whose K and V have been computed
-    for token_ids, salt in make_requests(seed, max(24, examples(80))):
-        output = ask(llm, token_ids, salt)
-        num_hits = 0
-        while (num_hits + 1) * SIZE < len(token_ids) and (salt, *token_ids[: (num_hits + 1) * SIZE]) in cached:
+class Hits:
+    """A set of (salt, prefix): all full blocks whose K and V have been computed."""
+
+    def __init__(self):
+        self.cached = set()
+
+    def add(self, computed, salt):
+        self.cached |= {(salt, *computed[:stop]) for stop in range(SIZE, len(computed) + 1, SIZE)}
+
+    def check(self, output, salt):
+        """The output of a request has as many cached tokens as the set says; then its blocks are in the set."""
+        token_ids, num_hits = output.prompt_token_ids, 0
+        while (num_hits + 1) * SIZE < len(token_ids) and (salt, *token_ids[: (num_hits + 1) * SIZE]) in self.cached:
             num_hits += 1
         assert output.num_cached_tokens == num_hits * SIZE, (token_ids, salt)
+        for one in output.outputs:
+            self.add((token_ids + one.token_ids)[:-1], salt)
+
+
+def assert_hits_stay_among_salts(llm, truth, seed):
+    hits = Hits()
+    for token_ids, salt in make_requests(seed, max(16, examples(80))):
+        output = ask(llm, token_ids, salt)
+        hits.check(output, salt)
         assert output.outputs[0].token_ids == truth(token_ids)
-        computed = (token_ids + output.outputs[0].token_ids)[:-1]
-        cached |= {(salt, *computed[:stop]) for stop in range(SIZE, len(computed) + 1, SIZE)}
 
 
-@pytest.mark.parametrize("kind", every_second(["plain", "swap", "overlap"]))
+@pytest.mark.parametrize("kind", ["plain", "overlap", pytest.param("swap", marks=pytest.mark.slow)])
 def test_hits_of_the_pool_stay_among_requests_with_the_same_salt(folder, truth, kind):
     assert_hits_stay_among_salts(LLM(folder, num_kv_blocks=400, **PLAIN, **OTHERS.get(kind, {})), truth, seed=1)
 
@@ -74,27 +88,25 @@ def test_salts_are_told_apart_if_all_hashes_of_tokens_are_equal(folder, truth, m
     monkeypatch.setattr(prefix_cache, "hash_block", lambda parent_hash, tokens: 7)
     monkeypatch.setattr(cache_salt, "hash_block", lambda parent_hash, tokens: 7)
     llm = LLM(folder, num_kv_blocks=400, **PLAIN)
-    prompt = [*STEM[: 2 * SIZE], 1]
+    prompt = [*STEM[:SIZE], 1]  # one block: blocks with the same hash evict each other
     hits = [ask(llm, prompt, salt, max_tokens=1).num_cached_tokens for salt in ("a", "b", "b", None, "a")]
-    assert hits[:2] == [0, 0]
-    assert hits[3] == 0
+    assert hits == [0, 0, SIZE, 0, SIZE]
     assert all(ask(llm, prompt, salt).outputs[0].token_ids == truth(prompt) for salt in SALTS)
 
 
 def test_samples_and_beams_have_the_salt_of_their_prompt(folder):
     """Their first block is only full with an output, so a fork without the salt would register it without."""
     llm = LLM(folder, num_kv_blocks=400, **PLAIN)
-    output = ask(llm, [7, 8], "a", n=3, temperature=1.0, seed=1, max_tokens=8)
+    hits = Hits()
+    hits.check(ask(llm, [7, 8], "a", n=3, temperature=1.0, seed=1, max_tokens=8), "a")
     params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
     (beams,) = llm.beam_search([{"prompt_token_ids": [9, 8], "cache_salt": "a"}], params)
-    (embedded,) = llm.embed({"prompt_token_ids": STEM, "cache_salt": "a"}, use_tqdm=False)
-    whole = [*([7, 8] + one.token_ids for one in output.outputs), beams.sequences[0].tokens, STEM]
-    whole = list({tuple(one[:SIZE]): one for one in whole}.values())  # whose first blocks are different
-    assert len(whole) >= 4
-    assert embedded.num_cached_tokens == 0
-    for token_ids in whole:
-        assert [ask(llm, token_ids, salt, max_tokens=1).num_cached_tokens for salt in (None, "b")] == [0, 0]
-        assert ask(llm, token_ids, "a", max_tokens=1).num_cached_tokens == (len(token_ids) - 1) // SIZE * SIZE
+    llm.embed({"prompt_token_ids": STEM, "cache_salt": "a"}, use_tqdm=False)
+    for computed in (STEM, *(one.tokens[:-1] for one in beams.sequences)):
+        hits.add(computed, "a")
+    for salt, *block in sorted(hits.cached, key=len):
+        for other in (None, "b", salt):
+            hits.check(ask(llm, [*block, 1], other, max_tokens=1), other)
 
 
 def on_disk(path):
@@ -115,6 +127,7 @@ def test_hits_of_a_store_stay_among_requests_with_the_same_salt_also_after_a_res
             assert (output.num_cached_tokens, llm.get_stats().kv_store.loaded_tokens - before) == (num_loaded,) * 2
 
 
+@pytest.mark.slow
 def test_traffic_over_a_store(folder, truth, tmp_path):
     """Nothing is lost from the pool and the store together, so the hits are those of a large pool."""
     options = PLAIN | {"kv_transfer_config": on_disk(tmp_path / "kv"), "num_kv_blocks": 16}
@@ -128,7 +141,7 @@ def test_traffic_over_a_store(folder, truth, tmp_path):
 
         llm.generate = generate_and_wait
         assert_hits_stay_among_salts(llm, truth, seed=2)
-        assert llm.get_stats().kv_store.num_loaded_blocks >= 10
+        assert llm.get_stats().kv_store.num_loaded_blocks > 20
 
 
 def test_a_salt_is_not_taken_for_tokens():
