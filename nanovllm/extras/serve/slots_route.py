@@ -77,7 +77,7 @@ def encode(server: Server, body: SlotRequest, check: Any) -> Any:
     if body.messages is None:
         (prompt,) = encode_prompts(bounded, bounds, "prompt", body.prompt, body.add_special_tokens is not False)
         return prompt
-    if body.add_generation_prompt is None:  # a conversation that is continued later has other tokens there
+    if body.add_generation_prompt is None:  # the next turn of a conversation has other tokens there
         body.add_generation_prompt = False
     return chat_prompt(bounded, bounds, body)
 
