@@ -4,6 +4,8 @@ A conversation is saved as its messages, and as the names of the blocks that its
 in the engine's K/V store.
 """
 
+from typing import Any
+
 from nanovllm.extras.full_llm import LLM
 from nanovllm.extras.kv_store.slots import Slot, Slots
 from nanovllm.extras.terminal.chat_history import Message
@@ -24,8 +26,8 @@ class SavedConversations:
 
     def save(self, name: str, messages: list[Message]) -> str:
         """Save a conversation, and return a line about it."""
-        (prompt,) = self._llm.render_chat(messages, add_generation_prompt=False)
-        return describe("saved", self._slots.save(name, prompt["prompt_token_ids"], messages=messages))  # type: ignore[call-overload, index]
+        prompt: Any = self._llm.render_chat(messages, add_generation_prompt=False)[0]
+        return describe("saved", self._slots.save(name, prompt["prompt_token_ids"], messages=messages))
 
     def load(self, name: str) -> tuple[list[Message], str]:
         """Return the messages of a saved conversation, and a line about it."""
