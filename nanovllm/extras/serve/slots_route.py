@@ -1,8 +1,8 @@
 """Handle `/slots`: save the blocks of a prompt by name, and restore, list and delete them (`--enable-kv-slots`).
 
 The actions have the names of llama.cpp's server. Its slots have numbers, and their K and V go to a file; here a slot is
-a name, the K and V are in the engine's K/V store, and a prompt finds them by its tokens. `kv_store/slots.py` does the
-work in a thread, because it reads files.
+a name, the K and V are in the engine's K/V store, and a prompt finds them by its tokens. `kv_store/kv_slots.py` does
+the work in a thread, because it reads files.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 
 from nanovllm.extras.kv_store.conversations import UnknownNameError
-from nanovllm.extras.kv_store.slots import Slot, Slots
+from nanovllm.extras.kv_store.kv_slots import Slot, Slots
 from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.errors import APIError, refuse
 from nanovllm.extras.serve.prompts import chat_prompt, encode_prompts

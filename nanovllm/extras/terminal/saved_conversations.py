@@ -7,7 +7,7 @@ in the engine's K/V store.
 from typing import Any
 
 from nanovllm.extras.full_llm import LLM
-from nanovllm.extras.kv_store.slots import Slot, Slots
+from nanovllm.extras.kv_store.kv_slots import Slot, Slots
 from nanovllm.extras.terminal.chat_history import Message
 
 

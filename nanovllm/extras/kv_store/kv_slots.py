@@ -19,7 +19,7 @@ from nanovllm.extras.kv_store.conversations import (
 )
 from nanovllm.extras.kv_store.disk_tier import DiskTier
 from nanovllm.extras.kv_store.store_options import NEEDS_FOLDER
-from nanovllm.extras.kv_store.tier import BlockName
+from nanovllm.extras.kv_store.tier import BlockName, Chain
 from nanovllm.extras.request_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Slots:
         if store is None or on_disk is None:
             raise ValueError(NEEDS_FOLDER)
         self._store, self._disk = store, on_disk
+        self._tiers = Chain(tiers)  # of this rank: only the engine's own thread may ask the others
 
     def names(self) -> list[str]:
         """Return the names of all saved conversations."""
@@ -83,7 +84,7 @@ class Slots:
         num_found = saved.num_found if names == saved.blocks else 0
         buffer = np.empty(self._store.bytes_per_block, np.uint8)
         for i in reversed(range(num_found)):  # the beginning of a prefix is evicted last
-            if not self._store.tiers.load(names[i], buffer):
+            if not self._tiers.load(names[i], buffer):
                 num_found = i
         return self._slot(name, saved.blocks, num_found, saved.messages)
 
