@@ -315,6 +315,10 @@ class LLMEngine(engine.LLMEngine):
             from nanovllm.extras.kv_store.store import KVStore
 
             self.parts.kv_store = KVStore(self.runner)
+        if self.config.explain_prefix_misses:
+            from nanovllm.extras.prefix_misses import ExplainingStats, ExplainingWatching
+
+            return ExplainingStats() if self._watcher is None else ExplainingWatching(self._watcher)
         if self._watcher is None:
             return SchedulingStats()
         from nanovllm.extras.watching import Watching

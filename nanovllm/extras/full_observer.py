@@ -6,7 +6,7 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import observer
@@ -15,6 +15,7 @@ from nanovllm.scheduler import Step
 
 if TYPE_CHECKING:
     from nanovllm.block_manager import BlockManager
+    from nanovllm.extras.prefix_misses import PrefixMiss
 
 
 class Observer(observer.Observer):
@@ -50,6 +51,9 @@ class Observer(observer.Observer):
     def on_reset_prefix_cache(self) -> None:
         """The prefix cache has forgotten all blocks."""
 
+    def on_miss(self, seq: Sequence, misses: "list[PrefixMiss]") -> None:
+        """`seq` has been admitted for the first time, and `misses` say why it must compute tokens of its prompt."""
+
 
 @dataclass
 class Counts(observer.Stats):
@@ -74,6 +78,8 @@ class Counts(observer.Stats):
     """Verifications of drafts. Of `num_draft_tokens` draft tokens, `num_accepted_tokens` were accepted."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    prefix_cache_miss_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Cause -> number of prompt tokens that were not in the prefix cache; empty without `explain_prefix_misses`."""
     num_failed_observers: int = 0
     """Observers that have failed and are not notified any more, such as a recording whose disk is full."""
 

@@ -189,7 +189,7 @@ class Request(request.Request):
     def _metrics_at(
         self, num_times: int, num_output_tokens: int, num_preemptions: int, finished_time: float | None
     ) -> RequestMetrics:
-        times = self.token_times[:num_times]
+        times, misses = self.token_times[:num_times], self.seqs[0].prefix_misses
         return RequestMetrics(
             self.arrival_time,
             times[0] if times else None,
@@ -198,6 +198,7 @@ class Request(request.Request):
             self.scheduled_time,
             times,
             num_preemptions,
+            misses and misses.copy(),
         )
 
 

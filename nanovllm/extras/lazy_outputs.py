@@ -12,6 +12,7 @@ from nanovllm import outputs
 
 if TYPE_CHECKING:
     from nanovllm.extras.logprobs import Logprob
+    from nanovllm.extras.prefix_misses import PrefixMiss
 
 
 class LazyRecord:
@@ -66,6 +67,9 @@ class RequestMetrics:
     """When each step that sampled tokens of the request was done."""
     num_preemptions: int = 0
     """Of all samples together."""
+    prefix_misses: "list[PrefixMiss] | None" = None
+    """Why prompt tokens were not in the prefix cache, in order; None without `explain_prefix_misses`, and until a step
+    has computed tokens of the request."""
 
     @property
     def ttft(self) -> float | None:

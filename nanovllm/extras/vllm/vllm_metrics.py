@@ -66,6 +66,7 @@ COUNTERS: Mapping[str, str] = {
     "recording_failures": "Recordings and other observers that have failed and are no longer called.",
     "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens that were found in the prefix cache.",
+    "prefix_cache_misses": "Prompt tokens that were not found in the prefix cache, by cause.",
     "external_prefix_cache_hits": "Tokens whose K and V were loaded from the K/V store.",
     "kv_store_failed_loads": "Blocks that the K/V store had when it was asked, and could not load.",
     "kv_store_dropped_blocks": "Blocks that were not saved to the K/V store, because too many waited.",
@@ -153,6 +154,8 @@ def make_metrics(stats: EngineStats, observed: Observations) -> list[Metric]:
         Gauge(f"nanovllm:{name}", {}, float(value)) if name in GAUGES else Counter(f"nanovllm:{name}", {}, int(value))
         for name, value in values.items()
     ]
+    misses = stats.prefix_cache_miss_tokens.items()
+    metrics += [Counter("nanovllm:prefix_cache_misses", {"cause": cause}, count) for cause, count in misses]
     return metrics + store_metrics(stats) + request_metrics(observed)
 
 

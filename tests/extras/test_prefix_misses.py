@@ -1,0 +1,372 @@
+"""Why were prompt tokens computed? The oracle is a naive model that remembers each prefix that was ever cached, as a
+tuple of tokens, and decides token by token. Nothing of it is in the code under test: no hashes, no serial numbers.
+"""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
+from nanovllm.block_manager import BlockManager
+from nanovllm.extras.full_observer import Observer, SchedulingStats
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.prefix_misses import CAUSES, MAX_SHOWN_TOKENS, ExplainingStats, PrefixMiss
+from nanovllm.extras.roll_back import reset_prefix_cache, roll_back
+from nanovllm.scheduler import Scheduler
+from tests.conftest import examples
+
+ANY_TOKEN = 0
+
+
+class NaiveModel(ExplainingStats):
+    """Compares each explanation with its own."""
+
+    def __init__(self, max_evictions):
+        super().__init__()
+        self.max_evictions = max_evictions
+        self.next_step = 1
+        self.found = Counter()  # what the comparisons have met
+
+    def on_start(self, blocks):
+        super().on_start(blocks)
+        self._history.max_evictions = self.max_evictions
+        self.blocks, self.size = blocks, blocks.block_size
+        self.prefixes, self.evictions = {}, {}  # block id -> prefix; prefix -> (step, request), the oldest first
+
+    def on_register_block(self, seq, block_id, block_hash, serial):
+        super().on_register_block(seq, block_id, block_hash, serial)
+        place = seq.block_table.view().tolist().index(block_id)
+        self.prefixes[block_id] = tuple(seq.token_ids.view(0, (place + 1) * self.size).tolist())
+
+    def on_forget_block(self, block_id):
+        super().on_forget_block(block_id)
+        del self.prefixes[block_id]
+
+    def on_take_block(self, seq, block_id, is_evicted):
+        super().on_take_block(seq, block_id, is_evicted)
+        if is_evicted:
+            prefix = self.prefixes[block_id]
+            self.evictions.pop(prefix, None)
+            self.evictions[prefix] = self.next_step, seq.request_id
+            if len(self.evictions) > self.max_evictions:
+                del self.evictions[next(iter(self.evictions))]
+
+    def on_reset_prefix_cache(self):
+        super().on_reset_prefix_cache()
+        self.prefixes, self.evictions = {}, {}
+
+    def on_miss(self, seq, misses):
+        prompt = seq.token_ids.view().tolist()
+        said = ["hit"] * seq.num_computed_tokens
+        for miss in misses:
+            assert miss.start == len(said) < miss.end
+            said += [(miss.cause, miss.step, miss.request_id)] * (miss.end - miss.start)
+            if miss.cause == "differs":
+                self.check_shown(prompt, seq.num_computed_tokens, miss)
+        causes = [self.cause_of(seq, prompt, i) for i in range(seq.num_computed_tokens, len(prompt))]
+        assert said == ["hit"] * seq.num_computed_tokens + causes, prompt
+        for one, other in zip(misses, misses[1:], strict=False):
+            assert (one.cause, one.step, one.request_id) != (other.cause, other.step, other.request_id), "one span"
+        self.found.update(miss.cause for miss in misses)
+
+    def cause_of(self, seq, prompt, i):
+        if not self.blocks.prefix_cache.is_enabled or seq.reads_prompt:
+            return "cache_off", None, None
+        if i >= (len(prompt) - 1) // self.size * self.size:
+            return "partial_block", None, None
+        lost = [self.lost_to(prompt[: end + self.size]) for end in range(seq.num_computed_tokens, i + 1, self.size)]
+        if None not in lost:
+            return "evicted", *lost[-1]
+        lcp = self.longest_common(prompt, seq.num_computed_tokens)
+        if lost[0] is not None or not lcp:
+            return "never_seen", None, None
+        return "differs" if i >= lcp else "partial_block", None, None
+
+    def lost_to(self, prefix):
+        """To which eviction? Its own, or the newest one before it, if it is cached behind a prefix that was evicted."""
+        if tuple(prefix) not in self.prefixes.values():
+            return self.evictions.get(tuple(prefix))
+        self.found["unreachable"] += 1
+        before = [self.evictions.get(tuple(prefix[:end])) for end in range(self.size, len(prefix), self.size)]
+        return max((one for one in before if one is not None), default=None)
+
+    def followers(self, prompt, num_hits):
+        """The cached prefixes of one block more than the hits, if they can be found."""
+        found = [one for one in self.prefixes.values() if len(one) == num_hits + self.size]
+        found = [one for one in found if list(one[:num_hits]) == prompt[:num_hits]]
+        return [
+            one
+            for one in found
+            if len(self.blocks.prefix_cache.find(make_seq([*one, ANY_TOKEN]))) * self.size == len(one)
+        ]
+
+    def longest_common(self, prompt, num_hits):
+        """How many first tokens does the prompt have in common with one of them? None if there is none."""
+        return max((common(one, prompt) for one in self.followers(prompt, num_hits)), default=None)
+
+    def check_shown(self, prompt, num_hits, miss):
+        cached, own = list(miss.cached_token_ids), list(miss.prompt_token_ids)
+        start, end = miss.start, miss.start + len(own)
+        assert own == prompt[start:end]
+        assert all(one != other for one, other in zip(cached, own, strict=True))
+        [*_, shown] = [one for one in self.followers(prompt, num_hits) if list(one[:end]) == prompt[:start] + cached]
+        assert len(own) in (MAX_SHOWN_TOKENS, len(shown) - start) or shown[end] == prompt[end]
+
+
+def common(one, other):
+    num_equal = 0
+    while num_equal < min(len(one), len(other)) and one[num_equal] == other[num_equal]:
+        num_equal += 1
+    return num_equal
+
+
+def make_seq(prompt, name="?", max_tokens=1):
+    return Sequence(name, prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
+
+
+class ReadsPrompt:
+    reads_prompt = True
+
+
+class Traffic:
+    """Requests over a tiny pool. The sampled tokens are the parity of the tokens before, so that texts meet again."""
+
+    def __init__(self, num_blocks, block_size, budget, max_evictions, is_enabled=True):
+        self.stats = NaiveModel(max_evictions)
+        self.blocks = BlockManager(num_blocks, block_size, is_enabled, self.stats)
+        self.stats.on_start(self.blocks)
+        self.scheduler = Scheduler(self.blocks, 3, budget, max_model_len=24)
+        self.seqs = []
+
+    def add(self, prompt, max_tokens=1, reads_prompt=False):
+        longest = min(self.blocks.capacity, self.scheduler.max_model_len - 1)
+        seq = Sequence(
+            f"r{len(self.seqs)}", prompt[:longest], SamplingParams(temperature=0, max_tokens=max_tokens),
+            readers=(ReadsPrompt(),) if reads_prompt else (),
+        )  # fmt: skip
+        self.seqs.append(seq)
+        self.scheduler.add(seq)
+        return seq
+
+    def ask_again(self, i, length, max_tokens):
+        """The beginning of an earlier request, which may include its output, as in a conversation."""
+        tokens = self.seqs[i % len(self.seqs)].token_ids.view().tolist() if self.seqs else [0]
+        self.add(tokens[:length], max_tokens)
+
+    def step(self, is_done=True):
+        step = self.scheduler.schedule()
+        self.stats.next_step += bool(step.chunks)
+        if not is_done:
+            roll_back(self.scheduler)
+        elif step.chunks:
+            self.scheduler.update(step, [sum(seq.token_ids.view().tolist()) % 2 for seq in step.samples])
+
+    def finish(self):
+        while self.scheduler.running or self.scheduler.waiting:
+            self.step()
+
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+ADD = st.tuples(st.just("add"), TOKENS, st.integers(1, 8), st.sampled_from([False] * 5 + [True]))
+AGAIN = st.tuples(st.just("ask_again"), st.integers(0, 14), st.integers(1, 14), st.integers(1, 8))
+STEP = st.tuples(st.sampled_from(["step"] * 12 + ["fail", "reset"]))
+
+
+@settings(max_examples=examples(800), deadline=None, derandomize=True)
+@given(
+    st.integers(2, 9), st.integers(1, 4), st.sampled_from([3, 8, 30]), st.integers(1, 30), st.lists(ADD | AGAIN | STEP)
+)
+def test_each_token_has_the_cause_that_the_whole_history_gives(num_blocks, size, budget, max_evictions, operations):
+    traffic = Traffic(num_blocks, size, budget, max_evictions)
+    play(traffic, operations)
+    stats = traffic.stats
+    misses = stats.prefix_cache_query_tokens - stats.prefix_cache_hit_tokens
+    assert sum(stats.prefix_cache_miss_tokens.values()) == misses
+    assert len(stats._history._evictions) <= max_evictions
+    assert set(stats._history._cached) == set(traffic.blocks.prefix_cache._by_id), "nothing is kept longer"
+    assert sum(map(len, stats._history._next.values())) == len(stats._history._cached)
+
+
+def play(traffic, operations):
+    for operation, *arguments in operations:
+        if operation in ("add", "ask_again"):
+            getattr(traffic, operation)(*arguments)
+        elif operation == "reset":
+            reset_prefix_cache(traffic.scheduler)
+        else:
+            traffic.step(is_done=operation == "step")
+    traffic.finish()
+
+
+def test_random_traffic_meets_all_causes():
+    """The comparison above would prove little if it met only some of them."""
+    rng, found = random.Random(1), Counter()
+    for _ in range(60):
+        traffic = Traffic(rng.randint(3, 8), rng.randint(1, 3), budget=8, max_evictions=rng.choice([3, 30]))
+        for _ in range(12):
+            length, max_tokens = rng.randint(1, 14), rng.randint(1, 8)
+            if traffic.seqs and rng.random() < 0.6:
+                traffic.ask_again(rng.randrange(14), length, max_tokens)
+            else:
+                prompt = [rng.randint(0, 1) for _ in range(length)]
+                traffic.add(prompt, max_tokens, reads_prompt=rng.random() < 0.2)
+            for _ in range(rng.randint(0, 3)):
+                traffic.step()
+        traffic.finish()
+        found.update(traffic.stats.found)
+    assert all(found[cause] > 10 for cause in CAUSES), found
+    assert found["unreachable"] > 2, found
+
+
+# ---- by hand
+
+
+def explained(traffic, prompt, **options):
+    seq = traffic.add(prompt, **options)
+    traffic.finish()
+    return seq.prefix_misses
+
+
+def test_example_of_the_module():
+    a, b, c, d, e, f, g, h, i, j, k, x, y, z = range(14)
+    traffic = Traffic(num_blocks=9, block_size=4, budget=30, max_evictions=9)
+    first = explained(traffic, [a, b, c, d, e, f, g, h, i])
+    assert first == [PrefixMiss(0, 8, "never_seen"), PrefixMiss(8, 9, "partial_block")]
+    assert explained(traffic, [a, b, c, d, e, f, x, h, i, j, k, y, z]) == [
+        PrefixMiss(4, 6, "partial_block"),
+        PrefixMiss(6, 12, "differs", (g,), (x,)),
+        PrefixMiss(12, 13, "partial_block"),
+    ]
+
+
+def test_eviction_is_known_by_its_step_and_the_request_that_needed_the_block():
+    traffic = Traffic(num_blocks=3, block_size=2, budget=30, max_evictions=3)
+    explained(traffic, [0, 1, 0, 1, 1])  # step 1: r0 fills all blocks, and two are cached
+    explained(traffic, [1, 1, 1, 1, 0])  # step 2: r1 takes all of them
+    assert explained(traffic, [0, 1, 0, 1, 0]) == [
+        PrefixMiss(0, 4, "evicted", step=2, request_id="r1"),
+        PrefixMiss(4, 5, "partial_block"),
+    ]
+
+
+def test_evictions_that_are_too_many_are_forgotten():
+    traffic = Traffic(num_blocks=3, block_size=2, budget=30, max_evictions=1)
+    explained(traffic, [0, 1, 0, 1, 1])
+    explained(traffic, [1, 1, 1, 1, 0])  # evicts the end of the first prompt, then its beginning, which is remembered
+    assert explained(traffic, [0, 1, 0, 1, 0]) == [
+        PrefixMiss(0, 2, "evicted", step=2, request_id="r1"),
+        PrefixMiss(2, 4, "never_seen"),
+        PrefixMiss(4, 5, "partial_block"),
+    ]
+
+
+def test_block_that_is_cached_after_an_evicted_one_counts_as_evicted():
+    traffic = Traffic(num_blocks=4, block_size=2, budget=30, max_evictions=4)
+    traffic.add([0, 1, 1], max_tokens=1)
+    traffic.add([0, 1], max_tokens=4)  # in the same step; its last block is its own, and then 1 0 is cached after r0's
+    traffic.step()
+    traffic.step()
+    traffic.add([1, 1, 1])
+    traffic.finish()  # step 3 evicts r0's block
+    traffic.add([0, 1, 0])
+    traffic.finish()  # 0 1 is cached again, and the old 1 0 does not follow it
+    assert sorted(traffic.stats.prefixes.values()) == [(0, 1), (0, 1, 1, 0), (1, 1)]
+    assert explained(traffic, [0, 1, 1, 0, 1]) == [
+        PrefixMiss(2, 4, "evicted", step=3, request_id="r2"),
+        PrefixMiss(4, 5, "partial_block"),
+    ]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8])
+def test_last_block_of_a_cached_prompt_is_computed(num_tokens):
+    traffic = Traffic(num_blocks=9, block_size=4, budget=30, max_evictions=9)
+    explained(traffic, [0, 1] * 6)
+    [miss] = explained(traffic, ([0, 1] * 6)[:num_tokens])
+    assert miss == PrefixMiss((num_tokens - 1) // 4 * 4, num_tokens, "partial_block")
+
+
+def test_cache_that_is_off_explains_everything():
+    off = Traffic(num_blocks=9, block_size=4, budget=30, max_evictions=9, is_enabled=False)
+    for _ in range(2):
+        assert explained(off, [1] * 9) == [PrefixMiss(0, 9, "cache_off")]
+    on = Traffic(num_blocks=9, block_size=4, budget=30, max_evictions=9)
+    explained(on, [1] * 9)
+    assert explained(on, [1] * 9, reads_prompt=True) == [PrefixMiss(0, 9, "cache_off")]
+    assert explained(on, [1] * 9) == [PrefixMiss(8, 9, "partial_block")]
+
+
+# ---- the engine
+
+SMALL = {"device": "cpu", "attention_backend": "torch", "enforce_eager": True, "dtype": "float32", "block_size": 4}
+GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+PROMPT = [*range(100, 114)]
+
+
+def ask(llm, token_ids, **params):
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 2, "ignore_eos": True} | params)
+    return llm.generate({"prompt_token_ids": token_ids}, params, use_tqdm=False)[0]
+
+
+def test_metrics_of_outputs_and_counters_have_the_causes():
+    with LLM(TINY_QWEN3, num_kv_blocks=32, explain_prefix_misses=True, **SMALL) as llm:
+        first, same = ask(llm, PROMPT), ask(llm, PROMPT)
+        other = ask(llm, [*PROMPT[:9], 7, *PROMPT[10:]], n=2, temperature=1)
+        scored = ask(llm, PROMPT, prompt_logprobs=1)
+        stats = llm.get_stats()
+        counters = {one.labels["cause"]: one.value for one in llm.get_metrics() if one.name.endswith("cache_misses")}
+    assert first.metrics.prefix_misses == [PrefixMiss(0, 12, "never_seen"), PrefixMiss(12, 14, "partial_block")]
+    assert same.metrics.prefix_misses == [PrefixMiss(12, 14, "partial_block")]
+    assert other.metrics.prefix_misses == [
+        PrefixMiss(8, 9, "partial_block"),
+        PrefixMiss(9, 12, "differs", (109,), (7,)),
+        PrefixMiss(12, 14, "partial_block"),
+    ]
+    assert scored.metrics.prefix_misses == [PrefixMiss(0, 14, "cache_off")]
+    assert counters == {"differs": 3, "evicted": 0, "partial_block": 7, "cache_off": 14, "never_seen": 12}
+    assert stats.prefix_cache_miss_tokens == counters
+    assert sum(counters.values()) == stats.prefix_cache_query_tokens - stats.prefix_cache_hit_tokens
+
+
+def test_statistics_of_before_do_not_grow():
+    with LLM(TINY_QWEN3, num_kv_blocks=32, explain_prefix_misses=True, **SMALL) as llm:
+        before = llm.get_stats()
+        ask(llm, PROMPT)
+        assert set(before.prefix_cache_miss_tokens.values()) == {0}
+
+
+def test_nothing_is_kept_without_the_option():
+    with LLM(TINY_QWEN3, num_kv_blocks=32, **SMALL) as llm:
+        output = ask(llm, PROMPT)
+        assert type(llm.engine.observer) is SchedulingStats
+        assert output.metrics.prefix_misses is None
+        assert llm.get_stats().prefix_cache_miss_tokens == {}
+        assert not [one for one in llm.get_metrics() if "misses" in one.name and "store" not in one.name]
+
+
+def test_metrics_of_an_output_are_the_users_own():
+    with LLM(TINY_QWEN3, num_kv_blocks=32, explain_prefix_misses=True, **SMALL) as llm:
+        first, second = list(llm.stream({"prompt_token_ids": PROMPT}, GREEDY))
+        first.metrics.prefix_misses.clear()
+        assert len(second.metrics.prefix_misses) == 2
+
+
+def test_observer_of_the_user_is_notified():
+    class Watcher(Observer):
+        def __init__(self):
+            self.calls = []
+
+        def on_admit(self, seq):
+            self.calls.append(("admit", seq.request_id))
+
+        def on_miss(self, seq, misses):
+            self.calls.append((seq.request_id, misses))
+
+    watcher = Watcher()
+    engine = LLMEngine(Config(TINY_QWEN3, num_kv_blocks=32, explain_prefix_misses=True, **SMALL), watcher)
+    engine.add_request("A", {"prompt_token_ids": PROMPT[:3]}, GREEDY)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert watcher.calls == [("admit", "A"), ("A", [PrefixMiss(0, 3, "partial_block")])]
