@@ -5,6 +5,7 @@ import random
 from collections import Counter
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.extras.prefix_misses import CAUSES, ExplainingStats
 from nanovllm.extras.roll_back import reset_prefix_cache
 from nanovllm.extras.trace.recorder import Recorder
 from nanovllm.extras.trace.recording import read_recording
@@ -67,13 +68,14 @@ def state_of_engine(manager, seqs, running, host_block_ids):
     }  # fmt: skip
 
 
-class RecordedStats(RecordingStats, Recorder):
+class RecordedStats(ExplainingStats, RecordingStats, Recorder):
     """Notes the true state at each `schedule`, for the comparison."""
 
     def __init__(self, lines):
         Recorder.__init__(self, lines)
         self.uses, self.recorded, self.preemptions, self.states = {}, [], Counter(), {}
         self.loaded = {}  # block that a step has loaded, and no sequence has taken since -> tier
+        self.prefix_cache_miss_tokens, self._num_scheduled = dict.fromkeys(CAUSES, 0), 0
 
     def on_take_block(self, seq, block_id, is_evicted):
         super().on_take_block(seq, block_id, is_evicted)
@@ -203,3 +205,31 @@ def random_run(seed, limit=10**9, window=None, has_drafts=False):
     run.finish()
     run.stats.close()
     return run
+
+
+QUESTION = "What is a block table? Which block of the pool has Rome, and who owns it?"
+LONG_QUESTION = "Explain why a long prompt is cut into chunks, and what else the scheduler does in a step."
+ASKED = [  # so that each cause occurs
+    (QUESTION, {}),
+    (QUESTION, {}),
+    (QUESTION.replace("Which block", "Which table"), {}),
+    (QUESTION.replace("Rome", "Paris"), {}),
+    (QUESTION, {"prompt_logprobs": 1}),
+    (LONG_QUESTION, {}),
+    (QUESTION, {}),
+    (LONG_QUESTION[:50], {}),
+    (LONG_QUESTION[40:], {}),
+    (QUESTION, {}),
+]
+
+
+def explained_run(path):
+    """The outputs of a run of the bundled model that is recorded in a file."""
+    options = {"num_kv_blocks": 10, "block_size": 4, "device": "cpu", "attention_backend": "torch"}
+    with LLM(TINY_QWEN3, trace=path, enforce_eager=True, **options) as llm:
+        return [
+            llm.generate(
+                prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, **params), use_tqdm=False
+            )[0]
+            for prompt, params in ASKED
+        ]

@@ -72,6 +72,7 @@ KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # kind of a field, in wo
     "a reason to be idle": lambda _, value: value in ("budget", "caught_up"),
     "new or again": lambda _, value: value in ("new", "again"),
     "a status": lambda _, value: value in ("waiting", "running", "finished"),
+    "a list of misses": lambda _, value: is_list(value, is_miss),
     "a list of chunks": lambda replay, value: is_list(value, replay.is_chunk),
     "a list of [step, sequences]": lambda _, value: is_list(value, is_flight),
     "a list of [block, hash, serial, tokens]": lambda replay, value: is_list(value, replay.is_cached),
@@ -108,6 +109,7 @@ SEQUENCE = NEW_SEQUENCE | {
     "num_computed_tokens": "an integer >= 0",
     "block_table": "a block table",
     "host_block_ids": "a list of integers >= 0",
+    "misses": "a list of misses",
 }
 EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
     "add": {"seq": "a new sequence", "t": "a number", "about": "an object"},
@@ -127,6 +129,7 @@ EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
     },
     "idle": {"seq": "a known sequence", "code": "a reason to be idle"},
     "admit": {"seq": "a known sequence", "code": "new or again", "num_computed": "an integer >= 0"},
+    "miss": {"seq": "a known sequence", "misses": "a list of misses"},
     "preempt": {
         "seq": "a known sequence",
         "needy": "a known sequence",
@@ -184,6 +187,15 @@ EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
 
 def is_flight(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and is_list(value[1], is_count)
+
+
+def is_miss(value: Any) -> bool:
+    """Return whether `value` has start, end and cause. Causes that the page does not know are shown by their names."""
+    if not (isinstance(value, dict) and is_count(value.get("start")) and is_count(value.get("end"))):
+        return False
+    has_tokens = all(is_list(value.get(name, []), is_count) for name in ("cached", "prompt"))
+    has_eviction = is_count(value.get("step", 0)) and is_text(value.get("request", ""))
+    return is_text(value.get("cause")) and has_tokens and has_eviction
 
 
 class Checker(Replay):
@@ -273,7 +285,7 @@ class Checker(Replay):
         self.check_fields(state, STATE)
         for about in state["seqs"]:
             self.check_field("seqs", "an object", about)
-            self.check_fields(about, SEQUENCE)
+            self.check_fields(about, SEQUENCE, optional=("misses",))
         super()._load_state(state)
 
     def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ DECIDED_BY = {  # code of an event -> a file of the package, and the function or
     "wait": "scheduler.py Scheduler.admit_waiting",
     "idle": "scheduler.py Scheduler.schedule",
     "admit": "block_manager.py BlockManager.try_admit",
+    "miss": "extras/prefix_misses.py PrefixHistory.explain",
     "preempt": "scheduler.py Scheduler.make_room",
     "draft": "extras/speculation/speculative_scheduler.py SpeculativeScheduler._draft",
     "schedule": "scheduler.py Scheduler.schedule",

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from nanovllm.extras.all_options import Config
 from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.full_observer import SchedulingStats
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.prefix_misses import PrefixMiss
 from nanovllm.extras.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
 from nanovllm.extras.watching import Watching
 from nanovllm.scheduler import Chunk, Step
@@ -101,6 +103,7 @@ class Recorder(SchedulingStats):
             state = take_snapshot(self._blocks, self._seqs, self._running, self._host_block_ids, self._loaded)
             self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
             self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
+            self._new_ids |= {i for seq in state["seqs"] for miss in seq["misses"] for i in miss.get("cached", ())}
         return to_json({
             "format": FORMAT, "version": VERSION, "num_blocks": self._blocks.num_blocks,
             "block_size": self._blocks.block_size, "num_steps_before": self._num_steps, "t": self._now(),
@@ -204,6 +207,10 @@ class Recorder(SchedulingStats):
         self._host_block_ids.pop(seq, None)
         code = "new" if seq.num_cached_tokens is None else "again"
         self._events.append(["admit", self._number(seq), code, seq.num_computed_tokens])
+
+    def on_miss(self, seq: Sequence, misses: list[PrefixMiss]) -> None:
+        self._new_ids.update(i for miss in misses for i in miss.cached_token_ids)
+        self._events.append(["miss", self._number(seq), describe_misses(misses)])
 
     def on_swap_out(self, seq: Sequence, host_block_ids: list[int]) -> None:
         super().on_swap_out(seq, host_block_ids)
@@ -379,7 +386,19 @@ def describe_sequence(seq: Sequence, number: int, is_running: bool, host_block_i
         "num_computed_tokens": seq.num_computed_tokens,
         "block_table": seq.block_table.view().tolist(),
         "host_block_ids": list(host_block_ids),
+        "misses": describe_misses(seq.prefix_misses or []),
     }
+
+
+def describe_misses(misses: list[PrefixMiss]) -> list[dict[str, Any]]:
+    """Return the records as objects, without the details that a cause does not have."""
+    described = []
+    for miss in misses:
+        details = {"cached": list(miss.cached_token_ids), "prompt": list(miss.prompt_token_ids)}
+        details |= {"step": miss.step, "request": miss.request_id}
+        about = {"start": miss.start, "end": miss.end, "cause": miss.cause}
+        described.append(about | {name: value for name, value in details.items() if value not in ([], None)})
+    return described
 
 
 # ---- engines that are recorded
@@ -401,10 +420,10 @@ def start_engine(
 
 
 def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack, engine_class: type[Engine]) -> Engine:
-    """Start an engine whose run is written to `sink`, until `on_exit` closes it."""
+    """Start an engine whose run is written to `sink`, until `on_exit` closes it. The recording explains misses."""
     recorder = Recorder(sink)
     try:
-        engine = engine_class(config, recorder)
+        engine = engine_class(replace(config, explain_prefix_misses=True), recorder)
     except BaseException:
         sink.close()
         raise

@@ -21,6 +21,7 @@ EVENTS = {
         "wait",
         "idle",
         "admit",
+        "miss",
         "preempt",
         "draft",
         "schedule",
@@ -51,6 +52,7 @@ class ReplayedSequence:
     block_table: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # draft tokens after `tokens`, while a step verifies them
+    misses: list[dict[str, Any]] = field(default_factory=list)  # why it computes tokens of its prompt
     num_final_tokens: int | None = None  # set when it finishes
     finish_reason: str | None = None
 
@@ -141,6 +143,16 @@ class Replay:
     def _admit(self, number: int, code: str, num_computed: int) -> None:
         seq = self.seqs[number]
         seq.status, seq.num_computed_tokens, seq.host_block_ids = "running", num_computed, []
+
+    def _miss(self, number: int, misses: list[dict[str, Any]]) -> None:
+        """Keep why tokens of the prompt are computed. Together with the hits, the spans are the whole prompt."""
+        seq = self.seqs[number]
+        starts, ends = [miss["start"] for miss in misses], [miss["end"] for miss in misses]
+        self._check(
+            starts == [seq.num_computed_tokens, *ends[:-1]] and ends[-1:] == [seq.num_prompt_tokens],
+            f"the misses of sequence {number} are not the rest of its prompt",
+        )
+        seq.misses = misses
 
     def _preempt(self, number: int, needy: int, num_computed: int, host_block_ids: list[int]) -> None:
         seq = self.seqs[number]

@@ -91,6 +91,12 @@ CORRUPT = {
     "more right than drafts": (append("verify", 1, 0, 1, []), "num_accepted of verify must be <= 0, got 1"),
     "blocks of drafts": (append("verify", 1, 0, 0, [0]), "blocks of verify must be a list of blocks of the pool"),
     "drafts": (append("draft", 1, ["a"]), "token_ids of draft must be a list of integers"),
+    "misses": (set_field("miss", 2, 3), "line 2 .*misses of miss must be a list of misses, got 3"),
+    "a miss": (set_field("miss", 2, [{"start": 0, "end": 9}]), "misses of miss must be a list of misses"),
+    "cached tokens": (
+        set_field("miss", 2, [{"start": 0, "end": 9, "cause": "differs", "cached": ["a"]}]),
+        "misses of miss must be a list of misses",
+    ),
     "draws": (set_field("update", 3, []), "step 1 samples 3 tokens, got 0"),
 }
 
@@ -110,7 +116,7 @@ def test_corrupt_recording_is_refused_with_its_line(tmp_path, capsys, name):
 
 
 def test_what_contradicts_the_engine_is_left_to_the_page(tmp_path, capsys):
-    for field in (("schedule", 7, 7), ("schedule", 8, 99), ("take", 2, 5), ("take", 3, 1)):
+    for field in (("schedule", 7, 7), ("schedule", 8, 99), ("take", 2, 5), ("take", 3, 1), ("miss", 2, [])):
         lines = copy.deepcopy(LINES)
         set_field(*field)(lines)
         with pytest.raises(ReplayError):

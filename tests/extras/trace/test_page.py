@@ -22,7 +22,7 @@ from nanovllm.extras.trace.recording import read_recording
 from nanovllm.extras.trace.replay import Replay
 from nanovllm.extras.trace.view import STORY
 from tests.extras.models.architectures import Checkpoints
-from tests.extras.trace_traffic import Lines, RecordedRun, known_run, loaded_run, random_run
+from tests.extras.trace_traffic import Lines, RecordedRun, explained_run, known_run, loaded_run, random_run
 
 pytestmark = pytest.mark.browser
 
@@ -211,6 +211,99 @@ def test_model_whose_layers_all_have_a_window_is_shown_without_contradiction(sho
     widths = [float(one.get_attribute("width")) for one in page.locator(".mask rect:first-child").all()]
     tokens = [float(one.get_attribute("width")) for one in page.locator(".mask rect:nth-child(2)").all()]
     assert widths == [8 * token for token in tokens], "the 8 tokens before it"
+
+
+# ---- why prompt tokens were computed
+
+FOUND = ("{} of {} prompt tokens came from the prefix cache; ", "提示的 {1} 个 token 中有 {0} 个来自前缀缓存；")
+WHY = [  # of each request of `explained_run`: tokens found, all tokens, and why the others were computed
+    (0, 22, "no cached prefix has tokens 0 … 19", "缓存中没有前缀包含第 0 … 19 个 token"),
+    (
+        *(20, 22),
+        "the last 2 are computed in any case: only full blocks are found, and the logits of the last token are needed",
+        "最后 2 个总要计算：只有满块才能命中，而且需要最后一个 token 的 logits",
+    ),
+    (
+        *(8, 22),
+        "from token 8 on the prompt differs: “table” in place of “block”",
+        "从第 8 个 token 起提示不同：缓存中是“block”，这里是“table”",
+    ),
+    (
+        *(12, 23),
+        "from token 14 on the prompt differs: “Par” in place of “Rome”, and only whole blocks are found",
+        "从第 14 个 token 起提示不同：缓存中是“Rome”，这里是“Par”，而且只有整块才能命中",
+    ),
+    (
+        *(0, 22),
+        "the request needs the hidden states of all prompt tokens, as for prompt log-probabilities",
+        "这个请求需要提示中每个 token 的隐藏状态，例如为了提示的对数概率",
+    ),
+    (0, 20, "no cached prefix has tokens 0 … 15", "缓存中没有前缀包含第 0 … 15 个 token"),
+    (
+        *(4, 22),
+        "tokens 4 … 19 were evicted, the first of them in step 22 for r5",
+        "第 4 … 19 个 token 的块已被淘汰，其中第一块在第 22 步让给了 r5",
+    ),
+    (
+        *(8, 12),
+        "the last 4 are computed in any case: only full blocks are found, and the logits of the last token are needed",
+        "最后 4 个总要计算：只有满块才能命中，而且需要最后一个 token 的 logits",
+    ),
+    (0, 13, "no cached prefix has tokens 0 … 11", "缓存中没有前缀包含第 0 … 11 个 token"),
+    (
+        *(12, 22),
+        "tokens 12 … 19 were evicted in step 33 for r8",
+        "第 12 … 19 个 token 的块在第 33 步被淘汰，让给了 r8",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def explained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "run.jsonl"
+    explained_run(path)
+    return read_recording(path)
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_each_request_has_a_sentence_that_says_why_its_prompt_was_computed(show, explained, lang):
+    page = show(explained, at=f"#step=1&lang={lang}")
+    events = [event for line in explained[1:] for event in line["events"]]
+    admitted_in, step = {}, 1
+    for event in events:
+        admitted_in |= {event[1]: step} if event[0] == "miss" else {}
+        step = event[1] + 1 if event[0] == "schedule" else step
+    is_zh = lang == "zh"
+    for number, (*counts, english, chinese) in enumerate(WHY, 1):
+        sentence = FOUND[is_zh].format(*counts) + (chinese if is_zh else english)
+        page.evaluate(f"location.hash = 'step={admitted_in[number]}&seq={number}'")
+        page.locator(".sequence .misses", has_text=sentence).wait_for()
+        assert page.locator(".sequence .misses").inner_text() == sentence
+        event = page.locator(".events .is-miss .text").inner_text()
+        assert event == f"r{number - 1}{'：' if is_zh else ': '}{sentence}"
+    name = "提示为何" if is_zh else "why they were computed"
+    page.locator(".highlights").get_by_role("button", name=name).click()
+    page.locator(".highlights [aria-pressed=true]").wait_for()
+    assert page.locator(".highlights li").count() == len(WHY)
+    assert page.locator(".invariants .bad").count() == 0
+
+
+def test_other_causes_and_a_cache_that_is_off_have_sentences_too(show, explained):
+    """A recording may have causes that this page does not know, and names of requests that it does not have."""
+    lines = json.loads(json.dumps(explained))
+    lines[0]["config"]["enable_prefix_caching"] = False
+    misses = {event[1]: event[2] for line in lines[1:] for event in line["events"] if event[0] == "miss"}
+    misses[1][0]["cause"] = "no_snapshot"
+    evicted = {"start": 4, "end": 8, "cause": "evicted", "step": 3, "request": "a-long-name-of-before"}
+    misses[7][0:3] = [evicted, {"start": 8, "end": 20, "cause": "never_seen"}]
+    page = show(lines, at="#step=1&lang=en")
+    for number, words in {
+        1: "tokens 0 … 19: no_snapshot",
+        5: "0 of 22 prompt tokens came from the prefix cache; the cache is off",
+        7: "tokens 4 … 7 were evicted in step 3 for #?; no cached prefix has tokens 8 … 19",
+    }.items():
+        page.evaluate(f"location.hash = 'step=40&seq={number}'")
+        page.locator(".sequence .misses", has_text=words).wait_for()
 
 
 # ---- what is seen

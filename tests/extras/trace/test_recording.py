@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.extras.prefix_misses import CAUSES
 from nanovllm.extras.trace import view
 from nanovllm.extras.trace.check import check_recording
 from nanovllm.extras.trace.page import DECIDED_BY, find_symbol, make_page, read_sources
@@ -97,6 +98,44 @@ def test_times_and_counters_are_those_of_the_statistics(recorded):
         number = next(event[1] for event in events if event[0] == "add" and event[3]["request"] == output.request_id)
         seconds = (finish[number] - arrival[output.request_id]) / 1e6
         assert seconds == pytest.approx(output.metrics.e2e_latency, rel=0.3, abs=0.05)
+
+
+def test_causes_are_those_of_the_metrics(tmp_path):
+    from tests.extras.trace_traffic import explained_run
+
+    outputs = explained_run(tmp_path / "run.jsonl")
+    lines = read_recording(tmp_path / "run.jsonl")
+    events = [event for line in lines[1:] for event in line["events"]]
+    requests = {event[1]: event[3]["request"] for event in events if event[0] == "add"}
+    found = {requests[event[1]]: event[2] for event in events if event[0] == "miss"}
+    for output in outputs:
+        metrics = [
+            {"start": one.start, "end": one.end, "cause": one.cause, "cached": list(one.cached_token_ids),
+             "prompt": list(one.prompt_token_ids), "step": one.step, "request": one.request_id}
+            for one in output.metrics.prefix_misses
+        ]  # fmt: skip
+        empty = {"cached": [], "prompt": [], "step": None, "request": None}
+        assert [empty | one for one in found[output.request_id]] == metrics
+    causes = {one["cause"] for misses in found.values() for one in misses}
+    assert causes == set(CAUSES)
+
+
+def test_file_that_begins_later_has_the_causes_of_unfinished_requests():
+    from tests.extras.trace_traffic import Lines, RecordedRun
+
+    lines = Lines(limit=3)
+    run = RecordedRun(lines, num_blocks=9, block_size=2)
+    run.stats.decode = str
+    run.add([1, 2, 1, 3, 1], max_tokens=1)
+    run.add([1, 2, 1, 1, 1], max_tokens=9)
+    run.finish()
+    first, second = lines.segments[:2]
+    misses = [event[2] for line in first[1:] for event in line["events"] if event[0] == "miss"]
+    [seq] = second[0]["state"]["seqs"]
+    assert seq["misses"] == misses[1] != []
+    assert misses[1][1] == {"start": 3, "end": 4, "cause": "differs", "cached": [3], "prompt": [1]}
+    assert replay_of(second[:1]).seqs[2].misses == seq["misses"]
+    assert "3" in second[1]["texts"], "the cached token, which no sequence has, is shown too"
 
 
 def test_interrupted_engine_begins_anew_in_the_recording(with_tokenizer, tmp_path):

@@ -2,8 +2,9 @@
 
 import { ownerColor } from "./colors.js";
 import { tierName } from "./events.js";
+import { explainMisses } from "./misses.js";
 import { chunksOf, Seq } from "./step.js";
-import { html, useMemo, useView } from "./ui.js";
+import { html, useMemo, useView, visible } from "./ui.js";
 
 const MANY = 64;
 
@@ -19,6 +20,7 @@ export function SequenceCard({ run, frame, state }) {
     <h2 title=${run.longName(seq.number)}><i style=${{ background: ownerColor(seq.number, theme) }}></i> ${t("sequence", { seq: name })}</h2>
     <p>${t("status")}: <b>${t(isOver && run.isAborted(seq.number) ? "status.aborted" : `status.${seq.status}`)}</b>. ${t(isOver ? "tokensKnown" : "tokensComputed", { computed: seq.computed, known: seq.known })} (${t("promptAndOutput", { prompt: seq.numPrompt, output: seq.known - seq.numPrompt })}).
       ${seq.host.length > 0 && t("onHost", { blocks: seq.host.join(", ") })}</p>
+    ${seq.misses.length > 0 && html`<p class="misses">${explainMisses(run, seq.misses, t)}</p>`}
     <h3>${t("blockTable")}</h3>
     ${seq.table.length === 0 && html`<p class="soft">${t("noBlocks")}</p>`}
     <div class="table">${seq.table.slice(0, MANY).map((block, i) => html`<button disabled=${!block} class=${block && choice.block === block ? "on" : ""} onClick=${() => choose({ block })} aria-label=${`${i} → ${block}`}>
@@ -43,8 +45,6 @@ function Tokens({ run, seq, first, stop, numComputed, drafts = [] }) {
   return html`<p class="tokens">${ids.map((id, i) => html`<span class=${`${first + i < numComputed ? "done" : "todo"} ${first + i < seq.numPrompt ? "" : "output"}`} title=${`${first + i}: ${id}`}>${visible(run.text(id))}</span>`)}
     ${stop > first + 400 && html`<span class="soft"> …</span>`}${drafts.map((id, i) => html`<span class="todo draft" title=${`${stop + i}: ${id}`}>${visible(run.text(id))}</span>`)}</p>`;
 }
-
-const visible = (text) => text.replace(/\n/g, "⏎").replace(/^$/, "∅");
 
 // Return {owners, rank among the free blocks or -1, writer, holds: whether the block holds tokens of `writer`}.
 export function lookInto(state, block) {

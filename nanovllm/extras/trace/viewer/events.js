@@ -1,6 +1,7 @@
 // Each event as a sentence, and its subject. SOURCES, made by page.py, has the engine's code that decided each event.
 
 import { hasWords } from "./i18n.js";
+import { explainMisses } from "./misses.js";
 
 export function describeEvent(run, event, t, numFree) {
   const [code, number, ...rest] = event;
@@ -16,6 +17,7 @@ export function describeEvent(run, event, t, numFree) {
       const loaded = run.loadedTokens.get(event);
       return t(loaded ? "event.admit.loaded" : `event.admit.${rest[0]}`, { seq, count: rest[1] - (loaded ?? 0), loaded });
     }
+    case "miss": return t("event.miss", { seq, sentence: explainMisses(run, rest[0], t) });
     case "preempt": {
       const host = rest[2];
       return t(host.length ? "event.preempt.swap" : "event.preempt", { seq, other: rest[0] === number ? t("itself") : run.label(rest[0]), free: numFree ?? 0, count: host.length });

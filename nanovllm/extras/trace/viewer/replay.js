@@ -131,6 +131,14 @@ export class Replay {
     this.fill(seq, 0, numComputed);
   }
 
+  // Keep why tokens of the prompt are computed. Together with the hits, the spans are the whole prompt.
+  miss(number, misses) {
+    const seq = this.seqs.get(number);
+    const ends = [seq.computed, ...misses.map((one) => one.end)];
+    this.check(misses.every((one, i) => one.start === ends[i]) && ends.at(-1) === seq.numPrompt, `the misses of sequence ${number} are not the rest of its prompt`);
+    seq.misses = misses;
+  }
+
   preempt(number, needy, numComputed, host) {
     Object.assign(this.seqs.get(number), { status: "waiting", computed: numComputed, host, preempted: true });
   }
@@ -378,7 +386,7 @@ export class Replay {
 }
 
 const EVENTS = new Set([
-  "start", "add", "fork", "tokens", "finish", "wait", "idle", "admit", "preempt", "draft", "schedule", "verify", "update", "roll_back",
+  "start", "add", "fork", "tokens", "finish", "wait", "idle", "admit", "miss", "preempt", "draft", "schedule", "verify", "update", "roll_back",
   "take", "share", "copy", "load", "give_back", "free", "register", "forget", "reset",
 ]);
 
@@ -396,6 +404,7 @@ function makeSequence(number, about) {
     table: about.block_table?.slice() ?? [],
     host: about.host_block_ids ?? [],
     drafts: [], // draft tokens after the known tokens, while a step verifies them
+    misses: about.misses ?? [], // why it computes tokens of its prompt
     final: null,
     preempted: false,
   };

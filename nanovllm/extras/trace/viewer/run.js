@@ -165,6 +165,7 @@ export class Run {
     else if (code === "verify") this.followDrafts(rest);
     if (code === "preempt") this.rowOf.get(number).marks.push({ frame, code });
     if (["preempt", "copy", "roll_back", "start"].includes(code) || (code === "finish" && this.isAborted(number))) this.highlights.push({ frame, event, numFree: this.numFreeBefore });
+    if (code === "miss") this.highlights.push({ frame, event });
     if (code === "take" && rest[1]) this.followEviction(frame, rest[0]);
     if (code === "wait" && number && this.waitsFor.get(number) !== rest[0]) {
       this.waitsFor.set(number, rest[0]);
@@ -290,6 +291,11 @@ export class Run {
   longName(number) {
     const request = number > 0 ? this.replay.seqs.get(number)?.request : undefined;
     return request?.length > MAX_NAME ? request : undefined;
+  }
+
+  // The name of a request, which may have ended before the recording began.
+  requestName(request) {
+    return this.requests.get(request)?.name ?? nameOf(request, "?");
   }
 
   text(id) {

@@ -48,4 +48,7 @@ function formatTime(microseconds) {
   return `${(microseconds / 1e6).toPrecision(3)} s`;
 }
 
-export { html, render, useState, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useRef, useCallback, View, useView, useWidth, useSettled, fitCanvas, formatTime };
+// Show line breaks and empty texts.
+const visible = (text) => text.replace(/\n/g, "⏎").replace(/^$/, "∅");
+
+export { html, render, useState, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useRef, useCallback, View, useView, useWidth, useSettled, fitCanvas, formatTime, visible };
