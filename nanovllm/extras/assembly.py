@@ -1,4 +1,4 @@
-"""The parts of an engine that options choose: runner, scheduler, block manager, preemption, what launches steps.
+"""The parts of an engine that options choose: runner, scheduler, block manager, preemption, observer, launches.
 
 Each extra is imported where its option asks for it. `full_engine.py` calls these functions, unless the core's parts
 suffice (`is_plain` in `plain_runner.py`).
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
-from nanovllm.extras.full_observer import Observer
+from nanovllm.extras.full_observer import Observer, SchedulingStats
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.scheduler import Scheduler
 
@@ -97,6 +97,17 @@ def make_scheduler(
 
     overlapped = OverlappedScheduler(*arguments)
     return overlapped, Ahead(launch, overlapped)
+
+
+def make_observer(watcher: Observer | None, explains_misses: bool) -> SchedulingStats:
+    """Return what counts and is notified of decisions: with the user's own observer `watcher`, with explanations."""
+    if explains_misses:
+        from nanovllm.extras.prefix_misses import ExplainingStats, ExplainingWatching
+
+        return ExplainingStats() if watcher is None else ExplainingWatching(watcher)
+    from nanovllm.extras.watching import Watching
+
+    return SchedulingStats() if watcher is None else Watching(watcher)
 
 
 def make_preemption(parts: "Parts", blocks: BlockManager) -> Any:

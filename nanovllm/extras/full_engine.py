@@ -315,15 +315,11 @@ class LLMEngine(engine.LLMEngine):
             from nanovllm.extras.kv_store.store import KVStore
 
             self.parts.kv_store = KVStore(self.runner)
-        if self.config.explain_prefix_misses:
-            from nanovllm.extras.prefix_misses import ExplainingStats, ExplainingWatching
-
-            return ExplainingStats() if self._watcher is None else ExplainingWatching(self._watcher)
-        if self._watcher is None:
+        if self._watcher is None and not self.config.explain_prefix_misses:
             return SchedulingStats()
-        from nanovllm.extras.watching import Watching
+        from nanovllm.extras.assembly import make_observer
 
-        return Watching(self._watcher)
+        return make_observer(self._watcher, self.config.explain_prefix_misses)
 
     def make_block_manager(self) -> BlockManager:
         if self._is_plain:

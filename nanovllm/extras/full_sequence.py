@@ -1,12 +1,9 @@
 """A sequence with all that extras keep of it. `InputProcessor` makes sequences of this class."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm import sequence
-
-if TYPE_CHECKING:
-    from nanovllm.extras.prefix_misses import PrefixMiss
 
 
 @dataclass(eq=False, slots=True)
@@ -26,8 +23,7 @@ class Sequence(sequence.Sequence):
     num_preemptions: int = field(default=0, init=False)
     cache_salt: str | None = field(default=None, init=False)  # it shares blocks only with the same (`cache_salt.py`)
     block_keys: list[bytes] = field(default_factory=list, init=False)  # of its first full blocks, in the K/V store
-    # why prompt tokens were computed when it was first admitted, if an option asks for it (`prefix_misses.py`)
-    prefix_misses: "list[PrefixMiss] | None" = field(default=None, init=False)
+    prefix_misses: list[Any] | None = field(default=None, init=False)  # written by `prefix_misses.py`
     is_plain: bool = field(init=False)  # sampled only by the core, and without readers
     reads_prompt: bool = field(init=False)  # a reader needs the hidden states of the whole prompt
     # `stop_token_ids`, once the output has `min_tokens` tokens; until then `stop_token_ids` is empty

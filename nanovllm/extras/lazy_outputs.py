@@ -68,8 +68,7 @@ class RequestMetrics:
     num_preemptions: int = 0
     """Of all samples together."""
     prefix_misses: "list[PrefixMiss] | None" = None
-    """Why prompt tokens were not in the prefix cache, in order; None without `explain_prefix_misses`, and until a step
-    has computed tokens of the request."""
+    """Why prompt tokens were not in the prefix cache, in order; None without `explain_prefix_misses`."""
 
     @property
     def ttft(self) -> float | None:
