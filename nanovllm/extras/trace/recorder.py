@@ -394,7 +394,7 @@ def describe_misses(misses: list[PrefixMiss]) -> list[dict[str, Any]]:
     """Return the records as objects, without the details that a cause does not have."""
     described = []
     for miss in misses:
-        details = {"cached": list(miss.cached_token_ids), "prompt": list(miss.prompt_token_ids)}
+        details: dict[str, Any] = {"cached": list(miss.cached_token_ids), "prompt": list(miss.prompt_token_ids)}
         details |= {"step": miss.step, "request": miss.request_id}
         about = {"start": miss.start, "end": miss.end, "cause": miss.cause}
         described.append(about | {name: value for name, value in details.items() if value not in ([], None)})
