@@ -21,8 +21,11 @@ from tests.steps import batch_of
 HEADS = [(4, 4), (4, 2), (8, 2), (8, 1)]  # num_heads, num_kv_heads: ratios of 1, 2, 4 and 8
 
 
-def attend_with_loops(q, k, v, window=None, softcap=None, scale=None):
-    """The last len(q) tokens of one sequence. q: [n, num_heads, head_dim]; k, v: [seq_len, num_kv_heads, head_dim]"""
+def attend_with_loops(q, k, v, window=None, softcap=None, scale=None, sinks=None):
+    """The last len(q) tokens of one sequence. q: [n, num_heads, head_dim]; k, v: [seq_len, num_kv_heads, head_dim]
+
+    sinks: [num_heads], a further score of each head, which has no value
+    """
     n, num_heads, head_dim = q.shape
     seq_len, num_kv_heads, _ = k.shape
     q, k, v = q.double(), k.double(), v.double()
@@ -35,8 +38,9 @@ def attend_with_loops(q, k, v, window=None, softcap=None, scale=None):
             scores = k[first:num_seen, kv_head] @ q[i, head] * (scale or 1 / math.sqrt(head_dim))  # [num_seen]
             if softcap:
                 scores = softcap * (scores / softcap).tanh()
-            weights = (scores - scores.max()).exp()
-            out[i, head] = weights @ v[first:num_seen, kv_head] / weights.sum()
+            more = scores[:0] if sinks is None else sinks[head : head + 1].double().cpu()
+            weights = torch.cat((scores, more)).softmax(0)[: len(scores)]
+            out[i, head] = weights @ v[first:num_seen, kv_head]
     return out
 
 
@@ -46,8 +50,8 @@ class Step:
     Their blocks lie anywhere in the cache. `expected` is the reference's answer, on CPU: [num_tokens, num_heads,
     head_dim]. Subclasses override the methods.
 
-    window, softcap, scale: how the layer attends. Blocks that no token's window reaches have been given back. The null
-    block, which holds NaN, replaces them.
+    window, softcap, scale, sinks: how the layer attends. Blocks that no token's window reaches have been given back.
+    The null block, which holds NaN, replaces them.
     """
 
     def __init__(self, backend, lens, seed=0, dtype=torch.float32, device="cpu", **asked):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.extras.models.masking import PLAIN, AttentionOptions
+from nanovllm.extras.models.masking import PLAIN, AttentionOptions, scaled, softmax_with_sinks
 from nanovllm.layers.attention import AttentionMetadata
 
 MOST = 127  # of a K or V
@@ -100,11 +100,8 @@ class WeighIn16Bits:
         sums = q[..., :-1].double() @ k[..., :-1].double().transpose(-1, -2)  # exact, [..., n, len]
         scores = sums.float() * (k[..., -1:].transpose(-1, -2) * q[..., -1:])
         scale = (q.shape[-1] - 1) ** -0.5 if self.options.scale is None else self.options.scale
-        if self.options.softcap is None:
-            scores = scores * scale
-        else:
-            scores = self.options.softcap * torch.tanh(scores * (scale / self.options.softcap))
-        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1) * v[..., -1:].transpose(-1, -2)
+        scores = scaled(scores, scale, self.options.softcap).masked_fill(~is_seen, -torch.inf)
+        weights = softmax_with_sinks(scores, self.options.sinks) * v[..., -1:].transpose(-1, -2)
         weights = weights.masked_fill(~is_seen, 0)  # the scale of an unseen V may be NaN
         out = in_16_bits(weights).double() @ v[..., :-1].double()  # [..., n, head_dim]
         return torch.cat((out.float(), torch.ones_like(q[..., -1:])), dim=-1)

@@ -9,3 +9,7 @@ OPTIONS = {
     "soft-cap": AttentionOptions(softcap=0.7),
     "all": AttentionOptions(scale=0.4, window=18, softcap=1.5),
 }
+SINKS = {  # a `Step` draws their values
+    "sinks": AttentionOptions(has_sinks=True),
+    "all and sinks": AttentionOptions(scale=0.4, window=18, softcap=1.5, has_sinks=True),
+}

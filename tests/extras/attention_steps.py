@@ -1,5 +1,7 @@
 """Steps as in `tests/attention_steps.py`, for layers with options and for caches that keep something else."""
 
+from dataclasses import replace
+
 import torch
 
 from nanovllm.extras.models.masking import MaskedAttention
@@ -15,8 +17,13 @@ class Step(attention_steps.Step):
     """Of a layer that attends with `options`, an `AttentionOptions`, or as the core's does."""
 
     def __init__(self, backend, lens, seed=0, dtype=torch.float32, options=None, device="cpu"):
+        asked = {}
+        if options is not None:
+            sinks = torch.randn(backend.num_heads, generator=torch.Generator().manual_seed(seed))
+            options = replace(options, sinks=3 * sinks.to(device) if options.has_sinks else None)
+            asked = {name: value for name, value in vars(options).items() if name != "has_sinks"}
         self.options = () if options is None else (options,)
-        super().__init__(backend, lens, seed, dtype, device, **({} if options is None else vars(options)))
+        super().__init__(backend, lens, seed, dtype, device, **asked)
 
     def make_layer(self, backend):
         return MaskedAttention(backend, *self.options) if self.options else super().make_layer(backend)

@@ -59,6 +59,7 @@ class KernelBackend(AttentionBackend):
     """An attention backend that does not run everywhere. Each method returns a reason, or None if there is none."""
 
     supports_graphs = True  # for decodes, the host decides nothing by values that only the device knows
+    supports_sinks = False  # whether `attend` computes `AttentionOptions.sinks`
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

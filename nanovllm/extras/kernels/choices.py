@@ -114,6 +114,8 @@ def why_not(
     """Return the first reason against a backend, or None if it can serve the model on this machine."""
     reason = backend_class.why_not(device, dtype, head_dim, block_size)
     for one in options:
+        if one.has_sinks and not backend_class.supports_sinks:
+            reason = reason or "it computes no attention sinks"
         reason = reason or backend_class.why_not_options(one, device, dtype, head_dim)
     if kv_cache_dtype != "auto":
         reason = reason or backend_class.why_no_kv_cache(kv_cache_dtype, head_dim)

@@ -22,7 +22,7 @@ from nanovllm.extras.self_check.networks import run_attention
 from nanovllm.extras.self_check.steps import make_long_steps, make_steps
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.norm import RMSNorm
-from tests.extras.attention_options import OPTIONS
+from tests.extras.attention_options import OPTIONS, SINKS
 from tests.extras.attention_steps import Int8Step, Step, check_close
 
 pytestmark = pytest.mark.slow
@@ -155,7 +155,7 @@ class ArmAttention(CpuAttention):
         heads = (q.stride(0), self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
         window, scale, softcap = masking(options, self.scale)
         tensors = (q, out, *layer_cache, tables, *lens)
-        self.arm.call("attend", *tensors, *tables.shape, *heads, window, float(scale), float(softcap))
+        self.arm.call("attend", *tensors, options.sinks, *tables.shape, *heads, window, float(scale), float(softcap))
         return out
 
 
@@ -192,7 +192,7 @@ def test_linear_equals_float64(arm, n, k):
         assert torch.equal(part, y[:num_rows])
 
 
-@pytest.mark.parametrize("options", [PLAIN, OPTIONS["all"]], ids=["plain", "all"])
+@pytest.mark.parametrize("options", [PLAIN, SINKS["all and sinks"]], ids=["plain", "all"])
 @pytest.mark.parametrize("block_size", [16, 80])
 def test_attention_equals_the_reference(arm, block_size, options):
     backend = ArmAttention(arm, 8, 2, 64, block_size)
@@ -202,7 +202,7 @@ def test_attention_equals_the_reference(arm, block_size, options):
 
 
 @pytest.mark.parametrize("target", [TARGETS[1], TARGETS[4]], ids="-".join)
-@pytest.mark.parametrize("options", [PLAIN, OPTIONS["all"]], ids=["plain", "all"])
+@pytest.mark.parametrize("options", [PLAIN, SINKS["all and sinks"]], ids=["plain", "all"])
 def test_attention_over_8_bits_equals_the_reference(target, options, tmp_path):
     backend = ArmAttention(program_for(tmp_path, target, "-DINT8_KV"), 8, 2, 64, 16, kv_cache_dtype="int8")
     step = Int8Step(

@@ -13,9 +13,8 @@ from nanovllm.extras.int8_kv import with_int8_cache
 from nanovllm.extras.kernels.backend import AttentionBackend
 from nanovllm.extras.kernels.choices import select_backend
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm.extras.models.masking import PLAIN
 from nanovllm.extras.models.network_config import NetworkConfig
-from tests.extras.attention_options import OPTIONS
+from tests.extras.attention_options import OPTIONS, SINKS
 from tests.extras.attention_steps import HEADS, Int8Step, random_lens
 from tests.extras.kernels.test_cpu_kernels import LAYER_LENS, check_layer_in_one_call
 from tests.extras.kernels.test_cpu_sharing import LENS, check_sharing, sharing_blocks
@@ -66,7 +65,7 @@ def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor_wit
     check_close(step.run(backend), step.expected)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", [*OPTIONS.values(), *SINKS.values()], ids=[*OPTIONS, *SINKS])
 @pytest.mark.parametrize("block_size", [16, 32, 80])
 @pytest.mark.sparse
 def test_windows_and_soft_caps_equal_the_reference(processor_without_tiles, dtype, options, block_size):
@@ -76,7 +75,7 @@ def test_windows_and_soft_caps_equal_the_reference(processor_without_tiles, dtyp
     check_close(step.run(backend), step.expected)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", [*OPTIONS.values(), *SINKS.values()], ids=[*OPTIONS, *SINKS])
 @pytest.mark.sparse
 def test_the_definition_does_the_same(processor_without_tiles, dtype, options):
     """The exponentials differ in their last bits, and so does now and then a weight of 16 bits."""
@@ -133,21 +132,22 @@ def test_attention_leaves_the_cache_of_other_tokens_alone(dtype):
 # ---- the same bits in every batch
 
 
-@pytest.mark.parametrize("options", [PLAIN, *OPTIONS.values()], ids=["plain", *OPTIONS])
+@pytest.mark.parametrize("options", [None, *OPTIONS.values(), *SINKS.values()], ids=["plain", *OPTIONS, *SINKS])
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.sparse
 def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(
     processor_without_tiles, dtype, options, block_size
 ):
     backend = int8_attention(8, 2, 32, block_size, dtype)
-    whole = Int8Step(backend, [(0, 277)], dtype=dtype, options=None if options is PLAIN else options)
+    whole = Int8Step(backend, [(0, 277)], dtype=dtype, options=options)
     rows = whole.run(backend)
     for start, stop in ((276, 277), (50, 277), (33, 40)):
         seq = Sequence("seq", [0] * stop, SamplingParams())
         for block_id in whole.batch.metadata.block_tables[0].tolist():
             seq.block_table.append(block_id)
         metadata = batch_of([(seq, start, stop - start)], block_size).metadata
-        assert torch.equal(backend.attend(whole.q[start:stop], whole.layer_cache, metadata, options), rows[start:stop])
+        part = backend.attend(whole.q[start:stop], whole.layer_cache, metadata, *whole.options)
+        assert torch.equal(part, rows[start:stop])
 
 
 @sharing_blocks

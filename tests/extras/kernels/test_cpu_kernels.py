@@ -36,7 +36,7 @@ from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
-from tests.extras.attention_options import OPTIONS
+from tests.extras.attention_options import OPTIONS, SINKS
 from tests.extras.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 from tests.steps import batch_of
 
@@ -246,7 +246,7 @@ def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor, dt
     check_close(step.run(backend), step)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", [*OPTIONS.values(), *SINKS.values()], ids=[*OPTIONS, *SINKS])
 @pytest.mark.parametrize("block_size", [16, 32, 80])
 @pytest.mark.sparse
 def test_windows_and_soft_caps_equal_the_reference(processor, dtype, options, block_size):
@@ -256,7 +256,7 @@ def test_windows_and_soft_caps_equal_the_reference(processor, dtype, options, bl
     check_close(step.run(backend), step)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", [*OPTIONS.values(), *SINKS.values()], ids=[*OPTIONS, *SINKS])
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.sparse
 def test_with_a_window_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(
@@ -270,7 +270,7 @@ def test_with_a_window_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prom
         for block_id in whole.batch.metadata.block_tables[0].tolist():
             seq.block_table.append(block_id)
         metadata = batch_of([(seq, start, stop - start)], block_size).metadata
-        part = backend.attend(whole.q[start:stop], whole.layer_cache, metadata, options)
+        part = backend.attend(whole.q[start:stop], whole.layer_cache, metadata, *whole.options)
         assert torch.equal(part, rows[start:stop])
 
 

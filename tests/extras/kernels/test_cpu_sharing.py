@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm.extras.models.masking import PLAIN
+from nanovllm.extras.models.masking import PLAIN, AttentionOptions
 from tests.extras.attention_options import OPTIONS
 from tests.extras.attention_steps import Step
 
@@ -36,6 +36,7 @@ def run_alone(backend, step, seq, options):
 # Decodes and short chunks: more rows than a tile has, many lengths, some that end with the blocks they share.
 LENS = [(70, 1), (64, 1), (65, 1), (200, 1), (90, 1), (96, 1), (66, 1), (67, 1), *[(68 + i, 1) for i in range(20)],
         (64, 2), (100, 3), (80, 5), (70, 40)]  # fmt: skip
+EIGHT_SINKS = AttentionOptions(has_sinks=True, sinks=torch.linspace(-2, 4, 8))
 FAMILIES = {
     "all": [(0, 32, 4)],
     "families": [(0, 3, 4), (3, 5, 6), (5, 7, 2), (7, 20, 1), (28, 31, 3)],
@@ -47,7 +48,11 @@ def sharing_blocks(test):
     """Each cache of K and V is tested with the same families and kinds of attention."""
     for names, values, ids in [
         (("block_size", "num_kv_heads"), [(16, 4), (16, 1), (32, 2)], None),
-        ("options", [PLAIN, OPTIONS["wide window"], OPTIONS["soft-cap"]], ["plain", "window", "cap"]),
+        (
+            "options",
+            [PLAIN, OPTIONS["wide window"], OPTIONS["soft-cap"], EIGHT_SINKS],
+            ["plain", "window", "cap", "sinks"],
+        ),
         ("families", FAMILIES.values(), FAMILIES),
     ]:
         test = pytest.mark.parametrize(names, values, ids=ids)(test)

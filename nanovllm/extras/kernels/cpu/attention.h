@@ -4,9 +4,11 @@
 #include "kv_cache.h"
 #include "product.h"
 
-// Compute the softmax of the scores `first` … `last - 1` of `num_slots`. The other weights become 0.
-static void softmax(float *scores, element *weights, long first, long last, long num_slots, const struct masking *m) {
-    const float one = exponentials(scores, first, last, num_slots, m);
+// Compute the softmax of the scores `first` … `last - 1` of `num_slots`, and of `sink`, or -INFINITY. The other weights
+// become 0.
+static void softmax(float *scores, element *weights, long first, long last, long num_slots, const struct masking *m,
+                    float sink) {
+    const float one = exponentials(scores, first, last, num_slots, m, sink);
     for (long i = 0; i < num_slots; i += LANES) store(weights + i, *(const floats *)(scores + i) * one);
 }
 
@@ -81,16 +83,18 @@ static void weigh_row(const struct cache *c, const struct tile *t, const struct 
                       const struct masking *m) {
     (void)c, (void)kv_head;
     const long start = row * t->num_slots, num_slots = span->first_token + slots_of(span);
-    softmax(t->scores + start, t->weights + start, first_seen(t, row, m), t->last[row], num_slots, m);
+    softmax(t->scores + start, t->weights + start, first_seen(t, row, m), t->last[row], num_slots, m,
+            t->sinks[row]);
 }
 
 // Attend. q, out: [num_tokens, num_heads, head_dim]. Each new token attends to its sequence's tokens up to its own
 // position, or to the last `window` of them. Return DONE or NO_MEMORY.
 int attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache, const int32_t *block_tables,
-           const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks, long q_stride,
-           long num_heads, long num_kv_heads, long head_dim, long block_size, long window, float scale, float softcap) {
+           const int32_t *seq_lens, const int32_t *cu_seqlens_q, const float *sinks, long num_seqs, long max_num_blocks,
+           long q_stride, long num_heads, long num_kv_heads, long head_dim, long block_size, long window, float scale,
+           float softcap) {
     static const struct way way = {copy_query, multiply_k, weigh_row, multiply_v};
-    const struct masking m = {window, scale, softcap};
+    const struct masking m = {window, scale, softcap, sinks};
     const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
     const struct batch b = {block_tables, seq_lens, cu_seqlens_q, num_seqs, max_num_blocks};
     return attend_rows(&way, q, out, &c, &b, &m, q_stride, num_heads);

@@ -194,9 +194,9 @@ static int compute_layer(const struct layer *l, const struct step *s, element *x
              l->eps);
     l->store_kv(k, product + q_size + kv_size, k_cache, v_cache, s->slot_mapping, n, kv_size, qkv_size, l->num_kv_heads,
                 head_dim, l->block_size);
-    TRY(l->attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, s->num_seqs,
-                  s->max_num_blocks, q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size, l->window, l->scale,
-                  l->softcap));
+    TRY(l->attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, NULL,
+                  s->num_seqs, s->max_num_blocks, q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size,
+                  l->window, l->scale, l->softcap));
     TRY(project(product, l->o_proj, l->other_o, l->o_bias, normed, n, l->hidden_size, q_size));
     TRY(add_shares(l, x, normed, n * l->hidden_size));
     rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);

@@ -26,6 +26,7 @@ class CpuAttention(KernelBackend):
     """Walks the block tables in C. A block holds each head's K and V in the layout that the products like best."""
 
     default_block_size = 16
+    supports_sinks = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,8 +91,10 @@ class CpuAttention(KernelBackend):
     ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
         tensors = (q, out, *layer_cache, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
+        sinks = None if options.sinks is None else options.sinks.float()  # [num_heads]
         self.cache_library.attend(
             *(t.data_ptr() for t in tensors),
+            None if sinks is None else sinks.data_ptr(),
             *(*metadata.block_tables.shape, q.stride(0), self.num_heads, self.num_kv_heads, self.head_dim),
             *(self.block_size, *masking(options, self.scale)),
         )

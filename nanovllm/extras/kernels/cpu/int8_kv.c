@@ -320,17 +320,19 @@ static void sum_span(const struct cache *c, const struct tile *t, const struct s
 static void weigh_row(const struct cache *c, const struct tile *t, const struct span *span, long kv_head, int row,
                       const struct masking *m) {
     const long num_slots = span->first_token + slots_of(span);
-    const float one = exponentials(t->scores + row * t->num_slots, first_seen(t, row, m), t->last[row], num_slots, m);
+    const float one = exponentials(t->scores + row * t->num_slots, first_seen(t, row, m), t->last[row], num_slots, m,
+                                   t->sinks[row]);
     if (t->num_spans > 1) round_weights(c, t, &t->spans[0], kv_head, row, one, m);
     round_weights(c, t, span, kv_head, row, one, m);
 }
 
 // Attend, with the arguments of `attend` in attention.h.
 int attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache, const int32_t *block_tables,
-           const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks, long q_stride,
-           long num_heads, long num_kv_heads, long head_dim, long block_size, long window, float scale, float softcap) {
+           const int32_t *seq_lens, const int32_t *cu_seqlens_q, const float *sinks, long num_seqs, long max_num_blocks,
+           long q_stride, long num_heads, long num_kv_heads, long head_dim, long block_size, long window, float scale,
+           float softcap) {
     static const struct way way = {round_query, score_span, weigh_row, sum_span};
-    const struct masking m = {window, scale, softcap};
+    const struct masking m = {window, scale, softcap, sinks};
     const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
     const struct batch b = {block_tables, seq_lens, cu_seqlens_q, num_seqs, max_num_blocks};
     return attend_rows(&way, q, out, &c, &b, &m, q_stride, num_heads);

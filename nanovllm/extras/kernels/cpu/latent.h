@@ -90,7 +90,7 @@ static void attend_item(const struct latents *l, const element *q, element *out,
     }
     for (int row = 0; row < num_rows; row++) {
         const long first = last[row] > m->window ? last[row] - m->window : 0;
-        softmax(scores + row * num_slots, weights + row * num_slots, first, last[row], num_slots, m);
+        softmax(scores + row * num_slots, weights + row * num_slots, first, last[row], num_slots, m, -INFINITY);
     }
     for (long group = 0; group < num_groups; group += width) {  // groups of 16 channels
         const long count = num_groups - group < width ? num_groups - group : width;
@@ -154,7 +154,7 @@ int attend_latents(const element *q, element *out, const uint32_t *cache, const 
                    const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks,
                    long num_heads, long head_dim, long rank, long block_size, long window, float scale,
                    float softcap) {
-    const struct masking m = {window, scale, softcap};
+    const struct masking m = {window, scale, softcap, NULL};
     const struct batch b = {block_tables, seq_lens, cu_seqlens_q, num_seqs, max_num_blocks};
     long num_work = 0, max_len = 0;
     for (long seq = 0; seq < num_seqs; seq++) {

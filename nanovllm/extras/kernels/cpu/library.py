@@ -56,7 +56,7 @@ LONG_MAX = (1 << 63) - 1
 FUNCTIONS_OF_LAYERS = {  # argument types: pointers, then sizes, then the rest
     "linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "store_kv": [c_void_p] * 5 + [c_long] * 6,
-    "attend": [c_void_p] * 7 + [c_long] * 8 + [c_float] * 2,
+    "attend": [c_void_p] * 8 + [c_long] * 8 + [c_float] * 2,
     "rms_norm": [c_void_p] * 5 + [c_long] * 5 + [c_int, c_float],
     "gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "gate_and_mul": [c_void_p] * 3 + [c_long] * 3 + [c_int],
@@ -165,7 +165,7 @@ def load_library(dtype: torch.dtype, source: Path = SOURCE) -> Library:
 
 
 def masking(options: AttentionOptions, default_scale: float) -> tuple[int, float, float]:
-    """Return the values of C's `struct masking`: (window, scale, softcap)."""
+    """Return the values of C's `struct masking` but the sinks: (window, scale, softcap)."""
     window = LONG_MAX if options.window is None else options.window
     return window, default_scale if options.scale is None else options.scale, options.softcap or 0.0
 

@@ -18,15 +18,16 @@ struct cache {
 };
 
 // The options of a layer's attention. `window`: maximum number of tokens, LONG_MAX for all. `softcap`: soft bound of
-// the scores, 0 for none.
+// the scores, 0 for none. `sinks`: [num_heads], a further score of each head, which has no value, or NULL.
 struct masking {
     long window;
     float scale, softcap;
+    const float *sinks;
 };
 
 // Replace the scores `first` … `last - 1` of `num_slots` by e^score, relative to the largest. The others become 0.
-// Return 1 / the sum.
-static float exponentials(float *scores, long first, long last, long num_slots, const struct masking *m) {
+// Return 1 / the sum, which includes that of `sink`, a score that is scaled already, or -INFINITY.
+static float exponentials(float *scores, long first, long last, long num_slots, const struct masking *m, float sink) {
     float scale = m->scale;
     if (m->softcap > 0) {
         for (long i = 0; i < num_slots; i += LANES)
@@ -40,7 +41,9 @@ static float exponentials(float *scores, long first, long last, long num_slots, 
     for (long i = 0; i < num_slots; i += LANES) max = max_of(*(const floats *)(scores + i), max);
     float largest = max[0];
     for (int i = 1; i < LANES; i++) largest = max[i] > largest ? max[i] : largest;
+    largest = sink > largest * scale ? sink / scale : largest;
     floats sum = {0};
+    if (sink > -INFINITY) sum[0] = exp_lanes((floats){0} + (sink - largest * scale))[0];
     for (long i = 0; i < num_slots; i += LANES) {
         floats p = exp_lanes((*(const floats *)(scores + i) - largest) * scale);
         if (i < first || i + LANES > last)
@@ -66,6 +69,7 @@ struct tile {
     struct span spans[SHARING_ROWS + 1];
     long last[SHARING_ROWS];  // the end (exclusive) of the tokens to which a row attends
     long at[SHARING_ROWS];    // token * num_heads + head within its group, for the row of q and out
+    float sinks[SHARING_ROWS];  // of the row's head, or -INFINITY
     long num_slots;           // number of scores in a row
     float *scores;            // [num_rows, num_slots]
     float *out;               // [num_rows, head_dim]
@@ -174,6 +178,7 @@ static void attend_pieces(const void *arguments, long first, long last, int thre
         gather_rows(&t, c, a->batch, w, group, a->masking);
         for (int row = 0; row < t.num_rows; row++) {
             const long token = t.at[row] / num_heads, head = t.at[row] % num_heads + w->kv_head * group;
+            t.sinks[row] = a->masking->sinks ? a->masking->sinks[head] : -INFINITY;
             a->way->take_query(&t, row, a->q + token * a->q_stride + head * head_dim, head_dim);
         }
         attend_tile(a->way, c, &t, w->kv_head, a->work[is_last ? i : next].kv_head, a->masking);
