@@ -25,6 +25,7 @@ ARCHITECTURES = {  # by the name that config.json has in `architectures`: module
     "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3MoeForCausalLM",
     "Qwen3_5ForCausalLM": "qwen3_5.Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "qwen3_5.Qwen3_5ForConditionalGeneration",
+    "SmolLM3ForCausalLM": "smollm3.SmolLM3ForCausalLM",
 }
 
 
@@ -73,7 +74,7 @@ def check_kinds(raw: dict[str, Any]) -> None:
         if not isinstance(raw.get(name), dict | None):
             raise TypeError(f"config.json: {name} must be an object such as {{'rope_type': 'linear', 'factor': 2.0}}, "
                             f"got {raw[name]!r}")  # fmt: skip
-    for name in ("architectures", "layer_types", "mlp_only_layers"):
+    for name in ("architectures", "layer_types", "mlp_only_layers", "no_rope_layers"):
         check_list(f"config.json: {name}", raw.get(name), "values")
 
 

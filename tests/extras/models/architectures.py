@@ -268,6 +268,18 @@ ARCHITECTURES |= {
         bf16_error=0.25,
         **OF_EXPERTS,
     ),
+    "smollm3": Architecture(
+        transformers.SmolLM3Config,
+        transformers.SmolLM3ForCausalLM,
+        {**SHAPE, **HEADS_SHARE_THE_WIDTH, "num_hidden_layers": 3, "pad_token_id": None},
+        {
+            "every second layer is not rotated": {"no_rope_layer_interval": 2},
+            "listed layers, yarn": {"no_rope_layers": [0, 1, 0], **ROPES["yarn"]},
+            "biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            "windows": {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 9},
+            "no layer is rotated": {"no_rope_layer_interval": 1},
+        },
+    ),
 }
 if IS_4:  # there DeepSeek-V2's experts have biases as well, and its scores lack the scale of yarn's `mscale_all_dim`
     for variant in ("biases", "yarn with mscales"):

@@ -25,6 +25,7 @@ OTHER_VALUES = {  # where a number next to the old one would say little, or the 
     "sliding_window": [None, 5, 30],
     "sliding_window_pattern": [1, 2],
     "max_window_layers": [0, 1],
+    "no_rope_layers": [None, [1, 1, 1], [0, 0, 1], [1, 0], [1, 2, 0]],
     "layer_types": [["full_attention"] * 3, ["sliding_attention"] * 3, ["chunked_attention"] * 3],
     "num_hidden_layers": [1, 3],
     "num_key_value_heads": [1, None],
