@@ -31,13 +31,17 @@ def load_model(
     folder: Path,
     dummy_seed: int | None = None,
     read: Read = safe_open.get_tensor,
+    part_of: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: tensor,
 ) -> Any:
-    """Load the network to `device`, with the weights of `folder`, or with random ones of seed `dummy_seed`."""
+    """Load the network to `device`, with the weights of `folder`, or with random ones of seed `dummy_seed`.
+
+    `part_of` returns the part of a tensor that the network needs, if `read` cannot know it (`rename_stored`).
+    """
     with torch.device("meta"):
         model = model_class(config, backend)
     model = allocate(model, dtype, device)
     if dummy_seed is None:
-        load_weights(model, folder, read)
+        load_weights(model, folder, read, part_of)
     else:
         from nanovllm.extras.dummy_weights import init_dummy_weights
 
@@ -45,10 +49,17 @@ def load_model(
     return model
 
 
-def load_weights(model: nn.Module, folder: Path, read: Read = safe_open.get_tensor) -> None:
+def load_weights(
+    model: nn.Module, folder: Path, read: Read, part_of: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
     """Copy each tensor of the checkpoint to its place. ValueError unless checkpoint and model match exactly."""
     is_unused = getattr(model, "is_unused", lambda name: False)  # a network has it whose checkpoints hold more
-    fill(places_of_stored(model), plain_tensors(iterate_checkpoint(folder, read), is_unused, folder), folder)
+    rename = getattr(model, "rename_stored", None)  # and this if their tensors hold several of the network's
+    tensors = plain_tensors(iterate_checkpoint(folder, read), is_unused, folder)
+    if rename is not None:
+        renamed = (pair for name, tensor in tensors for pair in rename(name, tensor))
+        tensors = ((name, part_of(name, tensor)) for name, tensor in renamed)
+    fill(places_of_stored(model), tensors, folder)
 
 
 def places_of_stored(model: nn.Module) -> dict[str, torch.Tensor]:

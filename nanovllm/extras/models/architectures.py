@@ -16,6 +16,7 @@ ARCHITECTURES = {  # by the name that config.json has in `architectures`: module
     "DeepseekV2ForCausalLM": "deepseek.DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "deepseek.DeepseekV3ForCausalLM",
     "Gemma3ForCausalLM": "gemma3.Gemma3ForCausalLM",
+    "GptOssForCausalLM": "gpt_oss.GptOssForCausalLM",
     "LlamaForCausalLM": "llama.LlamaForCausalLM",
     "MistralForCausalLM": "llama.MistralForCausalLM",
     "MixtralForCausalLM": "mixtral.MixtralForCausalLM",

@@ -40,11 +40,8 @@ class Router(Linear):
     Never rounded to the model's dtype: of two experts with nearly the same logit, rounding would choose one.
     """
 
-    def __init__(self, hidden_size: int, num_experts: int) -> None:
-        super().__init__(hidden_size, num_experts)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.float(), self.weight.float())
+        return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 def route_by_softmax(logits: torch.Tensor, top_k: int, is_normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:

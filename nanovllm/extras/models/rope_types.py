@@ -137,7 +137,7 @@ def make_scaled_rope(
         known["max_position_embeddings"] = max_len
     if rope_type == "yarn":
         given = {name: value for name, value in known.items() if value is not None}
-        known = {**YARN, "truncate": True, **given}
+        known = {**YARN, **given, "truncate": known.get("truncate", True)}  # null is False, as in transformers
     if rope_type == "longrope":
         known.setdefault("attention_factor", None)
         check_factors(known, rotary_dim)

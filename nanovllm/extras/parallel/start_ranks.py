@@ -24,7 +24,7 @@ from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner, has_overlap_by_default, most_rows
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
-from nanovllm.extras.parallel.cut import Cutter, read_part, share_of
+from nanovllm.extras.parallel.cut import Cutter, part_of_whole, read_part, share_of
 from nanovllm.extras.parallel.driver import Driver
 from nanovllm.extras.parallel.joined import join
 from nanovllm.extras.parallel.meeting import Meeting, choose_kind, connect, make_meeting
@@ -165,7 +165,9 @@ class RankRunner(ModelRunner):
             self.check()
             return read_part(cuts, file, name)
 
-        return load_model(self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder, None, read)
+        part_of = partial(part_of_whole, cuts)
+        where = (self.backend, self.dtype, self.device, self.folder)
+        return load_model(self.model_class, self.shape, *where, None, read, part_of)
 
 
 def fill_with_dummies(share: Any, whole: Any, cutter: Cutter, seed: int, std: float) -> None:

@@ -2,7 +2,8 @@
 
 Each projection that has the tensors of the format becomes a layer of `quantised_linear.py`. Other quantised
 weights, such as routers and output layers, are widened to the model's dtype. All others are loaded as always.
-Weights in fp8 (DeepSeek's, Qwen's) are widened to the model's dtype: no kernel here multiplies by them.
+Weights in fp8 (DeepSeek's, Qwen's) and MXFP4 (gpt-oss's) are widened to the model's dtype: no kernel here multiplies by
+them.
 """
 
 import logging
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from nanovllm.extras.quantization.formats import READERS, Format
 from nanovllm.extras.quantization.fp8_weights import KV_SCALES, Fp8, read_compressed_fp8, read_fp8
+from nanovllm.extras.quantization.mxfp4 import Mxfp4, read_mxfp4
 from nanovllm.extras.quantization.quantise import VECTOR, Finish
 from nanovllm.extras.quantization.quantised_linear import QuantisedFusedLinear, QuantisedLinear, QuantisedWeight
 from nanovllm.extras.weights import (
@@ -33,11 +35,11 @@ from nanovllm.loader import allocate, checkpoint_files, fill
 logger = logging.getLogger(__name__)
 
 
-def read_format(field: str, raw: Any) -> Format | Fp8:
+def read_format(field: str, raw: Any) -> Format | Fp8 | Mxfp4:
     """Parse `raw`, the value of `field` in config.json. Raises ValueError if the format is not supported."""
     given = raw if isinstance(raw, Mapping) else {}
     name = given.get("quant_method") or given.get("format") or raw
-    known: dict[str, Any] = {**READERS, "fp8": read_fp8}
+    known: dict[str, Any] = {**READERS, "fp8": read_fp8, "mxfp4": read_mxfp4}
     if field != "quantization_config" or not isinstance(name, str) or name not in known:
         raise ValueError(
             f"config.json has a {field}: the weights are quantised with {name}, which is not supported; "
@@ -45,7 +47,7 @@ def read_format(field: str, raw: Any) -> Format | Fp8:
         )
     if name == "compressed-tensors" and given.get("format") in ("float-quantized", "naive-quantized"):
         return read_compressed_fp8(given)
-    read: Callable[[Any], Format | Fp8] = known[name]
+    read: Callable[[Any], Format | Fp8 | Mxfp4] = known[name]
     return read(given)
 
 
@@ -58,8 +60,8 @@ def load_stored(form: Any, finish: Finish, model_class: Any, shape: Any, backend
     if dummy_seed is not None:
         raise ValueError("load_format='dummy' makes plain weights: quantization='int8' or 'int4' quantises them")
     checkpoint = Checkpoint(folder)
-    if isinstance(form, Fp8):
-        logger.info("the checkpoint's weights in fp8 are widened to %s", dtype)
+    if isinstance(form, Fp8 | Mxfp4):
+        logger.info("the checkpoint's weights in %s are widened to %s", type(form).__name__.lower(), dtype)
         return load_model(model_class, shape, backend, dtype, device, folder, read=form.reader(checkpoint, dtype))
     return load_projections(form, finish, checkpoint, model_class, shape, backend, dtype, device)
 

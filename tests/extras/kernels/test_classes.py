@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.extras.kernels.classes import is_one
-from nanovllm.extras.kernels.cpu.cpu_layers import ROUTER, SIGMOID_ROUTER, UNIT_OFFSET_NORM, replace_layers
+from nanovllm.extras.kernels.cpu.cpu_layers import CLAMPED_SWIGLU, NORMS, ROUTER, SIGMOID_ROUTER, replace_layers
 from nanovllm.extras.kernels.cpu.experts import EXPERTS
 from nanovllm.extras.kernels.cpu.head_norms import NORMED_ATTENTION
 from nanovllm.extras.kernels.dense_layers import DENSE_LAYERS
@@ -22,7 +22,10 @@ class OtherLinear(Linear):
     """As `OtherNorm`."""
 
 
-@pytest.mark.parametrize("name", [*DENSE_LAYERS, *NORMED_ATTENTION, EXPERTS, ROUTER, SIGMOID_ROUTER, UNIT_OFFSET_NORM])
+NAMES = [*DENSE_LAYERS, *NORMED_ATTENTION, *NORMS, EXPERTS, ROUTER, SIGMOID_ROUTER, CLAMPED_SWIGLU]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_class_is_there(name):
     module, _, class_name = name.rpartition(".")
     found = getattr(importlib.import_module(f"nanovllm.{module}"), class_name)

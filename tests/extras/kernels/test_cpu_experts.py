@@ -3,6 +3,8 @@
 And what holds for whole models of experts and latents on CPU: a token has the same bits in every batch.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.extras.kernels.cpu.cpu_layers import replace_layers
 from nanovllm.extras.kernels.cpu.experts import CpuExperts, fuse_experts
 from nanovllm.extras.models.gated_mlp import GatedMLP
+from nanovllm.extras.models.gpt_oss import GptOssConfig, GptOssExpert
 from nanovllm.extras.models.group_routing import SigmoidRouter
 from nanovllm.extras.models.moe import Experts, Router
 from tests.extras.kernels.test_cpu_kernels import (
@@ -25,11 +28,11 @@ HIDDEN, NUM_EXPERTS = 64, 5
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")
 
 
-def make_experts(dtype, inner=48):
+def make_experts(dtype, inner=48, make_expert=GatedMLP):
     """(the definition, its fast version)"""
     pair = []
     for _ in range(2):
-        experts = filled(Experts(GatedMLP(HIDDEN, inner) for _ in range(NUM_EXPERTS)), dtype)
+        experts = filled(Experts(make_expert(HIDDEN, inner) for _ in range(NUM_EXPERTS)), dtype)
         for parameter in experts.parameters():
             parameter.data *= 0.2
         pair.append(torch.nn.ModuleDict({"experts": experts}))
@@ -53,6 +56,32 @@ def test_experts_equal_the_definition(processor, dtype, num_tokens, top_k):
     expected = experts(x, *routing(num_tokens, top_k)).float()
     tolerance = one_rounding(dtype) if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-5}  # of three products
     torch.testing.assert_close(fast(x, *routing(num_tokens, top_k)).float(), expected, **tolerance)
+
+
+def expert_of_gpt_oss(hidden_size, inner, alpha=1.702, limit=7.0):
+    shape = {"vocab_size": 1, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
+             "num_key_value_heads": 1, "head_dim": 1}  # fmt: skip
+    config = GptOssConfig(**shape, hidden_size=hidden_size, moe_intermediate_size=inner,
+                          swiglu_alpha=alpha, swiglu_limit=limit)  # fmt: skip
+    return GptOssExpert(config)
+
+
+def test_clamped_experts_with_biases_equal_the_definition(processor, dtype):
+    experts, fast = make_experts(dtype, make_expert=expert_of_gpt_oss)
+    assert isinstance(fast, CpuExperts)
+    x = 5 * randn(40, HIDDEN, dtype=dtype)
+    gate, up = experts[0].gate_up_proj(x)
+    assert all((side > 7).any() and (side < -7).any() for side in (gate, up)), "what is clamped, or not"
+    expected = experts(x, *routing(40, 3)).float()
+    tolerance = one_rounding(dtype) if dtype == torch.float32 else {"rtol": 2**-5, "atol": 2**-1}  # of sums up to 80
+    torch.testing.assert_close(fast(x, *routing(40, 3)).float(), expected, **tolerance)
+
+
+def test_a_gate_with_other_numbers_runs_in_pytorch():
+    experts, fast = make_experts(torch.float32, make_expert=partial(expert_of_gpt_oss, limit=0.5))
+    assert not isinstance(fast, CpuExperts)
+    x = randn(9, HIDDEN, dtype=torch.float32)
+    torch.testing.assert_close(fast(x, *routing(9, 3)), experts(x, *routing(9, 3)), **one_rounding(torch.float32))
 
 
 def test_a_token_has_the_same_bits_in_every_batch(processor, dtype):

@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from nanovllm.extras.kernels.cpu.head_norms import CpuNormedAttention, fuse_head
 from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.extras.models.gated_mlp import GeluAndMul
 from nanovllm.extras.models.gemma3 import Gemma3Attention, Gemma3Config, UnitOffsetRMSNorm
+from nanovllm.extras.models.gpt_oss import ClampedSwiGLU, OnceRoundedRMSNorm
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.models.qwen3_variants import Qwen3VariantAttention
 from nanovllm.extras.models.rope import Rope, ScaledRotary
@@ -172,14 +174,15 @@ def test_rotation_alone_and_of_a_part_equals_the_definition(
     assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 300])
-def test_gemmas_norm_equals_float64(processor, dtype, num_tokens):
-    layer, x = filled(UnitOffsetRMSNorm(96, 1e-6), dtype), randn(num_tokens, 96, dtype=dtype)
-    exact = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + layer.weight.double())
+@pytest.mark.parametrize(("norm_class", "offset"), [(UnitOffsetRMSNorm, 1), (OnceRoundedRMSNorm, 0)])
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_norms_that_round_once_equal_float64(processor, dtype, num_tokens, norm_class, offset):
+    layer, x = filled(norm_class(96, 1e-6), dtype), randn(num_tokens, 96, dtype=dtype)
+    exact = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * (offset + layer.weight.double())
     torch.testing.assert_close(fast_version_of(layer, dtype)(x).double(), exact, **one_rounding(dtype))
 
 
-@pytest.mark.parametrize("activation", [SiluAndMul, GeluAndMul])
+@pytest.mark.parametrize("activation", [SiluAndMul, GeluAndMul, partial(ClampedSwiGLU, 1.702, 7.0)])
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 16), (3, 20), (70, 256)])
 def test_gate_equals_the_definition(processor, dtype, num_tokens, size, activation):
     gate, up = randn(num_tokens, 2 * size, dtype=dtype).mul(8).chunk(2, dim=1)

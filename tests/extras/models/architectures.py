@@ -268,6 +268,22 @@ ARCHITECTURES |= {
         bf16_error=0.25,
         **OF_EXPERTS,
     ),
+    "gpt_oss": Architecture(
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
+        {
+            "clamped": {"swiglu_limit": 0.7, "swiglu_alpha": 1.3, **rope("yarn", **YARN, truncate=False)},
+            "plain": {},
+            "tied, no biases": {"attention_bias": False, "tie_word_embeddings": True, **ROPES["yarn"]},
+            "all windows": {"layer_types": ["sliding_attention"] * 2, **ROPES["linear"]},
+            "no windows": {"layer_types": ["full_attention"] * 2},
+            "all experts": {"num_experts_per_tok": 4},
+            **HEADS,
+        },
+        bf16_error=0.25,
+        **OF_EXPERTS,
+    ),
     "smollm3": Architecture(
         transformers.SmolLM3Config,
         transformers.SmolLM3ForCausalLM,
@@ -284,6 +300,8 @@ ARCHITECTURES |= {
 if IS_4:  # there DeepSeek-V2's experts have biases as well, and its scores lack the scale of yarn's `mscale_all_dim`
     for variant in ("biases", "yarn with mscales"):
         del ARCHITECTURES["deepseek_v2"].variants[variant]
+    for name in ("swiglu_limit", "swiglu_alpha"):  # fields that came later
+        del ARCHITECTURES["gpt_oss"].variants["clamped"][name]
 
 
 class Checkpoints:
@@ -304,7 +322,7 @@ class Checkpoints:
         config = architecture.config_class(**fields, bos_token_id=None, eos_token_id=None)
         model = architecture.model_class(config).eval()
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("bias", "norm.weight")):  # transformers starts them without effect
+            if parameter_name.endswith(("bias", "norm.weight", "sinks")):  # transformers starts them without effect
                 parameter.data += 0.3 * torch.randn_like(parameter)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("correction_bias"):

@@ -54,6 +54,8 @@ def test_both_names_of_the_number_of_experts(name):
         ("deepseek_v3", "DeepseekV3Config",
          ["q_lora_rank", "first_k_dense_replace", "routed_scaling_factor", "n_shared_experts", "norm_topk_prob",
           "moe_intermediate_size", "rope_interleave", "num_experts_per_tok"]),
+        ("gpt_oss", "GptOssConfig",
+         ["num_experts_per_tok", "num_key_value_heads", "rms_norm_eps", "swiglu_alpha", "swiglu_limit", "head_dim"]),
     ],
 )  # fmt: skip
 def test_a_field_that_is_left_out_means_what_it_means_to_transformers(name, their_name, fields):
@@ -65,6 +67,18 @@ def test_a_field_that_is_left_out_means_what_it_means_to_transformers(name, thei
     theirs = getattr(transformers, their_name)()
     for field in fields:
         assert getattr(read(name, **{**many, field: ...}), field) == getattr(theirs, field), field
+
+
+def test_gpt_oss_has_long_contexts_unless_the_file_says_otherwise():
+    """As transformers, by yarn with these numbers; and the window is that of every second layer."""
+    config = read("gpt_oss", rope_theta=..., rope_parameters=..., rope_scaling=..., layer_types=...)
+    theirs = transformers.GptOssConfig().rope_parameters
+    assert config.rope.theta == 150_000
+    assert {name: config.rope.parameters[name] for name in theirs if name != "rope_theta"} == (
+        {name: value for name, value in theirs.items() if name != "rope_theta"}
+    )
+    assert [one.window for one in config.attention_options] == [9, None]
+    assert all(one.has_sinks for one in config.attention_options)
 
 
 def test_mixtral_turns_slowly_unless_the_file_says_how():
@@ -93,6 +107,12 @@ REFUSED = [
     ("deepseek_v3", {"n_group": 8}, "groups of at least 2"),
     ("deepseek_v3", {"quantization_config": {"quant_method": "hqq"}}, "quantised with hqq"),
     ("deepseek_v3", {"routed_scaling_factor": "2"}, "routed_scaling_factor"),
+    ("gpt_oss", {"num_experts_per_tok": 5}, "num_experts_per_tok must be at most the 4 experts, config.json has 5"),
+    ("gpt_oss", {"swiglu_limit": -1.0}, "swiglu_limit must be a finite number >= 0"),
+    ("gpt_oss", {"swiglu_alpha": None}, "swiglu_alpha must be a finite number"),
+    ("gpt_oss", {"layer_types": ["chunked_attention"] * 2}, "layer_types must be 'full_attention' or"),
+    ("gpt_oss", {"sliding_window": None}, "sliding_window must be an integer >= 1"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "quark"}}, "quantised with quark"),
 ]
 
 

@@ -71,6 +71,7 @@ DEFAULT_VARIANTS = {  # biases and tied embeddings are among them
     "mixtral": "plain",
     "deepseek_v2": "biases",
     "deepseek_v3": "yarn with mscales",
+    "gpt_oss": "clamped",
     "smollm3": "biases",
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

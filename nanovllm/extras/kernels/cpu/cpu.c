@@ -24,11 +24,13 @@
 
 // ---- operations between the matrix products
 
+enum norm_kind { TWICE_ROUNDED, UNIT_OFFSET, ONCE_ROUNDED };  // the numbers in cpu_layers.py
+
 struct norm {
     const element *x, *weight, *cos, *sin;
     element *y;
     long num_heads, size, half, stride;
-    bool is_offset;
+    enum norm_kind kind;
     float eps;
 };
 
@@ -41,14 +43,11 @@ static void norm_tokens(const void *arguments, long first, long last, int thread
             element *to = n.y + (token * n.num_heads + head) * n.size;
             floats squares = {0};
             for (long i = 0; n.weight && i < n.size; i += LANES) squares += load(from + i) * load(from + i);
-            const float factor = 1 / sqrtf(sum_lanes(squares) / n.size + n.eps);
+            const float offset = n.kind == UNIT_OFFSET, factor = 1 / sqrtf(sum_lanes(squares) / n.size + n.eps);
             for (long i = 0; n.weight && i < n.size; i += LANES) {
                 const floats normed = load(from + i) * factor;
-                if (n.is_offset) {
-                    store(to + i, normed * (1 + load(n.weight + i)));
-                    continue;
-                }
-                store(to + i, round_lanes(normed) * load(n.weight + i));  // as layers/norm.py does
+                const floats weight = load(n.weight + i) + offset;
+                store(to + i, (n.kind == TWICE_ROUNDED ? round_lanes(normed) : normed) * weight);
             }
             if (!n.weight) memcpy(to, from, n.size * sizeof(element));
             for (long i = 0; n.cos && i < n.half; i += LANES) {
@@ -61,11 +60,12 @@ static void norm_tokens(const void *arguments, long first, long last, int thread
 }
 
 // Normalise and rotate each head. x: [num_tokens, num_heads, size], tokens `stride` elements apart -> y: the same
-// shape, contiguous. If weight is not NULL, normalise; if `is_offset`, multiply by weight + 1 (as Gemma, with one
-// rounding). If cos is not NULL, rotate the first 2 * half elements by cos, sin: [num_tokens, half].
+// shape, contiguous. If weight is not NULL, normalise. The kind says whether the number is rounded before it is
+// multiplied by the weight (layers/norm.py), or only the product; Gemma's products are with weight + 1. If cos is not
+// NULL, rotate the first 2 * half elements by cos, sin: [num_tokens, half].
 void rms_norm(const element *x, const element *weight, const element *cos, const element *sin, element *y,
-              long num_tokens, long num_heads, long size, long half, long stride, int is_offset, float eps) {
-    const struct norm n = {x, weight, cos, sin, y, num_heads, size, half, stride, is_offset, eps};
+              long num_tokens, long num_heads, long size, long half, long stride, int kind, float eps) {
+    const struct norm n = {x, weight, cos, sin, y, num_heads, size, half, stride, kind, eps};
     parallel_for(norm_tokens, &n, num_tokens, items_of(num_heads * size), LONG_MAX);
 }
 
@@ -187,11 +187,12 @@ static int compute_layer(const struct layer *l, const struct step *s, element *x
     element *input = product + n * qkv_size, *normed = input + n * wider, *q = input, *k = q + n * q_size;
     int status;
 #define TRY(call) if ((status = (call)) != DONE) return status
-    rms_norm(x, l->input_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
+    rms_norm(x, l->input_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, TWICE_ROUNDED, l->eps);
     TRY(project(normed, l->qkv_proj, l->other_qkv, l->qkv_bias, product, n, qkv_size, l->hidden_size));
-    rms_norm(product, l->q_norm, s->cos, s->sin, q, n, l->num_heads, head_dim, s->half, qkv_size, false, l->eps);
-    rms_norm(product + q_size, l->k_norm, s->cos, s->sin, k, n, l->num_kv_heads, head_dim, s->half, qkv_size, false,
+    rms_norm(product, l->q_norm, s->cos, s->sin, q, n, l->num_heads, head_dim, s->half, qkv_size, TWICE_ROUNDED,
              l->eps);
+    rms_norm(product + q_size, l->k_norm, s->cos, s->sin, k, n, l->num_kv_heads, head_dim, s->half, qkv_size,
+             TWICE_ROUNDED, l->eps);
     l->store_kv(k, product + q_size + kv_size, k_cache, v_cache, s->slot_mapping, n, kv_size, qkv_size, l->num_kv_heads,
                 head_dim, l->block_size);
     TRY(l->attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, NULL,
@@ -199,7 +200,8 @@ static int compute_layer(const struct layer *l, const struct step *s, element *x
                   l->window, l->scale, l->softcap));
     TRY(project(product, l->o_proj, l->other_o, l->o_bias, normed, n, l->hidden_size, q_size));
     TRY(add_shares(l, x, normed, n * l->hidden_size));
-    rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
+    rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, TWICE_ROUNDED,
+             l->eps);
     TRY(project_gated(l, normed, input, n));
     TRY(project(input, l->down_proj, l->other_down, l->down_bias, normed, n, l->hidden_size, l->intermediate_size));
     return add_shares(l, x, normed, n * l->hidden_size);

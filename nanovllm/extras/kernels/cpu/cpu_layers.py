@@ -24,7 +24,12 @@ from nanovllm.layers.rotary import ApplyRotary, Rotary
 
 # paths and not imports, because the files of architectures may be deleted
 ROUTER, SIGMOID_ROUTER = "extras.models.moe.Router", "extras.models.group_routing.SigmoidRouter"
-UNIT_OFFSET_NORM = "extras.models.gemma3.UnitOffsetRMSNorm"
+NORMS = {  # others round at other points: `enum norm_kind` of cpu.c
+    "layers.norm.RMSNorm": 0,
+    "extras.models.gemma3.UnitOffsetRMSNorm": 1,
+    "extras.models.gpt_oss.OnceRoundedRMSNorm": 2,
+}
+CLAMPED_SWIGLU = "extras.models.gpt_oss.ClampedSwiGLU"
 
 
 class HugePages:
@@ -146,23 +151,23 @@ class CpuEmbedding(CpuLinear):
 class CpuRMSNorm(nn.Module):
     """RMS norm that also rotates each head if it gets cosines and sines (`head_norms.py`).
 
-    `is_offset`: multiply by weight + 1, as Gemma's norms do.
+    `kind` is a value of `NORMS`.
     """
 
     weight: torch.Tensor
 
-    def __init__(self, weight: torch.Tensor, eps: float, is_offset: bool = False) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, kind: int = 0) -> None:
         super().__init__()
         self.library = load_library(weight.dtype)
         self.register_buffer("weight", weight)
         self.eps = eps
-        self.is_offset = is_offset
+        self.kind = kind
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Normalise x: [num_tokens, (num_heads,) size], and rotate it by cos, sin: [num_tokens, 1, size / 2]"""
-        return norm_and_rotate(self.library, x, self.weight, cos, sin, self.is_offset, self.eps)
+        return norm_and_rotate(self.library, x, self.weight, cos, sin, self.kind, self.eps)
 
 
 class CpuRotary(nn.Module):
@@ -191,7 +196,7 @@ def norm_and_rotate(
     weight: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
-    is_offset: bool = False,
+    kind: int = 0,
     eps: float = 0.0,
 ) -> torch.Tensor:
     """Normalise x if there is a weight, then rotate it if there are cosines and sines.
@@ -203,18 +208,18 @@ def norm_and_rotate(
     pointers = (None if t is None else t.data_ptr() for t in (weight, cos, sin))
     half = 0 if cos is None else cos.shape[-1]
     sizes = (len(x), num_heads, x.shape[-1], half, x.stride(0))
-    library.rms_norm(x.data_ptr(), *pointers, y.data_ptr(), *sizes, is_offset, eps)
+    library.rms_norm(x.data_ptr(), *pointers, y.data_ptr(), *sizes, kind, eps)
     return y
 
 
 class CpuGate(nn.Module):
-    """The fast version of `SiluAndMul` and `GeluAndMul`."""
+    """The fast version of `SiluAndMul` and `GeluAndMul`, and of gpt-oss's gate with its usual numbers."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer = layer
         self.library = load_library(dtype)
-        self.kind = 1 if isinstance(layer, SiluAndMul) else 2  # `enum gate` of gates.h
+        self.kind = 1 if isinstance(layer, SiluAndMul) else 2 if isinstance(layer, GeluAndMul) else 3  # `enum gate`
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if gate.shape[1] % LANES:
@@ -253,23 +258,28 @@ def has_matrix(layer: nn.Module) -> TypeGuard[Linear | Embedding]:
     return isinstance(layer, Linear | Embedding) and is_known and layer.weight.shape[1] % 2 == 0
 
 
+def is_usual_clamp(layer: Any) -> bool:
+    """Return whether the layer is gpt-oss's gate with the numbers that gates.h has."""
+    return is_one(layer, CLAMPED_SWIGLU) and (layer.alpha, layer.limit) == (1.702, 7.0)
+
+
 def make_fast_layer(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Module | None:
     """Return the fast version of a layer, or None if there is none for its class and shape."""
-    if isinstance(layer, SiluAndMul | GeluAndMul):
+    if isinstance(layer, SiluAndMul | GeluAndMul) or is_usual_clamp(layer):
         return CpuGate(layer, dtype)
     if isinstance(layer, Rotary):
         return CpuRotary(layer)
     if isinstance(layer, ApplyRotary):
         return CpuApplyRotary(dtype)
-    is_offset = is_one(layer, UNIT_OFFSET_NORM)
-    if isinstance(layer, RMSNorm) and (type(layer) is RMSNorm or is_offset):  # other norms round at other points
-        return None if len(layer.weight) % LANES else CpuRMSNorm(layer.weight, layer.eps, is_offset)
+    for name, kind in NORMS.items():
+        if isinstance(layer, RMSNorm) and is_one(layer, name):
+            return None if len(layer.weight) % LANES else CpuRMSNorm(layer.weight, layer.eps, kind)
     if not has_matrix(layer):
         return None
     if is_one(layer, SIGMOID_ROUTER):
         return CpuSigmoidRouter(layer, memory)
     if is_one(layer, ROUTER):
-        return CpuRouter(layer.weight, None, memory)
+        return CpuRouter(layer.weight, layer.bias, memory)
     if isinstance(layer, FusedLinear):
         return CpuFusedLinear(layer.weight, layer.bias, memory, tuple(layer.parts.values()))
     if isinstance(layer, Linear):

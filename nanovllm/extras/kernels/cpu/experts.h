@@ -8,7 +8,8 @@
 #include "linear.h"
 
 struct experts {
-    const uint32_t *const *gate_up, *const *down;  // as `linear` takes them, one for each expert
+    const uint32_t *const *gate_up, *const *down;           // as `linear` takes them, one for each expert
+    const element *const *gate_up_bias, *const *down_bias;  // as `linear` takes them
     long num_experts, hidden_size, intermediate_size, gate;
 };
 
@@ -74,8 +75,9 @@ int mixture(const struct experts *e, const element *x, const int64_t *expert_ids
         if (!count) continue;
         const struct expert_rows own = {order + starts[expert], top_k, size, x, rows, out, weights, sums};
         parallel_for(copy_rows, &own, count, items_of(size), LONG_MAX);
-        status = gated_linear(rows, e->gate_up[expert], NULL, activated, count, inner, size, e->gate);
-        if (status == DONE) status = linear(activated, e->down[expert], NULL, out, count, size, inner, true);
+        const element *gate_up_bias = e->gate_up_bias[expert], *down_bias = e->down_bias[expert];
+        status = gated_linear(rows, e->gate_up[expert], gate_up_bias, activated, count, inner, size, e->gate);
+        if (status == DONE) status = linear(activated, e->down[expert], down_bias, out, count, size, inner, true);
         if (status == DONE) parallel_for(add_weighted, &own, count, items_of(size), LONG_MAX);
     }
     for (long i = 0; i < num_tokens * size && status == DONE; i += LANES) store(y + i, *(const floats *)(sums + i));

@@ -21,7 +21,7 @@ class ExpertsStruct(Structure):
     """The C type `struct experts` of experts.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
-        *((name, c_void_p) for name in ("gate_up", "down")),
+        *((name, c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
         *((name, c_long) for name in ("num_experts", "hidden_size", "intermediate_size", "gate")),
     ]
 
@@ -35,7 +35,8 @@ class CpuExperts(nn.Module):
         self.library = load_library(dtype)
         gate_ups, downs = zip(*(parts_of(expert) for expert in experts), strict=True)
         addresses = [[part.packed.data_ptr() for part in parts] for parts in (gate_ups, downs)]
-        self.addresses = torch.tensor(addresses, dtype=torch.int64)  # [2, num_experts]
+        addresses += [[address_of_bias(part) for part in parts] for parts in (gate_ups, downs)]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64)  # [4, num_experts]
         down = downs[0]
         pointers = (row.data_ptr() for row in self.addresses)
         first: Any = experts[0]
@@ -63,7 +64,7 @@ def fuse_experts(model: nn.Module, dtype: torch.dtype) -> None:
 def is_fast(expert: nn.Module) -> bool:
     """Return whether every part of the expert has a fast version and its rows are whole vectors."""
     parts = parts_of(expert)
-    if not all(isinstance(part, CpuLinear) and part.bias is None and part.other is None for part in parts):
+    if not all(isinstance(part, CpuLinear) and part.other is None for part in parts):
         return False
     down = parts[1]
     return isinstance(expert.activation, CpuGate) and not (down.in_features % LANES or down.out_features % LANES)
@@ -71,3 +72,7 @@ def is_fast(expert: nn.Module) -> bool:
 
 def parts_of(expert: nn.Module) -> tuple[Any, Any]:
     return expert.gate_up_proj, expert.down_proj
+
+
+def address_of_bias(part: CpuLinear) -> int:
+    return 0 if part.bias is None else part.bias.data_ptr()

@@ -1,10 +1,10 @@
-// The gate of the feed-forward network, act(gate) * up, for the activations in layers/mlp.py.
+// The gate of the feed-forward network, act(gate) * up, for the activations in layers/mlp.py and extras/models.
 
 #pragma once
 #include "team.h"
 #include "vectors.h"
 
-enum gate { NO_GATE, SILU, GELU };  // the numbers in cpu_layers.py
+enum gate { NO_GATE, SILU, GELU, CLAMPED_SWIGLU };  // the numbers in cpu_layers.py
 
 // Return tanh(x) = 2 / (1 + e^-2|x|) - 1, with the sign of x.
 static inline floats tanh_lanes(floats x) {
@@ -24,9 +24,19 @@ static inline floats gelu_lanes(floats x) {
     return x * 0.5f * (1 + tanh_lanes(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
-// Return act(gate) * up. Every step is rounded, as in layers/mlp.py; the caller's `store` rounds the last one.
+// Return gate * sigmoid(1.702 gate) * (up + 1), with inputs clamped to 7 (extras/models/gpt_oss.py).
+static inline floats clamped_swiglu_lanes(floats gate, floats up) {
+    const floats limit = (floats){0} + 7, least = (floats){0} - 51;
+    gate = pick(gate > limit, limit, pick(gate < least, least, gate));  // e^(1.702 * 51) is finite
+    up = pick(up > limit, limit, pick(up < -limit, -limit, up));
+    const floats share = round_lanes(1 / (1 + exp_lanes(-round_lanes(1.702f * gate))));
+    return round_lanes(gate * share) * round_lanes(up + 1);
+}
+
+// Return act(gate) * up. Every step is rounded, as in PyTorch; the caller's `store` rounds the last one.
 static inline floats gate_lanes(enum gate kind, floats gate, floats up) {
     gate = round_lanes(gate);
+    if (kind == CLAMPED_SWIGLU) return clamped_swiglu_lanes(gate, round_lanes(up));
     return round_lanes(kind == SILU ? silu_lanes(gate) : gelu_lanes(gate)) * round_lanes(up);
 }
 
