@@ -1,4 +1,5 @@
-"""Decoder layers that one kernel can compute as a whole: those of the form x + attention(norm(x)), x + mlp(norm(x)).
+"""Decoder layers that one kernel can compute as a whole: those of the form x + attention(norm(x)), x + mlp(norm(x)),
+perhaps with a factor on what is added to x.
 
 `DENSE_LAYERS` are the classes whose `forward` is just that; `dense_parts` names what such a layer is made of, by what
 it does rather than by its class, so that kernels in `cpu/` and `cuda/` do not depend on architectures. In attention,
@@ -14,6 +15,7 @@ from nanovllm.extras.kernels.classes import is_one
 from nanovllm.extras.models.masking import options_of
 
 DENSE_LAYERS = (
+    "extras.models.granite.GraniteDecoderLayer",
     "extras.models.llama.LlamaDecoderLayer",
     "extras.models.phi3.Phi3DecoderLayer",
     "models.qwen3.Qwen3DecoderLayer",
@@ -38,6 +40,8 @@ class DenseParts:
     gate_up_proj: Any
     activation: Any
     down_proj: Any
+    residual_factor: float
+    """Factor on the outputs of attention and of the feed-forward network."""
 
     @property
     def products(self) -> list[Any]:
@@ -69,4 +73,5 @@ def dense_parts(layer: Any) -> DenseParts | None:
         mlp.gate_up_proj,
         mlp.activation,
         mlp.down_proj,
+        getattr(layer, "residual_multiplier", 1.0),
     )

@@ -17,6 +17,7 @@ ARCHITECTURES = {  # by the name that config.json has in `architectures`: module
     "DeepseekV3ForCausalLM": "deepseek.DeepseekV3ForCausalLM",
     "Gemma3ForCausalLM": "gemma3.Gemma3ForCausalLM",
     "GptOssForCausalLM": "gpt_oss.GptOssForCausalLM",
+    "GraniteForCausalLM": "granite.GraniteForCausalLM",
     "LlamaForCausalLM": "llama.LlamaForCausalLM",
     "MistralForCausalLM": "llama.MistralForCausalLM",
     "MixtralForCausalLM": "mixtral.MixtralForCausalLM",

@@ -29,6 +29,8 @@ from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.extras.models.gated_mlp import GeluAndMul
 from nanovllm.extras.models.gemma3 import Gemma3Attention, Gemma3Config, UnitOffsetRMSNorm
 from nanovllm.extras.models.gpt_oss import ClampedSwiGLU, OnceRoundedRMSNorm
+from nanovllm.extras.models.granite import GraniteConfig, GraniteDecoderLayer
+from nanovllm.extras.models.masking import AttentionOptions
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.models.qwen3_variants import Qwen3VariantAttention
 from nanovllm.extras.models.rope import Rope, ScaledRotary
@@ -391,6 +393,24 @@ def test_a_layer_in_one_call_gives_the_bits_of_its_parts(processor, dtype, lens,
     config = NetworkConfig(64, 96, 176, 1, 4, 2, head_dim=32, qkv_bias=bias, o_bias=bias)
     backend = CpuAttention(4, 2, 32, 16, dtype)
     check_layer_in_one_call(config, backend, Step(backend, lens, dtype=dtype), dtype)
+
+
+def test_a_layer_with_factors_in_one_call_equals_its_parts(processor, dtype):
+    """In float32 a product may be added without being rounded first."""
+    options = (AttentionOptions(scale=0.2),)
+    config = GraniteConfig(64, 96, 176, 1, 4, 2, head_dim=32, attention_options=options, residual_multiplier=0.3)
+    backend = CpuAttention(4, 2, 32, 16, dtype)
+    step = Step(backend, LAYER_LENS[1], dtype=dtype)
+    model = torch.nn.ModuleDict({"layer": filled(GraniteDecoderLayer(config, backend), dtype)})
+    replace_layers(model, dtype)
+    parts, x = model["layer"], randn(len(step.q), 96, dtype=dtype)
+    angles = ScaledRotary(32, Rope(), 1024)(torch.arange(len(x)), dtype)
+    expected = parts(x, *angles, step.layer_cache, step.batch.metadata)
+    fuse_layers(model, backend)
+    assert isinstance(model["layer"], CpuDecoderLayer)
+    tolerance = 1e-5 if dtype == torch.float32 else 0
+    out = model["layer"](x, *angles, step.layer_cache, step.batch.metadata)
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,22 @@ ARCHITECTURES |= {
         bf16_error=0.25,
         **OF_EXPERTS,
     ),
+    "granite": Architecture(
+        transformers.GraniteConfig,
+        transformers.GraniteForCausalLM,
+        {**SHAPE, **HEADS_SHARE_THE_WIDTH, "pad_token_id": None},
+        {
+            "factors": {
+                "embedding_multiplier": 3.0,
+                "residual_multiplier": 0.6,
+                "attention_multiplier": 0.3,
+                "logits_scaling": 1.7,
+            },
+            "plain": {},
+            "biases": {"attention_bias": True, "mlp_bias": True, "logits_scaling": 4},
+            "tied, yarn": {"tie_word_embeddings": True, "attention_multiplier": 0.2, **ROPES["yarn"]},
+        },
+    ),
     "smollm3": Architecture(
         transformers.SmolLM3Config,
         transformers.SmolLM3ForCausalLM,

@@ -1,4 +1,4 @@
-"""The config.json of SmolLM3: what is left out, and what is refused by name.
+"""The config.json of SmolLM3 and Granite: what is left out, and what is refused by name.
 
 `test_architectures.py` shows that what is read is computed as by `transformers`.
 """
@@ -42,6 +42,13 @@ def test_layers_of_smollm3_are_those_of_transformers(fields):
     assert (ours.rope.theta, ours.tie_word_embeddings) == (2e6, True)
 
 
+def test_factors_of_granite_are_one_unless_the_file_has_others():
+    ours, theirs = read("Granite"), transformers.GraniteConfig()
+    for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert {one.scale for one in read("Granite", attention_multiplier=0.25).attention_options} == {0.25}
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
@@ -52,6 +59,9 @@ def test_layers_of_smollm3_are_those_of_transformers(fields):
         ("SmolLM3", {"layer_types": ["linear_attention"] * 9}, "layer_types must be 'full_attention' or"),
         ("SmolLM3", {"layer_types": ["sliding_attention"] * 9}, "sliding_window must be an integer >= 1"),
         ("SmolLM3", {"hidden_act": "relu"}, "hidden_act must be"),
+        ("Granite", {"residual_multiplier": "2"}, "residual_multiplier must be a finite number > 0"),
+        ("Granite", {"logits_scaling": 0}, "logits_scaling must be a finite number > 0"),
+        ("Granite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0"),
     ],
     ids=str,
 )

@@ -72,6 +72,7 @@ DEFAULT_VARIANTS = {  # biases and tied embeddings are among them
     "deepseek_v2": "biases",
     "deepseek_v3": "yarn with mscales",
     "gpt_oss": "clamped",
+    "granite": "factors",
     "smollm3": "biases",
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -72,17 +72,19 @@ void rms_norm(const element *x, const element *weight, const element *cos, const
 struct sum {
     element *x;
     const element *y;
+    float factor;
 };
 
 static void add_elements(const void *arguments, long first, long last, int thread) {
     (void)thread;
     const struct sum *s = arguments;
-    for (long i = first * LANES; i < last * LANES; i += LANES) store(s->x + i, load(s->x + i) + load(s->y + i));
+    for (long i = first * LANES; i < last * LANES; i += LANES)
+        store(s->x + i, load(s->x + i) + round_lanes(load(s->y + i) * s->factor));
 }
 
-// Compute x += y, both of `count` elements, a multiple of 16.
-static void add(element *x, const element *y, long count) {
-    parallel_for(add_elements, &(struct sum){x, y}, count / LANES, items_of(LANES), LONG_MAX);
+// Compute x += factor * y, both of `count` elements, a multiple of 16.
+static void add(element *x, const element *y, long count, float factor) {
+    parallel_for(add_elements, &(struct sum){x, y, factor}, count / LANES, items_of(LANES), LONG_MAX);
 }
 
 // ---- greedy sampling
@@ -148,7 +150,7 @@ struct layer {
     const element *qkv_bias, *o_bias, *gate_up_bias, *down_bias;   // or NULL
     const element *input_norm, *q_norm, *k_norm, *post_attention_norm;  // q_norm, k_norm: or NULL
     long hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size, window, gate;
-    float eps, scale, softcap;
+    float eps, scale, softcap, residual_factor;
     struct ranks *ranks;  // ranks that each have a share of this layer, or NULL for one process
     const struct other_weight *other_qkv, *other_o, *other_gate_up, *other_down;  // or NULL; replace those above
 };
@@ -159,10 +161,10 @@ struct step {
     long num_tokens, num_seqs, max_num_blocks, half;
 };
 
-// Compute x += y: [count], summed over the ranks. Return DONE or ABORTED.
+// Compute x += residual_factor * y: [count], with y summed over the ranks. Return DONE or ABORTED.
 static int add_shares(const struct layer *l, element *x, element *y, long count) {
     if (l->ranks && all_reduce(l->ranks, y, count)) return ABORTED;
-    add(x, y, count);
+    add(x, y, count, l->residual_factor);
     return DONE;
 }
 

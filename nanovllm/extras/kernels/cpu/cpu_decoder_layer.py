@@ -31,7 +31,7 @@ class Layer(Structure):
         *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "post_attention_norm")),
         *((name, c_long) for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads")),
         *((name, c_long) for name in ("head_dim", "block_size", "window", "gate")),
-        *((name, c_float) for name in ("eps", "scale", "softcap")),
+        *((name, c_float) for name in ("eps", "scale", "softcap", "residual_factor")),
         ("ranks", c_void_p),
         *((name, c_void_p) for name in ("other_qkv", "other_o", "other_gate_up", "other_down")),
     ]
@@ -74,6 +74,7 @@ class CpuDecoderLayer(nn.Module):
             *(None if norm is None else norm.weight.data_ptr() for norm in norms),
             *(down_proj.out_features, down_proj.in_features, backend.num_heads, backend.num_kv_heads),
             *(backend.head_dim, backend.block_size, window, parts.activation.kind, norms[0].eps, scale, softcap),
+            parts.residual_factor,
         )
         for name, product in zip(("other_qkv", "other_o", "other_gate_up", "other_down"), products, strict=True):
             setattr(self.struct, name, product.other)
