@@ -21,6 +21,7 @@ from tests.extras.kernels.test_cpu_sharing import LENS, check_sharing, sharing_b
 from tests.steps import batch_of
 
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")
+KINDS = {**OPTIONS, "all and sinks": SINKS["all and sinks"]}
 
 
 def int8_attention(*sizes):
@@ -65,7 +66,7 @@ def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor_wit
     check_close(step.run(backend), step.expected)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS.values(), *SINKS.values()], ids=[*OPTIONS, *SINKS])
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("block_size", [16, 32, 80])
 @pytest.mark.sparse
 def test_windows_and_soft_caps_equal_the_reference(processor_without_tiles, dtype, options, block_size):
@@ -75,7 +76,7 @@ def test_windows_and_soft_caps_equal_the_reference(processor_without_tiles, dtyp
     check_close(step.run(backend), step.expected)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS.values(), *SINKS.values()], ids=[*OPTIONS, *SINKS])
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.sparse
 def test_the_definition_does_the_same(processor_without_tiles, dtype, options):
     """The exponentials differ in their last bits, and so does now and then a weight of 16 bits."""
@@ -132,7 +133,7 @@ def test_attention_leaves_the_cache_of_other_tokens_alone(dtype):
 # ---- the same bits in every batch
 
 
-@pytest.mark.parametrize("options", [None, *OPTIONS.values(), *SINKS.values()], ids=["plain", *OPTIONS, *SINKS])
+@pytest.mark.parametrize("options", [None, *KINDS.values()], ids=["plain", *KINDS])
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.sparse
 def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(

@@ -282,6 +282,15 @@ def test_a_rank_reads_only_its_part_of_a_file(shareable, num_bytes_read, name):
         assert read == held - unread
 
 
+def test_experts_in_one_tensor_are_split_and_then_cut(shareable):
+    folder, _ = shareable.make("gpt_oss", "clamped", 3)
+    whole = share_from(folder, 0, 1)[0]
+    for rank in range(3):
+        share = share_from(folder, rank, 3)[0]
+        for path, module, name, cut in Cutter(rank, 3).cuts(whole, share):
+            assert torch.equal(getattr(share.get_submodule(path), name), cut.of(getattr(module, name))), (path, name)
+
+
 def test_a_tensor_of_another_shape_is_named(shareable, rank_threads):
     """By rank 0, or by the rank that finds it before."""
     folder, _ = shareable.make("llama", "plain", 2)
