@@ -68,7 +68,7 @@ class OnceRoundedRMSNorm(RMSNorm):
 class GptOssAttention(LlamaAttention):
     def __init__(self, config: GptOssConfig, backend: TorchAttention, layer: int) -> None:
         super().__init__(config, backend, layer)
-        self.attention = SinkAttention(backend, *config.options(layer), config.num_attention_heads)
+        self.attention = SinkAttention(backend, config.attention_options[layer], config.num_attention_heads)
 
 
 class ClampedSwiGLU(nn.Module):

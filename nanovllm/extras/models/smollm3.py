@@ -65,11 +65,11 @@ class ZeroRotary(Rotary):
 
     def __init__(self, rotary_dim: int) -> None:
         nn.Module.__init__(self)
-        self.half = rotary_dim // 2
+        self.num_angles = rotary_dim // 2
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return ones and zeros: [num_tokens] int -> two of [num_tokens, 1, rotary_dim / 2]"""
-        shape = (len(positions), 1, self.half)
+        shape = (len(positions), 1, self.num_angles)
         return positions.new_ones(shape, dtype=dtype), positions.new_zeros(shape, dtype=dtype)
 
 

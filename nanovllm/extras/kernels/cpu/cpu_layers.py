@@ -7,7 +7,7 @@ import contextlib
 import math
 import mmap
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -279,7 +279,7 @@ def make_fast_layer(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> 
     if is_one(layer, SIGMOID_ROUTER):
         return CpuSigmoidRouter(layer, memory)
     if is_one(layer, ROUTER):
-        return CpuRouter(layer.weight, layer.bias, memory)
+        return CpuRouter(layer.weight, cast(Any, layer).bias, memory)
     if isinstance(layer, FusedLinear):
         return CpuFusedLinear(layer.weight, layer.bias, memory, tuple(layer.parts.values()))
     if isinstance(layer, Linear):
