@@ -83,8 +83,8 @@ class RecordedStats(ExplainingStats, RecordingStats, Recorder):
 
     def on_schedule(self, step, running, blocks):
         super().on_schedule(step, running, blocks)
-        for contents, block_id in getattr(step.copies, "loads", ()):
-            self.loaded[block_id] = self.tier_of(contents)
+        for name, block_id in getattr(step.copies, "loads", ()):
+            self.loaded[block_id] = self.tier_of(step.copies.loaded[name])
         state = state_of_engine(blocks, list(self._seqs), running, self.host_block_ids)
         self.states[self._num_steps] = state | {"loaded": dict(self.loaded)}
 
