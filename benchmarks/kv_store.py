@@ -103,7 +103,9 @@ def options_of(tier: str, folder: Path, args: argparse.Namespace) -> dict[str, A
 def measure_ttft(tier: str, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     engine = make_engine(args, args.prompt_len + 1, **options_of(tier, folder, args))
     rng, store = random.Random(0), engine.parts.kv_store
-    times: dict[str, list[float]] = {"computed": [], tier: []} | ({"disk, cold": []} if tier == "disk" else {})
+    times: dict[str, list[float]] = {"computed": [], tier: []}
+    if tier == "disk":
+        times["disk, cold"] = []
     for _ in range(args.rounds):
         prompt = [rng.randrange(args.vocab_size) for _ in range(args.prompt_len)]
         times["computed"].append(ttft(engine, prompt))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.full_llm import LLM
-from nanovllm.extras.full_observer import EngineStats
 from nanovllm.extras.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput
 from nanovllm.extras.request_params import RequestOutputKind, SamplingParams
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from nanovllm.extras.commands import run_command as run_command
     from nanovllm.extras.embedding.embedding_outputs import EmbeddingOutput, EmbeddingRequestOutput
     from nanovllm.extras.embedding.pooling_params import PoolingParams
+    from nanovllm.extras.engine_stats import EngineStats
     from nanovllm.extras.logprobs import Logprob
     from nanovllm.extras.prompt_forms import PromptType, TextPrompt, TokensPrompt
     from nanovllm.extras.structured.structured_params import StructuredOutputsParams
@@ -34,6 +34,7 @@ LAZY = {
     "commands": ("run_command",),
     "embedding.embedding_outputs": ("EmbeddingOutput", "EmbeddingRequestOutput"),
     "embedding.pooling_params": ("PoolingParams",),
+    "engine_stats": ("EngineStats",),
     "logprobs": ("Logprob",),
     "prompt_forms": ("PromptType", "TextPrompt", "TokensPrompt"),
     "structured.structured_params": ("StructuredOutputsParams",),

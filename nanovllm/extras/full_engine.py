@@ -9,18 +9,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm import engine
 from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
-from nanovllm.extras.full_observer import EngineStats, Observer, SchedulingStats
+from nanovllm.extras.full_observer import Observer, SchedulingStats
 from nanovllm.extras.full_request import note_admitted, read_tokens
 from nanovllm.extras.input_processor import InputProcessor
 from nanovllm.extras.lazy_outputs import StepOutput
-from nanovllm.extras.observations import Observations, make_stats
+from nanovllm.extras.observations import Observations
 from nanovllm.extras.option_checks import LazyMethod
 from nanovllm.extras.plain_runner import PlainRunner, is_plain
 from nanovllm.extras.request_params import SamplingParams
@@ -29,6 +29,9 @@ from nanovllm.extras.waiting_threads import check_process
 from nanovllm.loader import read_json
 from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler, Step
+
+if TYPE_CHECKING:
+    from nanovllm.extras.engine_stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +236,9 @@ class LLMEngine(engine.LLMEngine):
         if not self.requests:
             self.reset()
 
-    def get_stats(self) -> EngineStats:
+    def get_stats(self) -> "EngineStats":
+        from nanovllm.extras.engine_stats import make_stats
+
         return make_stats(self.observer, self.scheduler, self.parts.kv_store)
 
     def reset_prefix_cache(self) -> None:

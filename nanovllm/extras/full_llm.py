@@ -17,7 +17,6 @@ from nanovllm.chat import Message
 from nanovllm.checks import check_bool
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.full_engine import LLMEngine
-from nanovllm.extras.full_observer import EngineStats
 from nanovllm.extras.lazy_outputs import RequestOutput
 from nanovllm.extras.option_checks import LazyMethod, translate_options
 from nanovllm.extras.request_params import SamplingParams
@@ -27,6 +26,7 @@ from nanovllm.request import Prompt, is_single_prompt
 if TYPE_CHECKING:
     from nanovllm.extras.beam_search import beam_params
     from nanovllm.extras.embedding import pooling_params
+    from nanovllm.extras.engine_stats import EngineStats
     from nanovllm.extras.vllm import vllm_metrics
 
 
@@ -155,7 +155,7 @@ class LLM(llm.LLM):
         """
         return self.engine.parts.default_sampling_params.clone()
 
-    def get_stats(self) -> EngineStats:
+    def get_stats(self) -> "EngineStats":
         return self.engine.get_stats()
 
     def reset_prefix_cache(self) -> None:

@@ -89,21 +89,6 @@ class Counts(observer.Stats):
         return 1 - self.kv_tokens_stored / self.kv_slots_reserved if self.kv_slots_reserved else 0.0
 
 
-@dataclass(kw_only=True)
-class EngineStats(Counts):
-    """What the engine has counted so far, and gauges of this moment."""
-
-    num_kv_blocks: int
-    num_free_blocks: int
-    num_running: int
-    num_waiting: int
-    budget_used: float
-    """Share of the steps' token budgets that was scheduled."""
-    kv_store: Any = None
-    """The `StoreStats` of the K/V store (`kv_store/store.py`), if there is one."""
-    states: Any = None  # the `StateStats` (`states/slots.py`) of a model with recurrent states
-
-
 class SchedulingStats(Counts, Observer):
     """Counts what is scheduled. `LLMEngine` adds the requests and the times."""
 

@@ -1,14 +1,10 @@
-"""What the engine has done so far: how large the values of its requests were, gauges, the times of a step's parts."""
+"""How large the values of the engine's requests were so far: times, and numbers of tokens."""
 
 from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import fields
-from typing import Any
 
-from nanovllm.extras.full_observer import Counts, EngineStats
 from nanovllm.extras.full_request import Request
 from nanovllm.extras.lazy_outputs import RequestMetrics
-from nanovllm.scheduler import Scheduler
 
 LADDER = [float(f"{digits}e{power}") for power in range(-5, 6) for digits in range(10, 100)]
 """0.0001, 0.00011 … 9,900,000: all numbers of two digits. No bound of two digits lies between two of them."""
@@ -51,17 +47,3 @@ class Observations:
         if value is not None:
             self.counts[name][bisect_left(LADDER, value)] += 1
             self.sums[name] += value
-
-
-def make_stats(counts: Counts, scheduler: Scheduler, kv_store: Any = None) -> EngineStats:
-    blocks = scheduler.block_manager
-    return EngineStats(
-        **{one.name: getattr(counts, one.name) for one in fields(Counts)},
-        num_kv_blocks=blocks.num_blocks,
-        num_free_blocks=blocks.num_free_blocks,
-        num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
-        budget_used=counts.scheduled_tokens / max(1, counts.steps * scheduler.max_num_batched_tokens),
-        kv_store=kv_store and kv_store.get_stats(),
-        states=getattr(blocks, "state_stats", None),
-    )

@@ -22,8 +22,8 @@ import torch
 from nanovllm.checks import check_int
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.embedding.pooling_params import PoolingParams
+from nanovllm.extras.engine_stats import EngineStats
 from nanovllm.extras.full_engine import LLMEngine
-from nanovllm.extras.full_observer import EngineStats
 from nanovllm.extras.input_processor import TakenParams
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.lazy_outputs import RequestOutput

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from nanovllm.extras.full_observer import EngineStats
+from nanovllm.extras.engine_stats import EngineStats
 from nanovllm.extras.lazy_outputs import RequestMetrics
 from nanovllm.extras.observations import Observations
 from nanovllm.extras.serve.http_metrics import HTTPCounts

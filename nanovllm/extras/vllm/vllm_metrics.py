@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from nanovllm.extras.full_observer import EngineStats
+from nanovllm.extras.engine_stats import EngineStats
 from nanovllm.extras.observations import LADDER, Observations
 
 if TYPE_CHECKING:
