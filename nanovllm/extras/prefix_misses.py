@@ -69,33 +69,38 @@ class Eviction(NamedTuple):
     request_id: str
 
 
+Place = tuple[int, str | None]
+"""The serial number of the block before, and the salt: a prompt is never compared with those of another salt."""
+
+
 class PrefixHistory:
     """The blocks of a prefix cache by the block that they follow, and the newest `max_evictions` evictions."""
 
     def __init__(self, cache: PrefixCache, max_evictions: int) -> None:
         self.cache = cache
         self.max_evictions = max_evictions
-        self._cached: dict[int, CachedBlock] = {}  # block id -> what is cached in it
-        # serial number of a block -> the tokens of the cached blocks after it, sorted
-        self._next: defaultdict[int, list[bytes]] = defaultdict(list)
+        self._cached: dict[int, tuple[CachedBlock, Place]] = {}  # block id -> what is cached in it, and where
+        self._next: defaultdict[Place, list[bytes]] = defaultdict(list)  # -> the tokens of the cached blocks, sorted
         self._evictions: OrderedDict[int, Eviction] = OrderedDict()  # by the hash of the evicted block, oldest first
 
-    def register(self, block_id: int) -> None:
-        """Note a block that the prefix cache has registered."""
-        one = self._cached[block_id] = self.cache._by_id[block_id]
-        insort(self._next[one.parent_serial], one.tokens)
+    def register(self, seq: Sequence, block_id: int) -> None:
+        """Note a block of `seq` that the prefix cache has registered."""
+        one = self.cache._by_id[block_id]
+        place = one.parent_serial, getattr(seq, "cache_salt", None)
+        self._cached[block_id] = one, place
+        insort(self._next[place], one.tokens)
 
     def forget(self, block_id: int) -> None:
         """Note that the prefix cache has forgotten a block."""
-        one = self._cached.pop(block_id)
-        tokens = self._next[one.parent_serial]
+        one, place = self._cached.pop(block_id)
+        tokens = self._next[place]
         del tokens[bisect_left(tokens, one.tokens)]
         if not tokens:
-            del self._next[one.parent_serial]
+            del self._next[place]
 
     def evict(self, block_id: int, eviction: Eviction) -> None:
         """Remember the eviction of a block, which the prefix cache is about to forget."""
-        block_hash = self._cached[block_id].block_hash
+        block_hash = self._cached[block_id][0].block_hash
         self._evictions[block_hash] = eviction
         self._evictions.move_to_end(block_hash)
         if len(self._evictions) > self.max_evictions:
@@ -145,7 +150,7 @@ class PrefixHistory:
         Returns nothing if the cached prefix ends before block `i`.
         """
         size = self.cache.block_size
-        siblings = self._next.get(seq.parent_serial, [])
+        siblings = self._next.get((seq.parent_serial, getattr(seq, "cache_salt", None)), [])
         tokens = self.cache._key(seq, i)[1]
         place = bisect_left(siblings, tokens)
         near = [pair_up(one, tokens) for one in siblings[max(0, place - 1) : place + 1]]  # neighbours in sorted order
@@ -153,7 +158,7 @@ class PrefixHistory:
             return []
         pairs = max(near, key=count_equal)
         num_equal = count_equal(pairs)
-        if num_equal == i == 0:  # no cached prompt begins like this one
+        if num_equal == i == 0 or num_equal == size:  # no cached prompt begins like this one; or the hashes collide
             return []
         start, middle = i * size, i * size + num_equal
         other = list(takewhile(lambda pair: pair[0] != pair[1], pairs[num_equal : num_equal + MAX_SHOWN_TOKENS]))
@@ -200,7 +205,7 @@ class ExplainingStats(SchedulingStats):
 
     def on_register_block(self, seq: Sequence, block_id: int, block_hash: int, serial: int) -> None:
         super().on_register_block(seq, block_id, block_hash, serial)
-        self._history.register(block_id)
+        self._history.register(seq, block_id)
 
     def on_forget_block(self, block_id: int) -> None:
         super().on_forget_block(block_id)

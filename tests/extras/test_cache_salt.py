@@ -163,6 +163,15 @@ def test_a_recording_shows_no_salt(folder, tmp_path):
     assert "secret" not in path.read_text()
 
 
+def test_an_explanation_shows_no_prompt_of_another_salt(folder):
+    llm = LLM(folder, num_kv_blocks=64, explain_prefix_misses=True, **PLAIN)
+    for token_ids, salt in (([*STEM, 1], "a"), ([*STEM[:6], 1, 2, 3], "b"), ([*STEM[:6], 1, 2, 3], None)):
+        misses = ask(llm, token_ids, salt).metrics.prefix_misses
+        assert [one.cause for one in misses] == ["never_seen", "partial_block"], salt
+    differs = ask(llm, [*STEM[:6], 1, 2, 3], "a").metrics.prefix_misses[1]
+    assert (differs.cause, differs.cached_token_ids) == ("differs", tuple(STEM[6:8]))
+
+
 BAD = [("", ValueError, "not be empty"), ("\ud800", ValueError, ".*surrogate"),
        (7, TypeError, "be a str or None, got int"),
        (b"a", TypeError, "be a str or None")]  # fmt: skip

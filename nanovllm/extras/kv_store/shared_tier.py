@@ -98,6 +98,7 @@ class SharedTier(DiskTier):
 
     def failed(self, block: BlockName) -> None:
         try:
+            self._open_new()
             with self._files.locked():
                 for slots in self._slots.values():
                     slots.remove(block)
