@@ -342,6 +342,7 @@ def test_a_job_that_fails_is_told_and_the_rest_goes_on(run):
     assert "`test_x`" in markdown(results)
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_is_stopped_with_its_children_and_says_where(run, tmp_path):
     mark = tmp_path / "mark"
     child = f"import time, pathlib; time.sleep(2); pathlib.Path({str(mark)!r}).touch()"

@@ -314,6 +314,7 @@ def test_empty_slots_that_forks_share_count_once(make_manager):
     assert manager.num_used_blocks * 4 - count_empty_slots(seqs[3:], 4) == 7
 
 
+@pytest.mark.slow
 def test_cost_of_a_block_does_not_grow_with_the_pool(make_manager):
     """A hundred times the blocks: whatever scans them takes a hundred times longer. Failed steps are included."""
     small, large = [full_pool(num_blocks, make_manager, make_seq) for num_blocks in (400, 40_000)]

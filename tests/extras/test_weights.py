@@ -116,6 +116,7 @@ class Mapped(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what is mapped")
 def test_what_was_read_of_a_file_does_not_stay_in_memory(checkpoints, load):
     """Of 3 MB, in some dozens of tensors, hardly more than the largest is mapped at any time."""

@@ -300,6 +300,7 @@ def test_drafts_of_few_users_are_replayed(monkeypatch, with_tokenizer):
     assert max(rows) > 2
 
 
+@pytest.mark.slow
 def test_steps_of_a_draft_model_are_replayed(monkeypatch, with_tokenizer):
     """Those that propose, and those of the large model, which it computes along."""
     options = drafting(model=str(with_tokenizer))

@@ -138,6 +138,7 @@ def test_what_is_read_of_prompts_keeps_all_ranks_from_replaying(recorders, with_
     assert [recorder.num_replays for recorder in recorders] == [0, 0]
 
 
+@pytest.mark.slow
 def test_all_ranks_record_as_many_rows_for_drafts(recorders, with_tokenizer):
     """Only rank 0 knows of drafts."""
     drafts = {"method": "ngram", "num_speculative_tokens": 5, "disable_by_batch_size": 4}

@@ -69,6 +69,7 @@ def test_the_bundled_model_still_answers(quantization):
     assert texts[1:] == texts[:1] * 2
 
 
+@pytest.mark.slow
 def test_ranks_quantise_their_shares():
     llm = LLM(TINY_QWEN3, quantization="int8", num_kv_blocks=40, tensor_parallel_size=2)
     plain = LLM(TINY_QWEN3, num_kv_blocks=40)

@@ -36,6 +36,7 @@ def run(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_servers_side_by_side(server, run, capsys):
     names = ["--server", f"a={server.url}", "--server", f"b={server.url}"]
     report = run(serving, *names, "--repeats", 3, "--num-prompts", 5, "--input-len", 40, "--output-len", 20)

@@ -760,6 +760,7 @@ def test_one_caller_holds_a_share_of_the_bodies_that_are_read(tiny, monkeypatch)
             assert read_answer(connection)[0] == 200
 
 
+@pytest.mark.slow
 def test_a_large_body_has_a_pace(tiny, monkeypatch):
     """One that trickles ends when it is late; one that keeps the pace is served, though it takes longer."""
     monkeypatch.setattr(body, "LARGE_BODY", 100)

@@ -22,6 +22,7 @@ def main(monkeypatch):
     return command.main
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_where_it_was_stopped(main, tmp_path, capfd):
     """SIGKILL in the middle of 6 parts. Then every row once, with the texts of an engine offline; then nothing more."""
     write_prompts(tmp_path / "in.jsonl", NUM_ROWS)
