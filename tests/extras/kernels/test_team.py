@@ -41,7 +41,7 @@ static void visit(const void *arguments, long first, long last, int thread) {
     if ((last - first < v->least && last != COUNT) || last - first > v->most) _exit(2);
     for (long i = first; i < last; i++) v->visits[i]++;
     __atomic_add_fetch(&v->by_thread[thread], 1, __ATOMIC_RELAXED);
-    if (v->is_slow) usleep(100);
+    if (v->is_slow) usleep(2000);  // long enough for every thread to wake up, on a busy machine too
 }
 
 // Compute loops, and check after each that every item was visited once.
