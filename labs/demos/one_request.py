@@ -101,7 +101,8 @@ def after(owner: Any, name: str, layer: str, describe: Callable[..., str]) -> No
 
 def log(layer: str, text: str) -> None:
     thread = "event loop" if threading.current_thread() is threading.main_thread() else "engine"
-    print(MARK, time.monotonic(), thread, layer, text, sep="\t", file=sys.stderr, flush=True)
+    line = "\t".join([MARK, str(time.monotonic()), thread, layer, text])
+    sys.stderr.write(f"{line}\n")  # in one piece: two threads write here
 
 
 # ---- the client

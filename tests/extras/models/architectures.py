@@ -299,6 +299,7 @@ ARCHITECTURES |= {
             "biases": {"attention_bias": True, "mlp_bias": True, "logits_scaling": 4},
             "tied, yarn": {"tie_word_embeddings": True, "attention_multiplier": 0.2, **ROPES["yarn"]},
         },
+        bf16_error=0.08,
     ),
     "smollm3": Architecture(
         transformers.SmolLM3Config,
