@@ -21,10 +21,7 @@ import contextlib
 import json
 import os
 import random
-import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -32,13 +29,12 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.common import MAX_TOKEN_ID, QWEN3_06B, describe_machine, read_config
 from benchmarks.kv_tiers import drop_from_page_cache
+from benchmarks.started_server import Running, running
 
-ROOT = Path(__file__).resolve().parents[1]
-START_S = 300
 BLOCK_SIZE = 16
 STREAM_PROMPT_LEN = 64
 WARM_TOKENS = 8  # of a stream, before it is measured
@@ -72,36 +68,6 @@ def main() -> None:
 
 
 # ---- servers
-
-
-class Running(NamedTuple):
-    url: str
-    process: subprocess.Popen[bytes]
-
-
-@contextlib.contextmanager
-def running(*words: str, cores: set[int] | None = None) -> Iterator[Running]:
-    """Start `nanovllm WORDS` on a free port, and wait until it answers. The block may kill the process."""
-    command = [sys.executable, "-m", "nanovllm", *words, "--port", "0"]
-    variables = {"PYTHONPATH": str(ROOT)} | ({"OMP_NUM_THREADS": str(len(cores))} if cores else {})
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | variables)
-        if cores:
-            os.sched_setaffinity(process.pid, cores)  # before it starts threads
-        try:
-            deadline = time.monotonic() + START_S
-            while not (found := re.search(r"^serving .*at (\S+)/v1$", read(log), re.MULTILINE)):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"{' '.join(command)} has not started: {read(log)}")
-                time.sleep(0.1)
-            yield Running(found[1], process)
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def read(log: Any) -> str:
-    return os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
 
 
 def serve_words(args: argparse.Namespace, num_tokens: int, *more: str) -> list[str]:

@@ -17,22 +17,17 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
-import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks import serving
 from benchmarks.common import describe_machine
+from benchmarks.started_server import Running, running
 from nanovllm.extras.bench.bench_options import make_parser
 from nanovllm.extras.bench.benchmark import run_loads
 
-ROOT = Path(__file__).resolve().parent.parent
 RAY = ["--ray", "--ray-num-cpus", "1", "--ray-num-replicas"]
 FIGURES = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p50_tpot_ms", "us_per_token")
 PREFIXES = ["--dataset-name", "prefix_repetition", "--prefix-repetition-prefix-len", "1024"]
@@ -45,11 +40,6 @@ class Server(NamedTuple):
     words: list[str]
     num_threads: int = 1
     by_haproxy: bool = False
-
-
-class Running(NamedTuple):
-    url: str
-    pid: int
 
 
 PARTS = {
@@ -88,7 +78,7 @@ def main() -> None:
     args.range_ratio = 0.25
     machine = describe_machine("cpu", ("ray", "fastapi", "uvicorn")) | {"cores": os.cpu_count()}
     with contextlib.ExitStack() as stack:
-        servers = {name: stack.enter_context(running(one)) for name, one in PARTS[args.part].items()}
+        servers = {name: stack.enter_context(start(one)) for name, one in PARTS[args.part].items()}
         runs = prefix_runs(servers, args) if args.part == "prefixes" else load_runs(servers, args)
     print(format_runs(runs, list(servers)))
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
@@ -96,30 +86,12 @@ def main() -> None:
         args.json.write_text(json.dumps({"machine": machine, "runs": runs}, indent=2) + "\n", encoding="utf-8")
 
 
-@contextlib.contextmanager
-def running(server: Server) -> Iterator[Running]:
-    """Start the server, and wait until it answers `/health`."""
-    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", "--device", "cpu", "--disable-log-requests"]
-    variables = {"OMP_NUM_THREADS": str(server.num_threads), "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+def start(server: Server) -> contextlib.AbstractContextManager[Running]:
+    """Start the server, and wait until it serves."""
+    variables = {"OMP_NUM_THREADS": str(server.num_threads), "RAY_USAGE_STATS_ENABLED": "0"}
     variables["RAY_SERVE_ENABLE_HA_PROXY"] = str(int(server.by_haproxy))
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [*command, *server.words], stdout=log, stderr=subprocess.STDOUT, env=os.environ | variables
-        )
-        try:
-            deadline = time.monotonic() + START_S
-            while not (found := re.search(r"^serving .* at (\S+)/v1$", read(log), re.MULTILINE)):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the server has not started: {read(log)}")
-                time.sleep(0.1)
-            yield Running(found[1], process.pid)
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def read(log: Any) -> str:
-    return os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
+    words = ("serve", "--device", "cpu", "--disable-log-requests", *server.words)
+    return running(*words, variables=variables, start_s=START_S)
 
 
 def load_runs(servers: dict[str, Running], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -130,11 +102,11 @@ def load_runs(servers: dict[str, Running], args: argparse.Namespace) -> list[dic
     for repeat in range(args.repeats):
         for rate in ("inf", str(args.rate)):
             for name in list(servers)[:: 1 if repeat % 2 == 0 else -1]:
-                before = cpu_seconds(servers[name].pid)
+                before = cpu_seconds(servers[name].process.pid)
                 # prompts of their own: those of other rounds are in prefix caches
                 seed = 2 * repeat + (rate == "inf")
                 run = serving.measure(servers[name].url, args, args.num_prompts, seed, rate)
-                spent = cpu_seconds(servers[name].pid) - before
+                spent = cpu_seconds(servers[name].process.pid) - before
                 runs.append(figures(name, rate, run) | {"us_per_token": 1e6 * spent / run["total_output_tokens"]})
                 print(runs[-1], flush=True)
     return runs
