@@ -158,7 +158,9 @@ class PrefixHistory:
             return []
         pairs = max(near, key=count_equal)
         num_equal = count_equal(pairs)
-        if num_equal == i == 0 or num_equal == size:  # no cached prompt begins like this one; or the hashes collide
+        if num_equal == i == 0:  # no cached prompt begins like this one
+            return []
+        if num_equal == size:  # the block is cached, and was not found: no snapshot of a state, or hashes that collide
             return []
         start, middle = i * size, i * size + num_equal
         other = list(takewhile(lambda pair: pair[0] != pair[1], pairs[num_equal : num_equal + MAX_SHOWN_TOKENS]))

@@ -102,7 +102,7 @@ def find_parameters(raw: dict[str, Any], theta: float) -> dict[str, Any]:
     theta = first_given(found.get("rope_theta"), raw.get("rope_theta"), theta)
     if (lost := parameters.get("rope_theta", theta)) != theta:  # a file of transformers 5, edited as one of 4
         raise ValueError(
-            f"rope_scaling takes the place of rope_parameters, and would lose its rope_theta {lost}: "
+            f"rope_scaling replaces rope_parameters, and would lose its rope_theta {lost}: "
             f"write one of them; config.json has {scaling} and {parameters}"
         )
     if (original := raw.get("original_max_position_embeddings")) is not None:  # Phi-3 keeps it here, and means this one

@@ -111,7 +111,7 @@ EXERCISES = (
         hints=(
             Text("Do the exercises that the file names; then run reset.", "先做文件里提到的练习，然后运行 reset。"),
             Text(
-                "If a piece passes alone and fails here, look at what it expects of the other pieces.",
+                "If a piece passes by itself and fails here, look at what it expects of the other pieces.",
                 "如果某个函数单独通过、在这里失败，看看它对其他函数有什么要求。",
             ),
             Text("Replace your pieces one by one by those of `labs/one_file.py`.", "把你的函数逐个换成原版的。"),
