@@ -17,7 +17,8 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.extras.serve.async_llm import AsyncLLM
-from nanovllm.extras.serve.front import FrontOptions, make_front, prefill_body
+from nanovllm.extras.serve.disaggregation import prefill_body
+from nanovllm.extras.serve.front import FrontOptions, make_front
 from nanovllm.extras.serve.front_command import main
 from tests.conftest import hf_greedy
 from tests.extras.serve.conftest import CHAT_TEMPLATE
