@@ -161,13 +161,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """Check the arguments that `make_parser` has parsed, and return the settings. Raises ValueError, TypeError."""
     args.model = first_given(args.server_model, args.model, TINY_QWEN3)
     engine_args = EngineArgs.from_cli_args(args)
-    engine_args.create_engine_config()
+    config = engine_args.create_engine_config()
     if args.server_enable_kv_slots:
         check_folder(engine_args)
     if not (args.server_ray and (args.server_ray_address or os.environ.get("RAY_ADDRESS"))):
         check_files(engine_args)  # otherwise, other machines read the files
     options = server_options(args)
-    return Settings(engine_args, options, args.server_max_queued_requests, args.server_log_level, ray_options(args))
+    of_ray = ray_options(args, config)
+    return Settings(engine_args, options, args.server_max_queued_requests, args.server_log_level, of_ray)
 
 
 def check_files(engine_args: EngineArgs) -> None:

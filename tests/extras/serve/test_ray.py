@@ -4,15 +4,12 @@ One cluster for all, in the order of this file: prefixes are counted first, and 
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +22,8 @@ from nanovllm.extras.serve.app import make_app
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.state import ServerOptions
 from tests.extras.serve.conftest import Client
-from tests.extras.serve.real_server import QUESTIONS, ROOT, RealServer, read
+from tests.extras.serve.ray_server import processes_below, ray_command, replicas_below, server_of, variables_of_ray
+from tests.extras.serve.real_server import QUESTIONS
 
 RayError = pytest.importorskip("ray.exceptions", reason="needs the extra ray: pip install 'nanovllm[ray]'").RayError
 pytestmark = [
@@ -42,42 +40,20 @@ END = "data: [DONE]\n\n"
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment():
-    """Of the command and of this process, which connects to its cluster."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    with variables_of_ray():
         yield
 
 
 @pytest.fixture(scope="module")
 def command():
-    """`nanovllm serve --ray` with a cluster of its own, in a process group of its own; its output so far."""
     options = ["--ray-num-replicas", "2", "--ray-health-check-period-s", "1", "--api-key", "key-1", "key-2"]
-    words = [sys.executable, "-m", "nanovllm", "serve", "--ray", "--port", "0", *options, *ENGINE]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, process_group=0)
-        try:
-            deadline = time.monotonic() + 120
-            while "try it" not in read(log):
-                assert time.monotonic() < deadline, read(log)
-                assert process.poll() is None, read(log)
-                time.sleep(0.1)
-            yield process, read(log)
-        finally:
-            process.terminate()  # it ends what it has started; the last test has done so already
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            process.kill()
-            process.wait()
+    with ray_command(*options, *ENGINE) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def server(command):
-    process, said = command
-    port = re.search(r"^serving .* at http://127\.0\.0\.1:(\d+)/v1$", said, re.MULTILINE)[1]
-    return RealServer(int(port), process=process)
+    return server_of(*command)
 
 
 @pytest.fixture(scope="module")
@@ -404,32 +380,13 @@ def test_a_replica_whose_engine_is_dead_is_replaced(address, server, client):
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def processes_below(pid):
-    """Of /proc: pid -> name, of all descendants."""
-    children = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            name, rest = re.fullmatch(r"\d+ \((.*)\) (.*)", stat.read_text(), re.DOTALL).groups()
-            children.setdefault(int(rest.split()[1]), {})[int(stat.parent.name)] = name
-    found, todo = {}, [pid]
-    while todo:
-        below = children.get(todo.pop(), {})
-        found |= below
-        todo += below
-    return found
-
-
-def title_of(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
 def test_a_replica_that_is_killed_costs_its_own_requests_an_error(server, client):
     """Eight streams and four whole answers on two replicas. The other requests get their answers unchanged."""
     bodies = [{"prompt": f"Question {i}: why?", "stream": i < 8, **LONG, "max_tokens": 800} for i in range(12)]
     with ThreadPoolExecutor(12) as threads:
         expected = list(threads.map(lambda body: client.post("/v1/completions", json=body), bodies))
     assert {one.status_code for one in expected} == {200}
-    engines = [pid for pid in processes_below(server.process.pid) if b"ServeReplica:nanovllm:Engine" in title_of(pid)]
+    engines = replicas_below(server.process.pid, "Engine")
     assert len(engines) == 2
     with ThreadPoolExecutor(12) as threads:
         asking = [threads.submit(client.post, "/v1/completions", json=body) for body in bodies]

@@ -18,6 +18,9 @@ from nanovllm.extras.serve.ray.ray_metrics import merge_texts
 from nanovllm.extras.serve.ray.ray_options import RayOptions
 from nanovllm.extras.serve.state import ServerOptions
 
+PREFILL = ["--ray", "--ray-num-prefill-replicas", "1", "--kv-transfer-config"]
+PRIVATE = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
+SHARED = {"kv_connector": "SharedMemoryConnector", "kv_connector_extra_config": {"name": "a"}}
 BAD = [
     (["--ray-num-replicas", "2"], "--ray-num-replicas needs --ray"),
     (["--ray", "--ray-num-replicas", "0"], "ray_num_replicas must be an integer >= 1 or None, got 0"),
@@ -29,6 +32,17 @@ BAD = [
     (
         ["--ray", "--ray-stream-batching-interval-ms", "-1"],
         "stream_batching_interval_ms must be an integer >= 0, got -1",
+    ),
+    (["--ray", "--ray-num-prefill-replicas", "0"], "ray_num_prefill_replicas must be an integer >= 1 or None, got 0"),
+    (["--ray", "--ray-prefill-timeout-s", "9"], "ray_prefill_timeout_s needs ray_num_prefill_replicas"),
+    (["--ray", "--ray-num-prefill-replicas", "1"], "needs kv_transfer_config with the kv_connector"),
+    (
+        [*PREFILL, json.dumps(PRIVATE)],
+        "needs kv_transfer_config with the kv_connector",
+    ),
+    (
+        [*PREFILL, json.dumps(SHARED | {"kv_role": "kv_both"})],
+        "kv_transfer_config cannot have 'kv_role' with ray_num_prefill_replicas",
     ),
     (["--ray", "--ray-routing", "luck"], "invalid choice: 'luck'"),
     (["--ray", "--ui"], "--ui cannot be used with --ray"),
@@ -69,6 +83,7 @@ def test_each_replica_has_its_devices(monkeypatch):
     assert RayOptions(num_replicas=2).devices(on_cpu, 4) == {"num_gpus": 0, "num_cpus": 4}
     assert RayOptions(max_replicas=3).devices(anywhere, 0) == {"num_gpus": 0, "num_cpus": 2}
     assert RayOptions(num_replicas=9).devices(on_cpu, 0) == {"num_gpus": 0, "num_cpus": 1}
+    assert RayOptions(num_replicas=2, num_prefill_replicas=2).devices(on_cpu, 0) == {"num_gpus": 0, "num_cpus": 2}
     assert RayOptions(num_replicas=2, num_cpus=3).devices(on_cpu, 0) == {"num_gpus": 0, "num_cpus": 3}
     assert RayOptions(num_replicas=2).devices(anywhere, 4) == {"num_gpus": 1, "num_cpus": 1}
     object.__setattr__(on_cuda, "tensor_parallel_size", 4)
@@ -238,19 +253,19 @@ def samples_of(text):
 
 
 def test_metrics_of_replicas_have_their_names():
-    """All that two servers say, once each, with one more label."""
-    texts = {}
+    """All that two servers say, once each, with two more labels."""
+    texts = []
     for replica, num_tokens in (("r1", 3), ("r2", 5)):
         metrics = Metrics("model")
         metrics.note_end(RequestMetrics(1.0, 2.0, 3.0, 7), 1.0, num_tokens, [7], "stop")
-        texts[replica] = metrics.as_text()
-    merged = merge_texts(texts.items())
+        texts.append(({"deployment": "Engine", "replica": replica}, metrics.as_text()))
+    merged = merge_texts(texts)
     expected = {}
-    for replica, text in texts.items():
+    for added, text in texts:
         for (name, *labels), value in samples_of(text).items():
-            expected[(name, *sorted([*labels, ("replica", replica)]))] = value
+            expected[(name, *sorted([*labels, *added.items()]))] = value
     assert samples_of(merged) == expected
     assert [line for line in merged.splitlines() if line.startswith(b"#")] == [
-        line for line in texts["r1"].splitlines() if line.startswith(b"#")
+        line for line in texts[0][1].splitlines() if line.startswith(b"#")
     ]
     assert merge_texts([]) == b""

@@ -4,6 +4,7 @@
                                        ←─ parts of the answer ───────
 
 Read `ray_engine.py`, then `ingress.py`. `build.py` creates the application; `ray_launch.py` is `nanovllm serve --ray`.
+With prefill replicas, `ingress.py` calls two deployments, as `disaggregation.py` decides.
 
     serve run nanovllm.extras.serve.ray:build_app model=Qwen/Qwen3-0.6B ray_num_replicas=2
 """

@@ -1,4 +1,4 @@
-"""Create the application, two deployments of Ray Serve, from the options of `nanovllm serve`."""
+"""Create the application, two or three deployments of Ray Serve, from the options of `nanovllm serve`."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from nanovllm.extras.all_options import Config
+from nanovllm.extras.serve.disaggregation import PREFILL_TIMEOUT_S
 from nanovllm.extras.serve.ray.ingress import IngressDeployment
 from nanovllm.extras.serve.ray.ray_engine import Engine
 from nanovllm.extras.serve.ray.ray_options import RayOptions, count_gpus
@@ -67,38 +68,66 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def make_application(settings: Settings) -> Application:
-    """Return the application for checked options, which include `settings.ray`."""
+    """Return the application for checked options, which include `settings.ray`.
+
+    With prefill replicas, the deployments `Prefill` and `Decode` replace the deployment `Engine`.
+    """
     options, of_ray, config = settings.options, settings.ray, settings.engine_args.create_engine_config()
     assert of_ray is not None
-    most = of_ray.max_ongoing_requests or config.max_num_seqs
-    drain_s, logging_config = options.drain_timeout_s, {"enable_access_log": False}
-    engine = serve.deployment(
-        name="Engine",
-        **of_ray.scaling(most),
-        max_ongoing_requests=most,
-        max_queued_requests=-1 if settings.max_queued_requests is None else settings.max_queued_requests,
-        ray_actor_options=of_ray.devices(config, num_gpus()),
-        request_router_config=router_config(of_ray, config),
-        health_check_period_s=of_ray.health_check_period_s,
-        graceful_shutdown_timeout_s=drain_s,
-        graceful_shutdown_wait_loop_s=WAIT_LOOP_S,
-        logging_config=logging_config,
-    )(Engine).bind(
-        asdict(config),
-        replace(options, max_requests_per_minute=None, allowed_origins=(), tls={}),  # the ingress handles these
-        settings.max_queued_requests,
-        of_ray.stream_batching_interval_ms / 1000,
-        settings.log_level,
-    )
+    scaling, prefill = of_ray.scaling(max_ongoing_requests(of_ray, config)), None
+    if of_ray.num_prefill_replicas is None:
+        engine = make_engines(settings, "Engine", config, scaling)
+    else:
+        num_replicas = {"num_replicas": of_ray.num_prefill_replicas}
+        prefill = make_engines(settings, "Prefill", with_role(config, "kv_producer"), num_replicas)
+        engine = make_engines(settings, "Decode", with_role(config, "kv_consumer"), scaling)
     return serve.deployment(
         name="Ingress",
         num_replicas=of_ray.num_ingress_replicas,
         max_ongoing_requests=NO_LIMIT,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=drain_s + 1,  # longer than the engines': it sends errors for unfinished answers
+        graceful_shutdown_timeout_s=options.drain_timeout_s + 1,  # it sends errors for unfinished answers of engines
         graceful_shutdown_wait_loop_s=WAIT_LOOP_S,
-        logging_config=logging_config,
-    )(IngressDeployment).bind(engine, options, settings.log_level)
+        logging_config={"enable_access_log": False},
+    )(IngressDeployment).bind(
+        engine, options, settings.log_level, prefill, of_ray.prefill_timeout_s or PREFILL_TIMEOUT_S
+    )
+
+
+def make_engines(settings: Settings, name: str, config: Config, scaling: Mapping[str, Any]) -> Application:
+    """Return a deployment of engines. scaling: the number of replicas."""
+    options, of_ray, most = settings.options, settings.ray, settings.max_queued_requests
+    assert of_ray is not None
+    return serve.deployment(
+        name=name,
+        **scaling,
+        max_ongoing_requests=max_ongoing_requests(of_ray, config),
+        max_queued_requests=-1 if most is None else most,
+        ray_actor_options=of_ray.devices(config, num_gpus()),
+        request_router_config=router_config(of_ray, config),
+        health_check_period_s=of_ray.health_check_period_s,
+        graceful_shutdown_timeout_s=options.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=WAIT_LOOP_S,
+        logging_config={"enable_access_log": False},
+    )(Engine).bind(
+        asdict(config),
+        replace(options, max_requests_per_minute=None, allowed_origins=(), tls={}),  # the ingress handles these
+        most,
+        of_ray.stream_batching_interval_ms / 1000,
+        settings.log_level,
+    )
+
+
+def max_ongoing_requests(of_ray: RayOptions, config: Config) -> int:
+    """Return the maximum number of concurrent requests of a replica."""
+    return of_ray.max_ongoing_requests or config.max_num_seqs
+
+
+def with_role(config: Config, role: str) -> Config:
+    """Return the options of an engine that only saves blocks (`kv_producer`), or only loads them (`kv_consumer`)."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None  # `RayOptions.check_transfer`
+    return replace(config, kv_transfer_config={**transfer, "kv_role": role})
 
 
 def router_config(of_ray: RayOptions, config: Config) -> RequestRouterConfig:

@@ -1,12 +1,11 @@
 """Route requests to the engines: the deployment `Ingress` reads a request, calls an engine, and relays the answer.
 
 Serve's proxy cannot route by the prompt, because it chooses a replica before the body has arrived. So this deployment
-is between the proxy and the engines. It checks keys, sizes and rates, and answers `/health` and `/metrics`.
+is between the proxy and the engines. It checks keys, sizes and rates, and answers `/health` and `/metrics`. If there
+are prefill replicas, it calls one of them before the engine that answers.
 """
 
-import asyncio
 import logging
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +19,12 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from nanovllm.extras.serve.access import AccessControl
 from nanovllm.extras.serve.body import JSONRequest
+from nanovllm.extras.serve.disaggregation import GENERATING, PREFILL_TIMEOUT_S, Dispatcher
 from nanovllm.extras.serve.errors import APIError, as_api_error
 from nanovllm.extras.serve.metrics_route import Metrics
-from nanovllm.extras.serve.ray.calls import Call
-from nanovllm.extras.serve.ray.prefix import prefix_of
+from nanovllm.extras.serve.ray.calls import Call, Part
 from nanovllm.extras.serve.ray.ray_metrics import merge_texts
+from nanovllm.extras.serve.ray.replicas import Begun, Replicas
 from nanovllm.extras.serve.request_ids import NAME as REQUEST_ID
 from nanovllm.extras.serve.serve_settings import log_to_stderr
 from nanovllm.extras.serve.state import RETRY_LATER, Server, ServerOptions
@@ -33,9 +33,7 @@ from nanovllm.extras.serve.workers import ClientGone, unless_client_leaves
 
 logger = logging.getLogger(__name__)
 
-HEALTH_S = 5.0  # timeout for the answers of the replicas
-HEALTH_AGE_S = 1.0  # time for which the result of a health check is cached
-START_S = 60.0  # timeout for the start of the router
+MAX_DECODES = 2  # decode replicas that get a request if the first one dies; the request may be the reason
 
 
 @dataclass
@@ -61,26 +59,31 @@ class WholeBody(JSONRequest):
 
 
 class Ingress:
-    """A deployment of Serve. engine: the handle of the deployment `Engine`."""
+    """A deployment of Serve. engine, prefill: the handles of the deployments that answer, and that compute prompts."""
 
-    def __init__(self, engine: Any, options: ServerOptions, log_level: str) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        options: ServerOptions,
+        log_level: str,
+        prefill: Any = None,
+        prefill_timeout_s: float = PREFILL_TIMEOUT_S,
+    ) -> None:
         log_to_stderr(log_level)
         self._options = options
         self._server = IngressServer(options, Metrics(options.model_names[0]))
-        self._engine = engine
-        self._answers = engine.options(method_name="answer", stream=True)
-        self._health: tuple[float, bool] = (-HEALTH_AGE_S, False)  # time and result of the last check
-        self._is_routing = False
+        self._engine = Replicas("Engine" if prefill is None else "Decode", engine)
+        self._deployments = [self._engine]
+        self._dispatcher: Dispatcher[Call, Begun] | None = None
+        if prefill is not None:
+            first, decode = Replicas("Prefill", prefill), [self._engine] * MAX_DECODES
+            self._deployments.append(first)
+            self._dispatcher = Dispatcher(first, decode, prefill_timeout_s, options.max_request_values)
 
     async def check_health(self) -> None:
-        """Wait until the router works: its actor may start slowly.
-
-        Serve calls this, and sends requests only after the first call has returned.
-        """
-        if not self._is_routing:
-            with suppress(DeploymentUnavailableError):  # the router works, but there is no replica yet
-                await self._engine.broadcast("check_health").results_async(timeout_s=START_S, return_exceptions=True)
-            self._is_routing = True
+        """Wait until the routers work. Serve calls this, and sends requests only after the first call has returned."""
+        for deployment in self._deployments:
+            await deployment.wait_for_router()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application: the middleware before the replicas' routes, in the order of `app.py`."""
@@ -114,40 +117,36 @@ class Ingress:
             await self._check_health()
             await answer.send_whole(Response(), scope)
         elif path == "/metrics":
-            texts = await self._ask_all("metrics")
+            texts = [text for one in self._deployments for text in await one.ask_all("metrics")]
             text = Response(merge_texts(texts), media_type="text/plain; version=0.0.4; charset=utf-8")
             await answer.send_whole(text, scope)
         else:
-            await self._relay(Call.of(scope, scope["path"], body), answer)
+            await relay(await self._begin(path, Call.of(scope, scope["path"], body)), answer)
 
-    async def _relay(self, call: Call, answer: "Answer") -> None:
-        prefix = prefix_of(call.body) if call.method == "POST" else None
-        parts = self._answers.remote(*([] if prefix is None else [prefix]), call=call)
-        try:
-            async for status, headers, body, is_last in parts:
-                if status:
-                    await answer.start(status, headers)
-                await answer.grow(body, is_last)
-                if is_last:
-                    return  # the client may disconnect now
-        finally:  # this has no effect if the answer is complete
-            parts.cancel()
+    async def _begin(self, path: str, call: Call) -> Begun:
+        """Return the answer of an engine, which has begun."""
+        if self._dispatcher is not None and call.method == "POST" and path in GENERATING:
+            return await self._dispatcher.generate(call)
+        return await self._engine.begin(call)
 
     async def _check_health(self) -> None:
-        """Raise APIError 503 if no replica is healthy."""
-        now = asyncio.get_running_loop().time()
-        if now - self._health[0] >= HEALTH_AGE_S:
-            self._health = now, bool(await self._ask_all("check_health"))
-        if not self._health[1]:
+        """Raise APIError 503 if no replica that answers is healthy."""
+        if not await self._engine.is_healthy():
             raise APIError(503, "no replica is ready; try again soon", code="loading", headers=RETRY_LATER)
 
-    async def _ask_all(self, method: str) -> list[Any]:
-        """Call a method of all replicas, and return the results of those that answer in time without an error."""
-        try:
-            answers = await self._engine.broadcast(method).results_async(timeout_s=HEALTH_S, return_exceptions=True)
-        except (TimeoutError, DeploymentUnavailableError):
-            return []
-        return [one for one in answers if not isinstance(one, BaseException)]
+
+async def relay(begun: Begun, answer: "Answer") -> None:
+    """Send the parts of an answer to the client."""
+    try:
+        await answer.add(begun.first)
+        if begun.first.is_last:
+            return  # the client may disconnect now
+        async for part in begun.parts:
+            await answer.add(part)
+            if part.is_last:
+                return
+    finally:  # this has no effect if the answer is complete
+        begun.parts.cancel()
 
 
 class Answer:
@@ -160,14 +159,20 @@ class Answer:
         self._is_stream = False
         self._num_events = 0
 
-    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    async def add(self, part: Part) -> None:
+        """Send a part of the answer. The first one has the status and the headers."""
+        if part.status:
+            await self._start(part.status, part.headers)
+        await self._grow(part.body, part.is_last)
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Send the status and the headers, without `x-request-id`, which Serve's proxy adds itself."""
         self._is_started = True
         self._is_stream = any(value.startswith(b"text/event-stream") for name, value in headers)
         headers = [one for one in headers if one[0].lower() != REQUEST_ID.encode()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def grow(self, body: bytes, is_last: bool) -> None:
+    async def _grow(self, body: bytes, is_last: bool) -> None:
         """Send a part of the body."""
         self._num_events += body.count(b"\n\n")  # JSON has no bare line feeds
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
@@ -186,7 +191,7 @@ class Answer:
         if not self._is_started:
             await self.send_whole(error.response(), {"type": "http"})
         elif self._is_stream:
-            await self.grow(self._event(error), is_last=True)
+            await self._grow(self._event(error), is_last=True)
         else:
             raise error  # this closes the connection, so the client sees that the answer is incomplete
 

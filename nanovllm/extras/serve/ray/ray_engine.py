@@ -58,10 +58,12 @@ class Engine:
             self._num_answers -= 1
             await parts.aclose()
 
-    async def metrics(self) -> tuple[str, bytes]:
-        """Return the replica's name, and its metrics in Prometheus' text format."""
+    async def metrics(self) -> tuple[dict[str, str], bytes]:
+        """Return labels with the names of the deployment and the replica, and metrics in Prometheus' text format."""
         server: Server = self._app.state.server
-        return serve.get_replica_context().replica_id.unique_id, server.metrics.as_text()
+        context = serve.get_replica_context()
+        labels = {"deployment": context.deployment, "replica": context.replica_id.unique_id}
+        return labels, server.metrics.as_text()
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine is dead. Serve calls this regularly."""

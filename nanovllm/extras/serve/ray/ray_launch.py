@@ -20,6 +20,7 @@ from ray.serve.exceptions import RayServeException
 
 from nanovllm.extras.printing import say
 from nanovllm.extras.serve.ray.build import make_application
+from nanovllm.extras.serve.ray.ray_options import count_gpus
 from nanovllm.extras.serve.serve_settings import Settings, attempt
 from nanovllm.extras.serve.server import listen
 
@@ -30,8 +31,8 @@ def run(settings: Settings, host: str, port: int) -> int:
     """Serve until a signal, and return the exit status. Raises OSError, RuntimeError, ValueError if the start fails."""
     assert settings.ray is not None
     address = settings.ray.address or os.environ.get("RAY_ADDRESS")
-    with cluster(address), interrupted_by_signals():  # in this order, because Ray sets its own handler
-        say(f"loading {settings.options.model_names[0]} at most {settings.ray.most_replicas} times …")
+    with cluster(address, num_cpus_of(settings)), interrupted_by_signals():  # in this order: Ray sets a handler
+        say(f"loading {settings.options.model_names[0]} at most {settings.ray.num_engines} times …")
         serve_was_there = url_of_serve() is not None
         if serve_was_there and APPLICATION in serve.status().applications:
             raise ValueError(f"--ray-address: this cluster already serves an application {APPLICATION!r}")
@@ -67,13 +68,25 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def cluster(address: str | None) -> Iterator[None]:
-    """Connect to the cluster at `address`, or start a cluster that ends with the block."""
-    ray.init(address=address or "local", include_dashboard=None if address else False, logging_level=logging.WARNING)
+def cluster(address: str | None, num_cpus: int) -> Iterator[None]:
+    """Connect to the cluster at `address`, or start a cluster that ends with the block.
+
+    num_cpus: the number of CPUs that a new cluster has at least. If this machine has fewer, replicas share its cores.
+    """
+    new: dict[str, Any] = {"include_dashboard": False, "num_cpus": max(num_cpus, os.cpu_count() or 1)}
+    ray.init(address=address or "local", logging_level=logging.WARNING, **({} if address else new))
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def num_cpus_of(settings: Settings) -> int:
+    """Return the number of CPUs that all replicas reserve."""
+    of_ray = settings.ray
+    assert of_ray is not None
+    devices = of_ray.devices(settings.engine_args.create_engine_config(), count_gpus())
+    return int(devices["num_cpus"]) * of_ray.num_engines
 
 
 def start_serve(settings: Settings, host: str, port: int) -> None:
@@ -102,6 +115,8 @@ def announcement(settings: Settings) -> str:
     assert of_ray is not None
     least = of_ray.most_replicas if of_ray.max_replicas is None else of_ray.min_replicas or 0
     count = str(least) if least == of_ray.most_replicas else f"{least} to {of_ray.most_replicas}"
+    if of_ray.num_prefill_replicas is not None:
+        count = f"{of_ray.num_prefill_replicas} for prefill, {count} for decode"
     return f"""\
 serving          {", ".join(options.model_names)} at {url}/v1
 replicas         {count}, requests routed by {of_ray.routing}
@@ -119,7 +134,7 @@ def remove(serve_was_there: bool) -> None:
 
 
 def forget_prefixes() -> None:
-    """End the actor of Ray's prefix-aware router. Otherwise it lives as long as Serve."""
-    with suppress(ValueError):  # there is no such actor
-        namespace = f"serve::{APPLICATION}::Engine"
-        ray.kill(ray.get_actor("LlmPrefixTreeActor", namespace=namespace))
+    """End the actors of Ray's prefix-aware routers. Otherwise they live as long as Serve."""
+    for deployment in ("Engine", "Prefill", "Decode"):
+        with suppress(ValueError):  # there is no such actor
+            ray.kill(ray.get_actor("LlmPrefixTreeActor", namespace=f"serve::{APPLICATION}::{deployment}"))

@@ -1,6 +1,6 @@
-"""Combine the metrics of several replicas to one text, in which each sample has its replica as a label."""
+"""Combine the metrics of several replicas to one text, whose samples have the deployment and the replica as labels."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -8,14 +8,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 
-def merge_texts(texts: Iterable[tuple[str, bytes]]) -> bytes:
-    """Return the combined metrics in Prometheus' text format. texts: each replica's name and metrics."""
+def merge_texts(texts: Iterable[tuple[Mapping[str, str], bytes]]) -> bytes:
+    """Return the combined metrics in Prometheus' text format. texts: the labels and the metrics of each replica."""
     families: dict[str, Metric] = {}
-    for replica, text in texts:
+    for added, text in texts:
         for family in text_string_to_metric_families(text.decode()):
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
-                labels = {**sample.labels, "replica": replica}
+                labels = {**sample.labels, **added}
                 merged.samples.append(sample._replace(labels=labels))
     registry = CollectorRegistry()
     registry.register(Gathered(families.values()))

@@ -14,8 +14,11 @@ import torch
 from nanovllm.checks import check_int
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.argument_types import filled
+from nanovllm.extras.kv_store.store_options import is_private
 
 ROUTINGS = ("prefix", "load")
+POSITIVE = ("num_replicas", "max_replicas", "target_ongoing_requests", "max_ongoing_requests", "num_prefill_replicas")
+POSITIVE += ("prefill_timeout_s", "num_cpus")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class RayOptions:
     """The number of requests per replica that autoscaling aims at. Half of `max_ongoing_requests` by default."""
     max_ongoing_requests: int | None = None
     """The maximum number of concurrent requests of a replica; others wait in the router. Default: `max_num_seqs`."""
+    num_prefill_replicas: int | None = None
+    """The number of further engines, which compute prompts for the others. None: each engine computes its prompts."""
+    prefill_timeout_s: int | None = None
+    """The time after which a request does not wait for a prefill engine any longer; 60 s by default."""
     num_cpus: int | None = None
     """The number of CPUs and threads of each replica. Default: its share of this machine's cores, or 1 with GPUs."""
     num_ingress_replicas: int = 1
@@ -46,7 +53,7 @@ class RayOptions:
     """The interval of health checks. Serve replaces a replica after three failed checks."""
 
     def __post_init__(self) -> None:
-        for name in ("num_replicas", "max_replicas", "target_ongoing_requests", "max_ongoing_requests", "num_cpus"):
+        for name in POSITIVE:
             check_int(f"ray_{name}", getattr(self, name), 1, optional=True)
         check_int("ray_min_replicas", self.min_replicas, 0, optional=True)
         check_int("ray_num_ingress_replicas", self.num_ingress_replicas, 1)
@@ -54,6 +61,8 @@ class RayOptions:
         check_int("ray_stream_batching_interval_ms", self.stream_batching_interval_ms, 0)
         if self.routing not in ROUTINGS:
             raise ValueError(f"ray_routing must be one of {', '.join(ROUTINGS)}, got {self.routing!r}")
+        if self.prefill_timeout_s is not None and self.num_prefill_replicas is None:
+            raise ValueError("ray_prefill_timeout_s needs ray_num_prefill_replicas")
         self._check_scaling()
 
     def _check_scaling(self) -> None:
@@ -72,6 +81,26 @@ class RayOptions:
         """The maximum number of replicas."""
         return self.max_replicas or self.num_replicas or 1
 
+    @property
+    def num_engines(self) -> int:
+        """The maximum number of replicas, including those that compute prompts."""
+        return self.most_replicas + (self.num_prefill_replicas or 0)
+
+    def check_transfer(self, config: Config) -> None:
+        """Raise ValueError if decode replicas could not load the blocks of the prefill replicas."""
+        if self.num_prefill_replicas is None:
+            return
+        if is_private(config):
+            raise ValueError(
+                "ray_num_prefill_replicas needs kv_transfer_config with the kv_connector 'SharedMemoryConnector' or "
+                "'SharedStorageConnector': decode replicas load the blocks that prefill replicas have saved there"
+            )
+        if "kv_role" in (config.kv_transfer_config or ()):
+            raise ValueError(
+                "kv_transfer_config cannot have 'kv_role' with ray_num_prefill_replicas: prefill replicas are "
+                "'kv_producer', and decode replicas are 'kv_consumer'. Remove it"
+            )
+
     def scaling(self, max_ongoing_requests: int) -> dict[str, Any]:
         """Return `num_replicas` or `autoscaling_config` for Serve's deployment."""
         if self.max_replicas is None:
@@ -88,7 +117,7 @@ class RayOptions:
         """
         if config.device.startswith("cuda") or (config.device == "auto" and num_gpus_found):
             return {"num_gpus": config.tensor_parallel_size, "num_cpus": self.num_cpus or 1}
-        share = (os.cpu_count() or 1) // self.most_replicas
+        share = (os.cpu_count() or 1) // self.num_engines
         return {"num_gpus": 0, "num_cpus": self.num_cpus or max(1, share)}
 
 
@@ -112,6 +141,8 @@ DESCRIPTIONS: Mapping[str, str] = {
     "max_replicas": "maximum for autoscaling (default: no autoscaling)",
     "target_ongoing_requests": "requests per replica that autoscaling aims at (default: half of the maximum)",
     "max_ongoing_requests": "maximum number of concurrent requests per replica (default: --max-num-seqs)",
+    "num_prefill_replicas": "number of further engines that compute prompts; needs --kv-transfer-config (default: 0)",
+    "prefill_timeout_s": "time in seconds after which a decode engine computes the prompt (default: 60)",
     "num_cpus": "cores and threads of each replica (default: its share of this machine's, or 1 with a GPU)",
     "num_ingress_replicas": "number of processes that relay requests",
     "routing": "prefix: to the replica that has seen the prompt's beginning; load: to one with few requests",
@@ -120,8 +151,11 @@ DESCRIPTIONS: Mapping[str, str] = {
 }
 
 
-def ray_options(args: argparse.Namespace) -> RayOptions | None:
-    """Return the options of a command line; None without `--ray`. Raises ValueError or TypeError if they conflict."""
+def ray_options(args: argparse.Namespace, config: Config) -> RayOptions | None:
+    """Return the options of a command line; None without `--ray`. Raises ValueError or TypeError if they conflict.
+
+    config: the checked options of the engines.
+    """
     names = [field.name for field in fields(RayOptions)]
     given = {name: value for name in names if (value := getattr(args, f"server_ray_{name}")) is not None}
     if not args.server_ray:
@@ -133,7 +167,9 @@ def ray_options(args: argparse.Namespace) -> RayOptions | None:
     for name, reason in (("ui", "page shows"), ("trace", "file records")):
         if getattr(args, f"server_{name}"):
             raise ValueError(f"--{name} cannot be used with --ray: the {reason} one engine")
-    return RayOptions(**given)
+    options = RayOptions(**given)
+    options.check_transfer(config)
+    return options
 
 
 def count_gpus() -> int:
