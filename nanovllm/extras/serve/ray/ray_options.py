@@ -17,8 +17,10 @@ from nanovllm.extras.argument_types import filled
 from nanovllm.extras.kv_store.store_options import is_private
 
 ROUTINGS = ("prefix", "load")
-POSITIVE = ("num_replicas", "max_replicas", "target_ongoing_requests", "max_ongoing_requests", "num_prefill_replicas")
-POSITIVE += ("prefill_timeout_s", "num_cpus")
+POSITIVE = (
+    *("num_replicas", "max_replicas", "target_ongoing_requests", "max_ongoing_requests", "num_cpus"),
+    *("num_prefill_replicas", "prefill_timeout_s"),
+)
 
 
 @dataclass(frozen=True)
