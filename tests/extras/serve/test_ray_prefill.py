@@ -15,8 +15,7 @@ import httpx
 import pytest
 import transformers
 
-from nanovllm.extras.serve.errors import APIError
-from nanovllm.extras.serve.ray.calls import Call, Part
+from nanovllm.extras.serve.ray.calls import Part
 from nanovllm.extras.serve.state import ServerOptions
 from tests.conftest import hf_greedy
 from tests.extras.serve.conftest import CHAT_TEMPLATE
@@ -89,18 +88,21 @@ def part(status, body=b"", is_last=True):
 
 
 def dispatch(prefill, decode, body=COMPLETION, timeout_s=60):
-    """The bytes of the answer that the two deployments give, by the code of the ingress."""
-    from nanovllm.extras.serve.ray.ingress import Answer, Ingress, relay
+    """The status and the bytes of the answer of an ingress to these two deployments."""
+    from nanovllm.extras.serve.ray.ingress import Ingress
 
-    sent = []
+    sent, messages = [], [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Event().wait()
 
     async def send(message):
         sent.append(message)
 
     async def run():
         ingress = Ingress(decode, ServerOptions(("m",)), "info", prefill, timeout_s)
-        call = Call("POST", "/v1/completions", b"", [], None, json.dumps(body).encode())
-        await relay(await ingress._begin(call.path, call), Answer(call.path, send))
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+        await ingress._forward(scope | {"state": {}}, receive, send)
 
     asyncio.run(asyncio.wait_for(run(), 10))
     assert [message["type"] for message in sent][:1] == ["http.response.start"]
@@ -160,12 +162,18 @@ def test_a_decode_replica_that_is_not_ready_is_replaced():
 
 
 def test_a_request_whose_replicas_die_gets_503():
-
     decode = Handle([died()], [died()], [part(200)])
-    with pytest.raises(APIError) as error:
-        dispatch(Handle([part(200)]), decode)
-    assert (error.value.status_code, error.value.code) == (503, "unavailable")
+    status, answer = dispatch(Handle([part(200)]), decode)
+    assert (status, json.loads(answer)["error"]["code"]) == (503, "unavailable")
     assert len(decode.calls) == 2
+
+
+def test_a_stream_whose_replica_dies_ends_with_an_error_event():
+    begin = Part(200, [(b"content-type", b"text/event-stream")], b"data: {}\n\n", False)
+    status, answer = dispatch(Handle([part(200)]), Handle([begin, died()]))
+    first, error, *end = answer.decode().split("\n\n")
+    assert (status, first, end) == (200, "data: {}", ["data: [DONE]", ""])
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_died"
 
 
 def test_the_application_has_a_deployment_for_each_role():
