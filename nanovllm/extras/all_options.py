@@ -51,6 +51,9 @@ class Config(config.Config):
     """Host memory in GiB for blocks that are kept after the KV cache has reused their place; None keeps none."""
     kv_transfer_config: Mapping[str, Any] | None = checked(None, check_in, module="kv_store.store_options")
     """Where else blocks are kept, for other engines and after a restart: see docs/kv_store.md."""
+    state_snapshot_interval: int = checked(64, check_int, minimum=0)
+    """Blocks from one snapshot of a recurrent state to the next one of the sequence, for prefix hits; 0 takes snapshots
+    only at the ends of prompts and where prompts branch (`states/slots.py`)."""
     explain_prefix_misses: bool = checked(False, check_bool)
     """Whether metrics say why prompt tokens were not in the prefix cache; it remembers evicted blocks."""
     enable_cuda_graphs: bool | None = checked(None, check_optional_bool)

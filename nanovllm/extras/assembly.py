@@ -49,7 +49,12 @@ def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
         from nanovllm.extras.states.slots import StateBlockManager
 
         pool: Any = parts.runner.kv_cache
-        return StateBlockManager(*arguments, num_slots=pool.num_slots, bytes_per_slot=pool.bytes_per_slot)
+        return StateBlockManager(
+            *arguments,
+            num_slots=pool.num_slots,
+            bytes_per_slot=pool.bytes_per_slot,
+            snapshot_interval=parts.config.state_snapshot_interval,
+        )
     window = parts.model_config.widest_window
     if window is not None:
         from nanovllm.extras.window_blocks import WindowBlockManager

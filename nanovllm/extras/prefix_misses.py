@@ -33,7 +33,7 @@ from nanovllm.scheduler import Step
 if TYPE_CHECKING:
     from nanovllm.block_manager import BlockManager
 
-CAUSES = ("differs", "evicted", "partial_block", "cache_off", "never_seen")
+CAUSES = ("differs", "evicted", "partial_block", "cache_off", "no_snapshot", "never_seen")
 MAX_SHOWN_TOKENS = 4
 
 
@@ -46,6 +46,8 @@ class PrefixMiss:
     partial_block  they do not fill a block that can be found. The last block of a prompt is never looked up: it is not
                    full, or its last token must be computed for its logits
     cache_off      the prefix cache is off, or the request needs the hidden states of all prompt tokens
+    no_snapshot    their blocks are cached, but the model keeps a recurrent state and has no snapshot of it
+                   (`states/slots.py`)
     never_seen     no cached prefix continues with them, and no eviction of their blocks is remembered
     """
 
@@ -118,10 +120,16 @@ class PrefixHistory:
         if not self.cache.is_enabled or seq.reads_prompt:
             return [PrefixMiss(0, num_tokens, "cache_off")]
         first, stop = seq.num_computed_tokens // size, (num_tokens - 1) // size  # blocks that could have been found
+        misses: list[PrefixMiss] = []
+        parent_serial = seq.parent_serial
+        cached = PrefixCache.find(self.cache, seq)  # the core's `find`: a cache of states drops some of its hits
+        if len(cached) > first:
+            misses.append(PrefixMiss(first * size, len(cached) * size, "no_snapshot"))
+            first, parent_serial = len(cached), cached[-1].serial
         evicted = list(self._find_evicted(seq, first, stop))
-        misses = merge_evicted(evicted, first, size)
+        misses += merge_evicted(evicted, first, size)
         if first + len(evicted) < stop:
-            misses += self._compare(seq, first, stop) if not evicted else []
+            misses += self._compare(seq, first, stop, parent_serial) if not evicted else []
             start = misses[-1].end if misses else first * size
             if start < stop * size:
                 misses.append(PrefixMiss(start, stop * size, "never_seen"))
@@ -144,13 +152,14 @@ class PrefixHistory:
             yield eviction
             newest = max(one for one in (newest, own) if one is not None)
 
-    def _compare(self, seq: Sequence, i: int, stop: int) -> list[PrefixMiss]:
+    def _compare(self, seq: Sequence, i: int, stop: int, parent_serial: int) -> list[PrefixMiss]:
         """Compare block `i` of `seq` with the cached block that has the most first tokens in common with it.
 
-        Returns nothing if the cached prefix ends before block `i`.
+        `parent_serial` is the serial number of the block before it. Returns nothing if the cached prefix ends before
+        block `i`.
         """
         size = self.cache.block_size
-        siblings = self._next.get((seq.parent_serial, getattr(seq, "cache_salt", None)), [])
+        siblings = self._next.get((parent_serial, getattr(seq, "cache_salt", None)), [])
         tokens = self.cache._key(seq, i)[1]
         place = bisect_left(siblings, tokens)
         near = [pair_up(one, tokens) for one in siblings[max(0, place - 1) : place + 1]]  # neighbours in sorted order

@@ -17,6 +17,8 @@ from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.prefix_misses import CAUSES, MAX_SHOWN_TOKENS, ExplainingStats, PrefixMiss
 from nanovllm.extras.roll_back import reset_prefix_cache, roll_back
 from nanovllm.extras.serve.metrics_route import Metrics
+from nanovllm.extras.states.slots import StateBlockManager, StateScheduler
+from nanovllm.prefix_cache import PrefixCache
 from nanovllm.scheduler import Scheduler
 from tests.conftest import examples
 
@@ -67,22 +69,26 @@ class NaiveModel(ExplainingStats):
             assert miss.start == len(said) < miss.end
             said += [(miss.cause, miss.step, miss.request_id)] * (miss.end - miss.start)
             if miss.cause == "differs":
-                self.check_shown(prompt, seq.num_computed_tokens, miss)
-        causes = [self.cause_of(seq, prompt, i) for i in range(seq.num_computed_tokens, len(prompt))]
+                self.check_shown(prompt, miss.start // self.size * self.size, miss)
+        # of states: the naive model has the core's own search for blocks, and knows nothing of snapshots
+        num_cached = len(PrefixCache.find(self.blocks.prefix_cache, seq)) * self.size
+        causes = [("no_snapshot", None, None)] * (num_cached - seq.num_computed_tokens)
+        num_cached = max(num_cached, seq.num_computed_tokens)
+        causes += [self.cause_of(seq, prompt, i, num_cached) for i in range(num_cached, len(prompt))]
         assert said == ["hit"] * seq.num_computed_tokens + causes, prompt
         for one, other in zip(misses, misses[1:], strict=False):
             assert (one.cause, one.step, one.request_id) != (other.cause, other.step, other.request_id), "one span"
         self.found.update(miss.cause for miss in misses)
 
-    def cause_of(self, seq, prompt, i):
+    def cause_of(self, seq, prompt, i, num_hits):
         if not self.blocks.prefix_cache.is_enabled or seq.reads_prompt:
             return "cache_off", None, None
         if i >= (len(prompt) - 1) // self.size * self.size:
             return "partial_block", None, None
-        lost = [self.lost_to(prompt[: end + self.size]) for end in range(seq.num_computed_tokens, i + 1, self.size)]
+        lost = [self.lost_to(prompt[: end + self.size]) for end in range(num_hits, i + 1, self.size)]
         if None not in lost:
             return "evicted", *lost[-1]
-        lcp = self.longest_common(prompt, seq.num_computed_tokens)
+        lcp = self.longest_common(prompt, num_hits)
         if lost[0] is not None or not lcp:
             return "never_seen", None, None
         return "differs" if i >= lcp else "partial_block", None, None
@@ -102,7 +108,7 @@ class NaiveModel(ExplainingStats):
         return [
             one
             for one in found
-            if len(self.blocks.prefix_cache.find(make_seq([*one, ANY_TOKEN]))) * self.size == len(one)
+            if len(PrefixCache.find(self.blocks.prefix_cache, make_seq([*one, ANY_TOKEN]))) * self.size == len(one)
         ]
 
     def longest_common(self, prompt, num_hits):
@@ -136,11 +142,13 @@ class ReadsPrompt:
 class Traffic:
     """Requests over a tiny pool. The sampled tokens are the parity of the tokens before, so that texts meet again."""
 
-    def __init__(self, num_blocks, block_size, budget, max_evictions, is_enabled=True):
+    def __init__(self, num_blocks, block_size, budget, max_evictions, is_enabled=True, num_slots=0):
         self.stats = NaiveModel(max_evictions)
         self.blocks = BlockManager(num_blocks, block_size, is_enabled, self.stats)
+        if num_slots:
+            self.blocks = StateBlockManager(num_blocks, block_size, is_enabled, self.stats, num_slots=num_slots)
         self.stats.on_start(self.blocks)
-        self.scheduler = Scheduler(self.blocks, 3, budget, max_model_len=24)
+        self.scheduler = (StateScheduler if num_slots else Scheduler)(self.blocks, 3, budget, max_model_len=24)
         self.seqs = []
 
     def add(self, prompt, max_tokens=1, reads_prompt=False):
@@ -179,10 +187,17 @@ STEP = st.tuples(st.sampled_from(["step"] * 12 + ["fail", "reset"]))
 
 @settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(
-    st.integers(2, 9), st.integers(1, 4), st.sampled_from([3, 8, 30]), st.integers(1, 30), st.lists(ADD | AGAIN | STEP)
+    st.integers(2, 9),
+    st.integers(1, 4),
+    st.sampled_from([3, 8, 30]),
+    st.integers(1, 30),
+    st.sampled_from([0, 0, 3, 5]),
+    st.lists(ADD | AGAIN | STEP),
 )
-def test_each_token_has_the_cause_that_the_whole_history_gives(num_blocks, size, budget, max_evictions, operations):
-    traffic = Traffic(num_blocks, size, budget, max_evictions)
+def test_each_token_has_the_cause_that_the_whole_history_gives(
+    num_blocks, size, budget, max_evictions, num_slots, operations
+):
+    traffic = Traffic(num_blocks, size, budget, max_evictions, num_slots=num_slots)
     play(traffic, operations)
     stats = traffic.stats
     misses = stats.prefix_cache_query_tokens - stats.prefix_cache_hit_tokens
@@ -207,7 +222,8 @@ def test_random_traffic_meets_all_causes():
     """The comparison above would prove little if it met only some of them."""
     rng, found = random.Random(1), Counter()
     for _ in range(60):
-        traffic = Traffic(rng.randint(3, 8), rng.randint(1, 3), budget=8, max_evictions=rng.choice([3, 30]))
+        sizes, num_slots = (rng.randint(3, 8), rng.randint(1, 3)), rng.choice([0, 0, 3])
+        traffic = Traffic(*sizes, budget=8, max_evictions=rng.choice([3, 30]), num_slots=num_slots)
         for _ in range(12):
             length, max_tokens = rng.randint(1, 14), rng.randint(1, 8)
             if traffic.seqs and rng.random() < 0.6:
@@ -282,6 +298,21 @@ def test_block_that_is_cached_after_an_evicted_one_counts_as_evicted():
     ]
 
 
+def test_blocks_without_a_snapshot_of_the_state_are_not_found():
+    traffic = Traffic(num_blocks=19, block_size=2, budget=30, max_evictions=9, num_slots=4)
+    explained(traffic, [0, 1, 2, 3, 4, 5, 6, 7, 8])  # takes a snapshot after 8 tokens
+    assert explained(traffic, [0, 1, 2, 3, 4, 9, 9]) == [  # takes one after 4 tokens
+        PrefixMiss(0, 4, "no_snapshot"),
+        PrefixMiss(4, 5, "partial_block"),
+        PrefixMiss(5, 6, "differs", (5,), (9,)),
+        PrefixMiss(6, 7, "partial_block"),
+    ]
+    assert explained(traffic, [0, 1, 2, 3, 4, 5, 6, 6]) == [
+        PrefixMiss(4, 6, "no_snapshot"),
+        PrefixMiss(6, 8, "partial_block"),
+    ]
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8])
 def test_last_block_of_a_cached_prompt_is_computed(num_tokens):
     traffic = Traffic(num_blocks=9, block_size=4, budget=30, max_evictions=9)
@@ -331,7 +362,14 @@ def test_metrics_of_outputs_and_counters_have_the_causes():
         PrefixMiss(12, 14, "partial_block"),
     ]
     assert scored.metrics.prefix_misses == [PrefixMiss(0, 14, "cache_off")]
-    assert counters == {"differs": 3, "evicted": 0, "partial_block": 7, "cache_off": 14, "never_seen": 12}
+    assert counters == {
+        "differs": 3,
+        "evicted": 0,
+        "partial_block": 7,
+        "cache_off": 14,
+        "no_snapshot": 0,
+        "never_seen": 12,
+    }
     assert stats.prefix_cache_miss_tokens == counters
     assert before.prefix_cache_miss_tokens == dict.fromkeys(CAUSES, 0), "it does not grow later"
     exported = re.findall(

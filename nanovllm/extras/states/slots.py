@@ -16,13 +16,19 @@ the state after the prompt, so the copy is the first thing that step 2 does:
     step 2    copy of slot 1 to slot 2      A decodes position 6          B decodes position 6
 
 Prefix hits need the state at the end of the prefix, which later tokens overwrite. So the state is copied to a slot of
-its own, a *snapshot*, where prefixes are likely to end: at the last full block of a prompt, and after every
-`SNAPSHOT_INTERVAL` blocks. Chunks end at these points. A hit is the longest prefix that has both cached blocks and a
-snapshot. The snapshot is copied to the slot of the new sequence. With blocks of 4:
+its own, a *snapshot*, where prefixes are likely to end:
 
-    A, 10 tokens          chunks [0, 8) and [8, 10)       after the first, slot 1 is copied to slot 2
-    B, A's first 9        finds 8 tokens: 2 blocks, and the snapshot
-    C, A's first 6        finds none: 4 tokens have a cached block, but no snapshot
+    end of a prompt    at its last full block: the same prompt may come again, or be continued
+    branch             where a prompt leaves the cached blocks of earlier prompts: others may leave them there too
+    interval           after every `snapshot_interval` blocks of a sequence (the option `state_snapshot_interval`)
+
+Chunks end at these points. A hit is the longest prefix that has both cached blocks and a snapshot. The snapshot is
+copied to the slot of the new sequence. With blocks of 4:
+
+    A, 10 tokens             chunks [0, 8) and [8, 10)       after the first, slot 1 is copied to slot 2
+    B, A's first 9           finds 8 tokens: 2 blocks, and the snapshot
+    C, A's first 4 and 2     finds none: 4 tokens have a cached block, but no snapshot. C takes one there
+    D, A's first 4 and 3     finds 4 tokens
 
 Snapshots use slots that no sequence needs. If none is free, the least recently used snapshot is dropped. A snapshot is
 also dropped when its block is evicted.
@@ -37,8 +43,6 @@ from nanovllm.extras.extended_scheduler import ExtendedScheduler
 from nanovllm.observer import Observer
 from nanovllm.prefix_cache import CachedBlock, PrefixCache
 from nanovllm.scheduler import Step
-
-SNAPSHOT_INTERVAL = 64  # blocks
 
 BlockCopies = list[tuple[int, int]]
 SlotCopies = list[tuple[int, int]]
@@ -90,9 +94,11 @@ class SnapshotCache(PrefixCache):
         super().__init__(block_size, observer, is_enabled)
         self.free_slots = free_slots  # of the pool, which sequences take from too
         self.snapshots: OrderedDict[int, int] = OrderedDict()  # serial of a block -> slot, least recently used first
+        self.num_found = 0  # blocks that the newest call of `find` has found, with or without a snapshot
 
     def find(self, seq: Any) -> list[CachedBlock]:
         hits = super().find(seq)
+        self.num_found = len(hits)
         while hits and hits[-1].serial not in self.snapshots:
             hits.pop()
         return hits
@@ -133,14 +139,16 @@ class StateBlockManager(BlockManager):
         *,
         num_slots: int,
         bytes_per_slot: int = 0,
+        snapshot_interval: int = 0,
     ) -> None:
         super().__init__(num_blocks, block_size, enable_prefix_caching, observer)
         self.num_slots = num_slots
         self.bytes_per_slot = bytes_per_slot  # for the statistics
-        self.snapshot_interval = SNAPSHOT_INTERVAL
+        self.snapshot_interval = snapshot_interval  # blocks; 0 takes no snapshots at intervals
         free_slots = list(range(num_slots, 0, -1))
         self.prefix_cache = SnapshotCache(block_size, self.observer, enable_prefix_caching, free_slots)
         self._slots: dict[Any, int] = {}  # of each sequence that owns blocks
+        self._branches: dict[Any, int] = {}  # of these sequences: the tokens whose blocks were cached at admission
         self._copies_of_hits: SlotCopies = []
         self._copies_for_next: SlotCopies = []
 
@@ -169,6 +177,7 @@ class StateBlockManager(BlockManager):
         num_promised = sum([len(other.children) for other in self._slots])
         if 1 + len(seq.children) + num_promised > self.num_free_slots or not super().try_admit(seq, num_reserved):
             return False
+        self._branches[seq] = self.prefix_cache.num_found * self.block_size
         if not seq.num_computed_tokens:
             self._slots[seq] = self.prefix_cache.take_slot()
             return True
@@ -189,12 +198,14 @@ class StateBlockManager(BlockManager):
         super().free(seq)
         if seq in self._slots:  # a waiting sequence has none
             self.prefix_cache.free_slots.append(self._slots.pop(seq))
+        self._branches.pop(seq, None)
 
     def next_snapshot(self, seq: Any) -> int:
-        """Return the number of computed tokens at which the next snapshot of `seq` is due."""
-        span, num_computed = self.snapshot_interval * self.block_size, seq.num_computed_tokens
-        regular = (num_computed // span + 1) * span
-        return min(regular, self.end_of(seq)) if self.end_of(seq) > num_computed else regular
+        """Return the number of computed tokens at which the next snapshot of `seq` is due, or its number of tokens."""
+        num_computed, due = seq.num_computed_tokens, [self.end_of(seq), self._branches.get(seq, 0)]
+        if span := self.snapshot_interval * self.block_size:
+            due.append((num_computed // span + 1) * span)
+        return min([one for one in due if one > num_computed], default=seq.num_tokens)
 
     def end_of(self, seq: Any) -> int:
         """Return how many tokens of the prompt of `seq` the same prompt could find in the cache."""
@@ -203,7 +214,9 @@ class StateBlockManager(BlockManager):
     def take_snapshot(self, seq: Any) -> None:
         """Copy the state of `seq` before the next step, if this step's chunk ends where a snapshot is due."""
         num_computed, size = seq.num_computed_tokens, self.block_size
-        is_due = num_computed % (self.snapshot_interval * size) == 0 or num_computed == self.end_of(seq)
+        is_due = num_computed in (self.end_of(seq), self._branches.get(seq))
+        if span := self.snapshot_interval * size:
+            is_due = is_due or num_computed % span == 0
         if not is_due or num_computed != seq.num_registered_blocks * size:  # nothing is registered if the cache is off
             return
         snapshots, serial = self.prefix_cache.snapshots, seq.parent_serial

@@ -55,6 +55,8 @@ GAUGES: Mapping[str, str] = {
     "num_requests_running": "Sequences that are being computed.",
     "num_requests_waiting": "Requests that wait to be computed.",
     "kv_cache_usage_perc": "Share of the KV cache's blocks in use, from 0 to 1.",
+    "state_slots": "Slots of recurrent states, by use: running, snapshot or free.",
+    "state_slot_bytes": "Size of a slot, in all layers with recurrent states.",
 }
 COUNTERS: Mapping[str, str] = {
     "prompt_tokens": "Tokens of all prompts.",
@@ -156,7 +158,18 @@ def make_metrics(stats: EngineStats, observed: Observations) -> list[Metric]:
     ]
     misses = stats.prefix_cache_miss_tokens.items()
     metrics += [Counter("nanovllm:prefix_cache_misses", {"cause": cause}, count) for cause, count in misses]
-    return metrics + store_metrics(stats) + request_metrics(observed)
+    return metrics + state_metrics(stats) + store_metrics(stats) + request_metrics(observed)
+
+
+def state_metrics(stats: EngineStats) -> list[Metric]:
+    """Return the gauges of recurrent states; none if the model has no such states."""
+    states = stats.states
+    if states is None:
+        return []
+    uses = {"running": states.num_running, "snapshot": states.num_snapshots}
+    uses["free"] = states.num_slots - sum(uses.values())
+    slots: list[Metric] = [Gauge("nanovllm:state_slots", {"use": use}, float(count)) for use, count in uses.items()]
+    return [*slots, Gauge("nanovllm:state_slot_bytes", {}, float(states.bytes_per_slot))]
 
 
 def store_metrics(stats: EngineStats) -> list[Metric]:

@@ -20,7 +20,7 @@ QWEN35 = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
@@ -33,6 +33,7 @@ VARIANTS = {
     "biases": {"attention_bias": True},
     "every fourth layer attends": {"layer_types": None},
     "as many heads of keys": {"linear_num_key_heads": 4},
+    "heads that are not whole vectors": {"linear_value_head_dim": 24},
     "wide convolution": {"linear_conv_kernel_dim": 6},
     "half of the head is rotated": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
@@ -49,8 +50,14 @@ VARIANTS = {
 }
 
 
-def make_config(**fields):
-    return transformers.Qwen3_5TextConfig(**{**QWEN35, **fields}, bos_token_id=None, eos_token_id=None)
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+           "shared_expert_intermediate_size": 48}  # fmt: skip
+
+
+def make_config(kind="Qwen3_5", **fields):
+    experts = EXPERTS if kind == "Qwen3_5Moe" else {}
+    config_class = getattr(transformers, f"{kind}TextConfig")
+    return config_class(**{**QWEN35, **experts, **fields}, bos_token_id=None, eos_token_id=None)
 
 
 def set_weights_that_matter(model):
@@ -63,16 +70,20 @@ def set_weights_that_matter(model):
 
 
 class HybridCheckpoints:
-    """Each variant is made once, as are the continuations that `transformers` computes without a cache."""
+    """Each variant is made once, as are the continuations that `transformers` computes without a cache.
 
-    def __init__(self, root):
-        self._root = root
+    `kind` names the classes of `transformers`: `Qwen3_5` or `Qwen3_5Moe`.
+    """
+
+    def __init__(self, root, kind="Qwen3_5"):
+        self._root, self._kind = root, kind
 
     @functools.cache  # noqa: B019 (lives as long as the module's tests)
     def make(self, variant="plain"):
         """(folder, transformers model in float32)"""
         torch.manual_seed(0)
-        model = transformers.Qwen3_5ForCausalLM(make_config(**VARIANTS[variant])).eval()
+        model_class = getattr(transformers, f"{self._kind}ForCausalLM")
+        model = model_class(make_config(self._kind, **VARIANTS[variant])).eval()
         set_weights_that_matter(model)
         folder = self._root / f"qwen35-{len(list(self._root.iterdir()))}"
         model.save_pretrained(folder)

@@ -167,8 +167,7 @@ def test_aborted_requests_leave_nothing(hybrids):
 def test_a_conversation_finds_its_earlier_turns(hybrids, options):
     """Each prompt is the one before with its answer and two tokens. Snapshots are every two blocks, also of outputs."""
     folder, model = hybrids.make()
-    llm = make_llm(folder, **options)
-    llm.engine.scheduler.block_manager.snapshot_interval = 2
+    llm = make_llm(folder, state_snapshot_interval=2, **options)
     prompt, hits = hybrids.prompts()[2], []
     for turn in range(4):
         output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
@@ -192,6 +191,23 @@ def test_few_slots_keep_the_newest_snapshots(hybrids):
     llm.reset_prefix_cache()
     check_greedy(llm, hybrids.prompts()[:3], hybrids.greedy()[:3])
     assert llm.get_stats().prefix_cache_hit_tokens == num_hits
+
+
+def test_metrics_have_slots_and_prompt_tokens_without_a_snapshot(hybrids):
+    llm = make_llm(hybrids.make()[0], explain_prefix_misses=True, state_snapshot_interval=0)
+    prompt = hybrids.prompts()[3]  # 33 tokens
+    for tokens in (prompt, [*prompt[:14], 1, 2, 3], [*prompt[:13], 4, 5], prompt):
+        llm.generate([tokens], GREEDY, use_tqdm=False)
+    found = {(one.name.removeprefix("nanovllm:"), *one.labels.values()): getattr(one, "value", None)
+             for one in llm.get_metrics()}  # fmt: skip
+    # the second prompt finds 12 tokens without a state, the third one its snapshot, and the last one that of the first
+    assert found["prefix_cache_misses", "no_snapshot"] == 12
+    assert found["prefix_cache_hits",] == 12 + 32
+    assert found["prefix_cache_misses", "never_seen"] == 32
+    assert found["prefix_cache_misses", "partial_block"] + found["prefix_cache_misses", "differs"] == 1 + 5 + 3 + 1
+    uses = {use: found["state_slots", use] for use in ("running", "snapshot", "free")}
+    assert uses == {"running": 0, "snapshot": 3, "free": 13}, "two ends of prompts, one of which is a branch, and 16"
+    assert found["state_slot_bytes",] == llm.engine.runner.kv_cache.bytes_per_slot
 
 
 def test_without_prefix_caching_there_are_no_snapshots(hybrids):
@@ -272,6 +288,25 @@ def test_the_text_of_a_checkpoint_with_vision_and_mtp(tmp_path, hybrids):
     save_file({**weights, "mtp.fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
     expected = [continue_greedily(model, prompt) for prompt in hybrids.prompts()[:3]]
     check_greedy(make_llm(tmp_path), hybrids.prompts()[:3], expected)
+
+
+def test_end_of_sequence_tokens_of_the_text_config_count_if_there_are_no_others(hybrids, tmp_path):
+    """The core reads them from generation_config.json and from the top level of config.json, and no others then."""
+    (raw := json.loads((hybrids.make()[0] / "config.json").read_text())).pop("eos_token_id", None)
+    text = {**raw, "eos_token_id": [7, -1, 999]}
+    nested = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+
+    def eos_of(config, generation=None):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation or {}))
+        return make_llm(tmp_path, load_format="dummy").engine.input_processor.eos_token_ids
+
+    assert eos_of(nested) == {7}
+    assert eos_of({**nested, "eos_token_id": 5}) == {5}
+    assert eos_of(nested, {"eos_token_id": 9}) == {9}
+    text["eos_token_id"] = "7"
+    with pytest.raises(TypeError, match=r"config.json: text_config: eos_token_id\[0\] must be an int"):
+        eos_of(nested)
 
 
 def written(**fields):
@@ -362,9 +397,9 @@ def test_a_model_with_states_drafts_for_none(hybrids, tiny_checkpoint, tmp_path)
 def test_states_and_blocks_share_the_memory(hybrids):
     """Half of the memory is for states at most; what they do not need is for blocks."""
     folder, _ = hybrids.make()
-    shape = StateShape(num_layers=3, conv=(3, 160), recurrent=(4, 16, 24))
+    shape = StateShape(num_layers=3, conv=(3, 192), recurrent=(4, 16, 32))
     size = shape.bytes_per_slot(torch.float32)
-    assert size == 3 * 4 * (3 * 160 + 4 * 16 * 24)
+    assert size == 3 * 4 * (3 * 192 + 4 * 16 * 32)
     few = make_llm(folder, num_kv_blocks=None, kv_cache_memory_bytes=10 * size, max_num_seqs=100)
     cache = few.engine.runner.kv_cache
     assert cache.bytes_per_slot == size

@@ -22,7 +22,7 @@ class Run:
     def __init__(self, rng, num_slots, num_blocks, budget, has_cache):
         self.rng = rng
         self.blocks = StateBlockManager(num_blocks, 2, has_cache, SchedulingStats(), num_slots=num_slots)
-        self.blocks.snapshot_interval = rng.choice([1, 2, 64])
+        self.blocks.snapshot_interval = rng.choice([0, 1, 2, 64])
         self.scheduler = StateScheduler(self.blocks, rng.randint(3, num_slots), budget, 12)
         self.texts = [[rng.randrange(50) for _ in range(7)] for _ in range(3)]
         self.pool = [None] * (num_slots + 1)
@@ -160,13 +160,29 @@ def prefill(scheduler, name, prompt):
 
 
 def test_the_example_of_the_docstring():
-    """A takes a snapshot at its last full block; B finds it; C, whose prefix ends before it, finds none."""
+    """A takes a snapshot at its last full block; B finds it; C, which branches before it, finds none but takes one."""
     scheduler = StateScheduler(StateBlockManager(20, 4, observer=SchedulingStats(), num_slots=3), 3, 64, 40)
     tokens = list(range(10))
     assert prefill(scheduler, "a", tokens) == ([(0, 8), (8, 10)], [[], [(1, 2)]])
     assert prefill(scheduler, "b", tokens[:9]) == ([(8, 9)], [[(2, 1)]])
-    assert prefill(scheduler, "c", tokens[:6])[0] == [(0, 4), (4, 6)]
+    assert prefill(scheduler, "c", [*tokens[:4], 20, 21])[0] == [(0, 4), (4, 6)]
+    assert prefill(scheduler, "d", [*tokens[:4], 30, 31, 32])[0] == [(4, 7)]
     assert scheduler.block_manager.num_snapshots == 2
+
+
+def test_snapshots_are_taken_at_branches_ends_and_intervals():
+    """The second prompt leaves the first after 5 tokens, or 2 cached blocks. The third one leaves both there."""
+    for interval, chunks in {
+        0: [(0, 4), (4, 12), (12, 13)],
+        2: [(4, 8), (8, 12), (12, 13)],  # the first prompt has a snapshot there
+        4: [(0, 4), (4, 8), (8, 12), (12, 13)],
+        5: [(0, 4), (4, 10), (10, 12), (12, 13)],
+    }.items():
+        blocks = StateBlockManager(40, 2, observer=SchedulingStats(), num_slots=9, snapshot_interval=interval)
+        scheduler = StateScheduler(blocks, 1, 64, 20)
+        prefill(scheduler, "a", list(range(9)))
+        assert prefill(scheduler, "b", [*range(5), *range(20, 28)])[0] == chunks
+        assert prefill(scheduler, "c", [*range(5), 40])[0] == [(4, 6)]
 
 
 def test_an_evicted_block_takes_its_snapshot_with_it():

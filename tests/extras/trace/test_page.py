@@ -294,11 +294,13 @@ def test_other_causes_and_a_cache_that_is_off_have_sentences_too(show, explained
     lines[0]["config"]["enable_prefix_caching"] = False
     misses = {event[1]: event[2] for line in lines[1:] for event in line["events"] if event[0] == "miss"}
     misses[1][0]["cause"] = "no_snapshot"
+    misses[6][0]["cause"] = "unheard_of"
     evicted = {"start": 4, "end": 8, "cause": "evicted", "step": 3, "request": "a-long-name-of-before"}
     misses[7][0:3] = [evicted, {"start": 8, "end": 20, "cause": "never_seen"}]
     page = show(lines, at="#step=1&lang=en")
     for number, words in {
-        1: "tokens 0 … 19: no_snapshot",
+        1: "tokens 0 … 19 have cached blocks, but no snapshot of the recurrent state",
+        6: "tokens 0 … 15: unheard_of",
         5: "0 of 22 prompt tokens came from the prefix cache; the cache is off",
         7: "tokens 4 … 7 were evicted in step 3 for #?; no cached prefix has tokens 8 … 19",
     }.items():

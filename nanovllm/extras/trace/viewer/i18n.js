@@ -158,6 +158,7 @@ const WORDS = {
   "miss.wholeBlocks": [", and only whole blocks are found", "，而且只有整块才能命中"],
   "miss.evicted": ["tokens {start} … {stop} were evicted in step {step} for {request}", "第 {start} … {stop} 个 token 的块在第 {step} 步被淘汰，让给了 {request}"],
   "miss.evicted.several": ["tokens {start} … {stop} were evicted, the first of them in step {step} for {request}", "第 {start} … {stop} 个 token 的块已被淘汰，其中第一块在第 {step} 步让给了 {request}"],
+  "miss.no_snapshot": ["tokens {start} … {stop} have cached blocks, but no snapshot of the recurrent state", "第 {start} … {stop} 个 token 的块在缓存中，但没有循环状态的快照"],
   "miss.never_seen": ["no cached prefix has tokens {start} … {stop}", "缓存中没有前缀包含第 {start} … {stop} 个 token"],
   "miss.partial_block": ["the last {count} are computed in any case: only full blocks are found, and the logits of the last token are needed", "最后 {count} 个总要计算：只有满块才能命中，而且需要最后一个 token 的 logits"],
   "miss.cache_off": ["the cache is off", "前缀缓存已关闭"],
