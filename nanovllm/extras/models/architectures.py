@@ -27,6 +27,8 @@ ARCHITECTURES = {  # by the name that config.json has in `architectures`: module
     "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3MoeForCausalLM",
     "Qwen3_5ForCausalLM": "qwen3_5.Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "qwen3_5.Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe.Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe.Qwen3_5MoeForConditionalGeneration",
     "SmolLM3ForCausalLM": "smollm3.SmolLM3ForCausalLM",
 }
 

@@ -48,8 +48,12 @@ class Qwen3_5Config(NetworkConfig):
 
 
 def read_qwen3_5_config(raw: dict[str, Any]) -> Qwen3_5Config:
-    """Read the text fields of a Qwen3.5 config.json. Missing fields get the defaults of transformers."""
-    common = read_common(raw, max_position_embeddings=32768, num_key_value_heads=4, head_dim=256)
+    return Qwen3_5Config(**read_fields(raw, num_key_value_heads=4))
+
+
+def read_fields(raw: dict[str, Any], num_key_value_heads: int) -> dict[str, Any]:
+    """Read the fields of `Qwen3_5Config` from config.json. Missing fields get the defaults of transformers."""
+    common = read_common(raw, 32768, num_key_value_heads=num_key_value_heads, head_dim=256)
     refuse("hidden_act", common["hidden_act"], ("silu", "swish"))
     refuse("quantization_config", raw.get("quantization_config"), (None,))
     refuse("attn_output_gate", raw.get("attn_output_gate"), (True, None))
@@ -69,9 +73,8 @@ def read_qwen3_5_config(raw: dict[str, Any]) -> Qwen3_5Config:
     )
     rotary_dim = read_rotary_dim(raw, common["head_dim"])
     rope = read_rope(raw, rotary_dim, common["max_position_embeddings"])
-    return Qwen3_5Config(
-        **common, **linear, layer_types=types, state_shape=state_shape, rope=rope, rotary_dim=rotary_dim
-    )
+    positions = {"rope": rope, "rotary_dim": rotary_dim}
+    return {**common, **linear, **positions, "layer_types": types, "state_shape": state_shape}
 
 
 def read_layer_types(raw: dict[str, Any], num_layers: int) -> tuple[str, ...]:
@@ -133,7 +136,10 @@ class Qwen3_5DecoderLayer(nn.Module):
         else:
             self.self_attn = Qwen3_5Attention(config, backend)
         self.post_attention_layernorm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.mlp = self.make_mlp(config)
+
+    def make_mlp(self, config: Qwen3_5Config) -> nn.Module:
+        return GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, caches: StateCaches, place: int, metadata: StateMetadata

@@ -123,7 +123,8 @@ def test_the_table_lists_every_architecture_with_the_file_that_has_its_class():
 
 
 def test_every_architecture_is_tested():
-    with_states = {"Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"}  # by test_qwen3_5.py
+    kinds = ("ForCausalLM", "ForConditionalGeneration")  # with states: by test_qwen3_5.py and test_qwen3_5_moe.py
+    with_states = {name + kind for name in ("Qwen3_5", "Qwen3_5Moe") for kind in kinds}
     assert {one.model_class.__name__ for one in ARCHITECTURES.values()} | with_states == set(REGISTERED)
 
 
