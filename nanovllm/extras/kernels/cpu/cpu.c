@@ -2,9 +2,9 @@
 //
 // library.py compiles this file on first use, once for each dtype: bfloat16 with -DBFLOAT16, float32 without it. The
 // code is plain loops on vectors of 16 floats (vectors.h), so that any processor can run it. Products with weights are
-// in linear.h, and attention over the KV cache (kv_cache.h) is in attention.h. This file has the operations between
-// them, and a whole layer. quantised.c and int8_kv.c are separate libraries, for weights of 8 and 4 bits and for K and
-// V of 8 bits.
+// in linear.h, attention over the KV cache (kv_cache.h) is in attention.h, and recurrent states are in gated_delta.h.
+// This file has the operations between them, and a whole layer. quantised.c and int8_kv.c are separate libraries, for
+// weights of 8 and 4 bits and for K and V of 8 bits.
 //
 // All matrix products (projections, q k^T, p v) use one function, `multiply` (product.h: on AMX's tiles with -DAMX, on
 // vectors without), and one layout:
@@ -223,5 +223,6 @@ int decoder_layer(const struct layer *l, const struct step *s, element *x, uint3
 }
 
 #include "experts.h"
+#include "gated_delta.h"
 #include "instructions.h"
 #include "latent.h"

@@ -11,6 +11,7 @@ from torch import nn
 
 from nanovllm.extras.kernels.backend import KernelBackend
 from nanovllm.extras.kernels.cpu.cpu_decoder_layer import fuse_layers
+from nanovllm.extras.kernels.cpu.cpu_gated_delta import fuse_gated_delta
 from nanovllm.extras.kernels.cpu.cpu_layers import replace_layers
 from nanovllm.extras.kernels.cpu.cpu_quantised import replace_quantised
 from nanovllm.extras.kernels.cpu.experts import fuse_experts
@@ -65,6 +66,7 @@ class CpuAttention(KernelBackend):
         replace_quantised(model, self.dtype)
         replace_layers(model, self.dtype)
         fuse_experts(model, self.dtype)
+        fuse_gated_delta(model, self.dtype)
         fuse_layers(model, self)
         fuse_head_norms(model)
 
