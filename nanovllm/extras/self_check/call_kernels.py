@@ -36,6 +36,8 @@ def main(text: str) -> None:
     call_products(libraries[0], sizes)
     if sizes["has_kv"]:
         call_attention(libraries[1], sizes)
+    if sizes["states"]:
+        call_gated_delta(libraries[0], sizes)
     for library in libraries[2:]:
         call_quantised_products(library, sizes)
 
@@ -137,6 +139,37 @@ def call_attention(library: Any, sizes: dict[str, int]) -> None:
     for num_new_tokens in (NUM_TOKENS, 1):
         tensors = (q, out, k_cache, v_cache, tables, lens, memory.of_ints([0, num_new_tokens]))
         check(library.attend(*tensors, *map(c_long, shape), c_float(head_dim**-0.5), c_float(0)))
+
+
+class DeltaStruct(ctypes.Structure):
+    """The C type `struct delta_layer` of gated_delta.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, c_void_p) for name in ("taps", "rates", "dt_bias", "norm")),
+        *((name, c_long) for name in ("num_key_heads", "num_heads", "key_dim", "value_dim", "width")),
+        ("eps", c_float),
+    ]
+
+
+def call_gated_delta(library: Any, sizes: dict[str, Any]) -> None:
+    """Advance the states of two sequences: by a decode, and by the first tokens of a prompt."""
+    num_key_heads, num_heads, key_dim, value_dim, width = sizes["states"]
+    if key_dim % 16 or value_dim % 16:  # these layers run in PyTorch
+        return
+    memory, floats = Memory(sizes["element_bytes"]), Memory(4)
+    value_size, num_tokens, num_slots = num_heads * value_dim, NUM_TOKENS + 1, 3
+    num_channels = 2 * num_key_heads * key_dim + value_size
+    stride = num_channels + value_size + 2 * num_heads
+    weights = (floats.drawn(width * num_channels), floats.drawn(num_heads), floats.drawn(num_heads))
+    layer = DeltaStruct(*weights, memory.drawn(value_dim), *sizes["states"], 1e-6)
+    projected = memory.drawn(num_tokens * stride).value or 0
+    starts = (0, num_channels, num_channels + value_size, num_channels + value_size + num_heads)
+    parts = [c_void_p(projected + start * sizes["element_bytes"]) for start in starts]
+    step = (memory.of_bytes(array("q", [2, 1]).tobytes()), memory.of_bytes(bytes([0, 1])))
+    conv = memory.drawn(num_slots * (width - 1) * num_channels)
+    recurrent = floats.drawn(num_slots * key_dim * value_size)
+    tensors = (*step, memory.of_ints([0, 1, num_tokens]), conv, recurrent, memory.drawn(num_tokens * value_size))
+    check(library.gated_delta(ctypes.byref(layer), *parts, *tensors, c_long(2), c_long(stride)))
 
 
 def check(status: int) -> None:

@@ -150,6 +150,7 @@ def of_c_kernels(runner: "ModelRunner") -> list[str]:
         "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads,
         "head_dim": shape.head_dim, "block_size": backend.block_size,
         "element_bytes": runner.dtype.itemsize, "has_kv": shape.latent_rank is None,
+        "states": None if shape.state_shape is None else sizes_of_states(shape.state_shape),
     }  # fmt: skip
     libraries = [backend.library, getattr(backend, "cache_library", backend.library)]
     is_quantised = config.quantization is not None or shape.quantization_config is not None
@@ -157,6 +158,13 @@ def of_c_kernels(runner: "ModelRunner") -> list[str]:
         libraries.append(load_library(runner.dtype, QUANTISED))
     paths = [library.path_for_others() for library in libraries]
     return [sys.executable, "-I", "-S", str(kernels.origin), json.dumps([sizes, *paths])]
+
+
+def sizes_of_states(shape: Any) -> list[int]:
+    """Return the heads of keys and of values, their channels, and the width of the convolution of a `StateShape`."""
+    num_heads, key_dim, value_dim = shape.recurrent
+    num_key_heads = (shape.conv[1] - num_heads * value_dim) // (2 * key_dim)
+    return [num_key_heads, num_heads, key_dim, value_dim, shape.conv[0] + 1]
 
 
 # ---- the process on CUDA

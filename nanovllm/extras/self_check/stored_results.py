@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(__file__).parent.parent.parent
 FOLDERS = ("", "layers", "models", "extras", "extras/cuda", "extras/models", "extras/quantization", "extras/self_check",
-           "extras/kernels", "extras/kernels/cpu", "extras/kernels/cuda")  # fmt: skip
+           "extras/kernels", "extras/kernels/cpu", "extras/kernels/cuda", "extras/states")  # fmt: skip
 CUDA_PACKAGES = ("triton", "flash-attn", "flash-attn-3")
 
 

@@ -1,0 +1,79 @@
+"""`StateCheck`: the self-check of a model with recurrent states, which compares attention, draws, and such layers.
+
+The steps of `steps.py` have no slots, so the network is not run as a whole: one layer with states of each kind runs by
+itself, over a small pool of its own. Called by `runner_check.py` on a CPU.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.extras.models.gated_delta import GatedDeltaNet
+from nanovllm.extras.self_check.comparison import WIDER, check_rows
+from nanovllm.extras.self_check.networks import kind_of, num_weights
+from nanovllm.extras.self_check.runner_check import SelfCheck
+from nanovllm.extras.self_check.steps import draw_vectors
+from nanovllm.extras.states.pool import StateMetadata, StateShape
+
+STEPS = [  # (slot, computed tokens, new tokens) of each sequence: decodes first, then chunks of prompts
+    [(1, 0, 70)],
+    [(1, 70, 1), (2, 0, 1), (3, 0, 5)],
+    [(2, 1, 1), (1, 71, 9), (3, 5, 33)],
+]
+NUM_SLOTS = 3
+
+
+class StateCheck(SelfCheck):
+    def expect_layers(self) -> list[Callable[[], None]]:
+        """Run layers with states in PyTorch. Returns functions that compare their fast versions with the results."""
+        paths: dict[Any, str] = {}
+        for path, module in self.runner.model.named_modules():
+            if isinstance(module, GatedDeltaNet):
+                paths.setdefault(kind_of(module), path)
+        return [self.expect_layer(path) for path in paths.values()]
+
+    def expect_layer(self, path: str) -> Callable[[], None]:
+        """Run the layer with this name in PyTorch. Returns a function that compares its fast version."""
+        runner, dtype, wider = self.runner, self.runner.dtype, WIDER[self.runner.dtype]
+        shape: StateShape = runner.shape.state_shape  # type: ignore[attr-defined]
+        size = runner.shape.hidden_size
+        layer = runner.model.get_submodule(path)
+        self.need_memory_for(num_weights(layer) * wider.itemsize)
+        exact = run_state_layer(deepcopy(layer).to(wider), shape, size, wider, dtype)
+        plain = run_state_layer(layer, shape, size, dtype, dtype)
+
+        def compare() -> None:
+            fast = run_state_layer(runner.model.get_submodule(path), shape, size, dtype, dtype)
+            check_rows("a layer with recurrent states", fast, plain, exact, dtype)
+
+        return compare
+
+
+@torch.inference_mode()
+def run_state_layer(
+    layer: nn.Module, shape: StateShape, hidden_size: int, dtype: torch.dtype, drawn_in: torch.dtype
+) -> Tensor:
+    """Run a layer in the steps of `STEPS`, over a pool that is full of NaN: [num_tokens, hidden_size]
+
+    The random inputs are rounded to the dtype `drawn_in`, so that layers of other dtypes get the same.
+    """
+    conv = torch.full((NUM_SLOTS + 1, *shape.conv), torch.nan, dtype=dtype)
+    state_dtype = torch.promote_types(dtype, torch.float32)
+    recurrent = torch.full((NUM_SLOTS + 1, *shape.recurrent), torch.nan, dtype=state_dtype)
+    outputs = []
+    for i, chunks in enumerate(STEPS):
+        x = draw_vectors(i, sum(n for *_, n in chunks), hidden_size).to(drawn_in).to(dtype)
+        outputs.append(layer(x, conv, recurrent, metadata_of(chunks)))
+    return torch.cat(outputs)
+
+
+def metadata_of(chunks: list[tuple[int, int, int]]) -> StateMetadata:
+    """Return what a layer with states reads of a step's metadata. Chunks of one token are decodes."""
+    slots, starts, lens = torch.tensor(chunks).unbind(1)  # [num_seqs] each
+    offsets = torch.cat((torch.zeros(1, dtype=torch.long), lens.cumsum(0))).int()  # [num_seqs + 1]
+    num_decodes, none = int((lens == 1).sum()), torch.empty(0)
+    attention = (none, none, starts + lens, offsets, offsets, offsets, num_decodes, 0, 0, 0)
+    return StateMetadata(*attention, state_slots=slots.contiguous(), is_first=starts == 0)
