@@ -20,7 +20,8 @@ its own, a *snapshot*, where prefixes are likely to end:
 
     end of a prompt    at its last full block: the same prompt may come again, or be continued
     branch             where a prompt leaves the cached blocks of earlier prompts: others may leave them there too
-    interval           after every `snapshot_interval` blocks of a sequence (the option `state_snapshot_interval`)
+    interval           after every `snapshot_interval` blocks of a sequence (the option `state_snapshot_interval`). It
+                       replaces the sequence's last one of this kind, so that a long sequence does not evict all others
 
 Chunks end at these points. A hit is the longest prefix that has both cached blocks and a snapshot. The snapshot is
 copied to the slot of the new sequence. With blocks of 4:
@@ -41,7 +42,7 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.extended_scheduler import ExtendedScheduler
 from nanovllm.observer import Observer
-from nanovllm.prefix_cache import CachedBlock, PrefixCache
+from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock, PrefixCache
 from nanovllm.scheduler import Step
 
 BlockCopies = list[tuple[int, int]]
@@ -106,8 +107,13 @@ class SnapshotCache(PrefixCache):
     def forget(self, block_id: int) -> None:
         cached = self._by_id.get(block_id)
         super().forget(block_id)
-        if cached is not None and cached.serial in self.snapshots:
-            self.free_slots.append(self.snapshots.pop(cached.serial))
+        if cached is not None:
+            self.drop(cached.serial)
+
+    def drop(self, serial: int) -> None:
+        """Drop the snapshot at the end of a block, if there is one."""
+        if serial in self.snapshots:
+            self.free_slots.append(self.snapshots.pop(serial))
 
     def holds(self, seq: Any) -> bool:
         """Return whether the last full block of `seq` can still be found: this step may have evicted it again."""
@@ -149,6 +155,7 @@ class StateBlockManager(BlockManager):
         self.prefix_cache = SnapshotCache(block_size, self.observer, enable_prefix_caching, free_slots)
         self._slots: dict[Any, int] = {}  # of each sequence that owns blocks
         self._branches: dict[Any, int] = {}  # of these sequences: the tokens whose blocks were cached at admission
+        self._regular: dict[Any, int] = {}  # the serial of the last snapshot that each has taken at an interval
         self._copies_of_hits: SlotCopies = []
         self._copies_for_next: SlotCopies = []
 
@@ -199,6 +206,7 @@ class StateBlockManager(BlockManager):
         if seq in self._slots:  # a waiting sequence has none
             self.prefix_cache.free_slots.append(self._slots.pop(seq))
         self._branches.pop(seq, None)
+        self._regular.pop(seq, None)
 
     def next_snapshot(self, seq: Any) -> int:
         """Return the number of computed tokens at which the next snapshot of `seq` is due, or its number of tokens."""
@@ -214,15 +222,17 @@ class StateBlockManager(BlockManager):
     def take_snapshot(self, seq: Any) -> None:
         """Copy the state of `seq` before the next step, if this step's chunk ends where a snapshot is due."""
         num_computed, size = seq.num_computed_tokens, self.block_size
-        is_due = num_computed in (self.end_of(seq), self._branches.get(seq))
-        if span := self.snapshot_interval * size:
-            is_due = is_due or num_computed % span == 0
+        is_special, span = num_computed in (self.end_of(seq), self._branches.get(seq)), self.snapshot_interval * size
+        is_due = is_special or (span and num_computed % span == 0)
         if not is_due or num_computed != seq.num_registered_blocks * size:  # nothing is registered if the cache is off
             return
         snapshots, serial = self.prefix_cache.snapshots, seq.parent_serial
         if serial in snapshots:
             snapshots.move_to_end(serial)
         elif self.num_free_slots and self.prefix_cache.holds(seq):
+            if not is_special:
+                self.prefix_cache.drop(self._regular.get(seq, ROOT_SERIAL))
+                self._regular[seq] = serial
             snapshots[serial] = self.prefix_cache.take_slot()
             self._copies_for_next.append((self._slots[seq], snapshots[serial]))
 
