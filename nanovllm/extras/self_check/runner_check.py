@@ -67,7 +67,7 @@ NEARLY_BEST = 0.2  # in standard deviations of the logits; another batch size ma
 def begin(runner: "ModelRunner", kind: Device, stored: StoredResult) -> Unchecked:
     """Return the check of a runner, whose result is to be stored. The crash test has started."""
     arguments = (runner, stored, start_crash_test(runner, kind))
-    if runner.shape.state_shape is None:  # type: ignore[attr-defined]
+    if runner.shape.state_shape is None:
         return SelfCheck(*arguments)
     from nanovllm.extras.self_check.state_check import StateCheck
 

@@ -38,7 +38,7 @@ class StateCheck(SelfCheck):
     def expect_layer(self, path: str) -> Callable[[], None]:
         """Run the layer with this name in PyTorch. Returns a function that compares its fast version."""
         runner, dtype, wider = self.runner, self.runner.dtype, WIDER[self.runner.dtype]
-        shape: StateShape = runner.shape.state_shape  # type: ignore[attr-defined]
+        shape: StateShape = runner.shape.state_shape
         size = runner.shape.hidden_size
         layer = runner.model.get_submodule(path)
         self.need_memory_for(num_weights(layer) * wider.itemsize)
