@@ -1,0 +1,161 @@
+"""Every schedule of a few small requests is right, and the search that says so finds planted faults."""
+
+import json
+
+import pytest
+
+from nanovllm.extras.full_observer import Observer
+from nanovllm.extras.states.slots import SnapshotCache
+from nanovllm.extras.trace import view
+from tests.extras import schedule_faults as faults
+from tests.extras.schedule_search import OTHER_TEXT, TEXT, Counterexample, Setting, World, record, search
+
+KINDS = ["core", "windows", "states"]
+SWEPT_KINDS = [*[pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2]], "states"]
+FEW = ((TEXT[:5], 1), (TEXT[:3], 2), (OTHER_TEXT, 1))
+REQUESTS = {  # budget -> the requests that may come, each up to three times
+    1: ((TEXT[:1], 1), (TEXT[:3], 2), (OTHER_TEXT, 1)),
+    2: ((TEXT[:2], 2), (TEXT[:5], 1), (OTHER_TEXT, 1)),
+    3: FEW,
+    4: ((TEXT[:4], 1), (TEXT[:5], 2), (OTHER_TEXT, 1)),
+}
+INTERVALS = {1: 1, 2: 2, 3: 1, 4: 64}  # budget -> blocks between snapshots; after 64 blocks is only the end of a prompt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_schedule_of_few_actions_is_wrong(kind):
+    assert search(Setting(kind, 3, FEW), 4).num_states > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", REQUESTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_schedule_is_wrong(kind, budget):
+    searched = search(Setting(kind, budget, REQUESTS[budget], snapshot_interval=INTERVALS[budget]), 12)
+    assert searched.num_states > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["windows", "states"])
+def test_no_schedule_with_a_fork_between_two_steps_is_wrong(kind):
+    assert search(Setting(kind, 3, FEW, max_requests=2, max_forks=1), 9).num_states > 1000
+
+
+# ---- what the search would miss
+
+
+@pytest.mark.slow
+def test_the_search_meets_everything_that_can_happen(monkeypatch):
+    seen = set()
+
+    def watch(owner, name, what, is_met=lambda *_: True):
+        method = getattr(owner, name)
+
+        def watched(self, *arguments):
+            if is_met(self, *arguments):
+                seen.add(what)
+            return method(self, *arguments)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(Observer, "on_preempt", "preemption")
+    watch(Observer, "on_copy_block", "copy-on-write")
+    watch(Observer, "on_wait", "no room")
+    watch(Observer, "on_admit", "a prefix hit", lambda _, seq: seq.num_computed_tokens)
+    watch(Observer, "on_admit", "a hit of its own blocks", lambda _, seq: seq.num_cached_tokens is not None)
+    watch(Observer, "on_take_block", "an eviction", lambda _, seq, block_id, is_evicted: is_evicted)
+    watch(Observer, "on_give_back", "a block behind the window")
+    watch(SnapshotCache, "take_slot", "a dropped snapshot", lambda cache: not cache.free_slots)
+    watch(World, "fork", "a fork between two steps")
+    for kind in KINDS:
+        search(Setting(kind, 4, FEW, max_forks=int(kind != "core"), max_requests=2), 6)
+    assert len(seen) == 9, seen
+
+
+@pytest.mark.parametrize("kind", SWEPT_KINDS)
+def test_states_that_count_as_equal_have_equal_futures(kind):
+    """Otherwise the search would leave out a state whose future it has not seen."""
+    setting = Setting(kind, 3, FEW, max_requests=2)
+
+    def futures(frozen):
+        keys = set()
+        for action in World.thaw(frozen, setting).actions():
+            world = World.thaw(frozen, setting)
+            world.apply(action)
+            keys.add(world.key())
+        return keys
+
+    first = World(setting)
+    reached, level, num_merged = {first.key(): first.freeze()}, [first.freeze()], 0
+    for _ in range(5):
+        next_level = []
+        for frozen in level:
+            for action in World.thaw(frozen, setting).actions():
+                world = World.thaw(frozen, setting)
+                world.apply(action)
+                known = reached.setdefault(world.key(), new := world.freeze())
+                if known is new:
+                    next_level.append(new)
+                elif known != new and num_merged < 100:
+                    num_merged += 1
+                    assert futures(known) == futures(new)
+        level = next_level
+    assert num_merged > 20
+
+
+# ---- planted faults
+
+FAULTS = [  # a fault, the parts that it is planted in, and the fewest actions that show it
+    (faults.a_fork_does_not_count_as_an_owner, "core", 2),
+    (faults.a_shared_block_is_written_without_a_copy, "core", 3),
+    (faults.copies_are_not_part_of_the_step, "core", 3),
+    (faults.a_preempted_sequence_keeps_its_last_block, "core", 5),
+    (faults.a_resumed_sequence_goes_on_where_it_was, "core", 5),
+    (faults.an_evicted_block_can_still_be_found, "core", 5),
+    (faults.a_block_is_known_by_its_own_tokens_only, "core", 6),
+    (faults.a_whole_prompt_is_found, "core", 7),
+    (faults.found_blocks_need_no_room, "core", 7),
+    (faults.tokens_reach_the_wrong_sequences, "core", 2),
+    (faults.samples_that_will_fork_take_no_places, "core", 3),
+    (faults.the_window_is_one_token_too_short, "windows", 3),
+    (faults.blocks_behind_the_window_are_not_freed, "windows", 3),
+    (faults.states_are_copied_a_step_too_early, "states", 2),
+    (faults.hits_are_copied_before_their_snapshots_are_taken, "states", 4),
+    (faults.a_snapshot_outlives_its_block, "states", 7),
+    (faults.a_snapshot_is_taken_wherever_a_chunk_ends, "states", 5),
+    (faults.a_hit_computes_in_the_snapshot, "states", 4),
+    (faults.a_child_computes_in_the_slot_of_its_parent, "states", 3),
+    (faults.a_slot_is_not_freed, "states", 3),
+    (faults.samples_need_a_slot_too_many, "states", 2),
+    (faults.a_step_without_chunks_drops_the_copies, "states", 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "num_actions"),
+    [pytest.param(*fault, id=fault[0].__name__, marks=[pytest.mark.slow] * (fault[2] > 3)) for fault in FAULTS],
+)
+def test_a_planted_fault_is_found(plant, kind, num_actions, monkeypatch):
+    plant(monkeypatch.setattr)
+    with pytest.raises(Counterexample) as caught:
+        search(Setting(kind, 4, FEW), 8)
+    assert len(caught.value.actions) == num_actions, caught.value
+
+
+@pytest.mark.parametrize("kind", SWEPT_KINDS)
+def test_a_counterexample_is_a_recording_that_can_be_viewed(kind, monkeypatch, tmp_path, capsys):
+    plant = {
+        "core": faults.copies_are_not_part_of_the_step,
+        "windows": faults.the_window_is_one_token_too_short,
+        "states": faults.hits_are_copied_before_their_snapshots_are_taken,
+    }[kind]
+    plant(monkeypatch.setattr)
+    with pytest.raises(Counterexample) as caught:
+        search(Setting(kind, 4, FEW), 6)
+    record(caught.value, tmp_path / "run.jsonl")
+    header, *lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    assert header["config"]["description"] == str(caught.value)
+    codes = [event[0] for line in lines for event in line["events"]]
+    assert codes.count("schedule") == caught.value.actions.count(("step",)), "the step that fails is there too"
+    assert view.main([str(tmp_path / "run.jsonl"), "-o", str(tmp_path / "run.html")]) == 0
+    assert "run.html" in capsys.readouterr().out
