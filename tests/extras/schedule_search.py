@@ -1,9 +1,9 @@
 """A search over all schedules: bounded model checking of the real scheduler and the real block managers.
 
-Random traffic finds what happens often. This search is exhaustive: from an empty pool it takes every sequence of actions
-up to a given length, and checks what must hold after each action. The model is replaced by a function of the tokens.
-`FullFakeKVCache` keeps for each slot of a block the prefix on which its K and V depend, and `World.pool` keeps for each
-slot of the state pool the tokens that the state has read.
+Random traffic finds what happens often. This search is exhaustive: from an empty pool it takes every sequence of
+actions up to a given length, and checks what must hold after each action. The model is replaced by a function of the
+tokens. `FullFakeKVCache` keeps for each slot of a block the prefix on which its K and V depend. `World.pool` keeps for
+each slot of the state pool the tokens that the state has read.
 
     add i             queue a request of `Setting.requests`: a prompt, and the number of its samples
     step              schedule, compute, update; a request for two samples forks in the step of its last prompt token
