@@ -1,7 +1,7 @@
 """Faults that `test_schedule_search.py` plants in scheduler and block managers. Each is a mistake that one could make.
 
-A fault is a function that replaces methods by wrong ones, with pytest's `monkeypatch.setattr`. `FAULTS` says in which
-search each must be found, and after how many actions.
+A fault is a function that replaces methods by wrong ones, with pytest's `monkeypatch.setattr`. `FAULTS` in
+the test says where each must be found, and after how many actions.
 """
 
 from nanovllm import prefix_cache
@@ -175,27 +175,8 @@ def a_snapshot_outlives_its_block(replace):
     replace(SnapshotCache, "forget", PrefixCache.forget)
 
 
-def the_snapshot_of_an_evicted_block_is_taken(replace):
-    replace(SnapshotCache, "holds", lambda self, seq: True)
-
-
 def a_slot_is_not_freed(replace):
     replace(StateBlockManager, "free", BlockManager.free)
-
-
-def children_are_promised_no_slots(replace):
-    right = StateBlockManager.try_admit
-
-    def try_admit(self, seq, num_reserved=0):
-        children = [(other, other.children) for other in self._slots]
-        for other, _ in children:
-            other.children = []
-        admitted = right(self, seq, num_reserved)
-        for other, its_children in children:
-            other.children = its_children
-        return admitted
-
-    replace(StateBlockManager, "try_admit", try_admit)
 
 
 def samples_need_a_slot_too_many(replace):
