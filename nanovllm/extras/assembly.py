@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
-    """Return a runner with kernels, ranks, states or a draft model, and the engine's options as they are possible.
+    """Return a runner with kernels, ranks, states, groups or a draft model, and the options as they are possible.
 
     The self-check has passed, or was not needed.
     """
@@ -30,6 +30,8 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     if shape.state_shape is not None:
         from nanovllm.extras.states.state_runner import StateRunner as kind
+    elif shape.kv_groups:
+        from nanovllm.extras.kv_groups.group_runner import GroupRunner as kind
     elif max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
         from nanovllm.extras.parallel.start_ranks import start_ranks as kind
     elif (config.speculative_config or {}).get("model") is not None:

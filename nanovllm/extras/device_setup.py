@@ -3,7 +3,7 @@
 `cuda/startup.py` and `parallel/start_ranks.py` have subclasses of `Device`, and `self_check/` has one of `Unchecked`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,9 @@ class Device:
     def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
         """Allocate the blocks of the KV cache."""
         kv_cache.allocate(0)
-        kv_cache.tensor = untouched_zeros(kv_cache.tensor, num_blocks + 1)
+        caches: Sequence[KVCache] = getattr(kv_cache, "groups", (kv_cache,))  # of a model with groups of layers
+        for cache in caches:
+            cache.tensor = untouched_zeros(cache.tensor, num_blocks + 1)
 
     def wrap(self, runner: "ModelRunner", newest: Any) -> None:
         """Wrap the runner's `compute`, if needed. The runner calls this last, after allocating the KV cache."""

@@ -144,7 +144,8 @@ def is_plain(config: Config, folder: Path) -> bool:
         return False
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     is_plain_model = shape.quantization_config is None and shape.latent_rank is None and shape.widest_window is None
-    return is_plain_model and shape.state_shape is None and resolve_device(config.device).type == "cpu"
+    is_plain_model = is_plain_model and shape.state_shape is None and not shape.kv_groups
+    return is_plain_model and resolve_device(config.device).type == "cpu"
 
 
 def compute_eagerly(runner: PlainRunner, batch: Batch) -> SampledTokens:

@@ -16,6 +16,8 @@ ARCHITECTURES = {  # by the name that config.json has in `architectures`: module
     "DeepseekV2ForCausalLM": "deepseek.DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "deepseek.DeepseekV3ForCausalLM",
     "Gemma3ForCausalLM": "gemma3.Gemma3ForCausalLM",
+    "Gemma4ForCausalLM": "gemma4.Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration": "gemma4.Gemma4ForConditionalGeneration",
     "GptOssForCausalLM": "gpt_oss.GptOssForCausalLM",
     "GraniteForCausalLM": "granite.GraniteForCausalLM",
     "LlamaForCausalLM": "llama.LlamaForCausalLM",

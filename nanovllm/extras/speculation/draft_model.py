@@ -134,6 +134,10 @@ def find_draft_model(runner: ModelRunner, options: Speculation, num_kv_blocks: i
             f"speculative_config['model'] must have K and V only: {options.model} has recurrent states, from which "
             f"rejected drafts cannot be removed"
         )
+    if shape.kv_groups:
+        raise ValueError(
+            f"speculative_config['model'] must have K and V of one shape: the layers of {options.model} have several"
+        )
     if large.widest_window is not None:
         raise ValueError(
             "speculative_config['model'] cannot draft for a model whose layers all have a window: "

@@ -7,6 +7,8 @@ On CUDA the copies run in a stream of their own, so that a copy to the host may 
     moves itself    [(5, 6)]    device block 5 -> device block 6: copy-on-write
 """
 
+from typing import Any
+
 import torch
 
 from nanovllm.block_manager import BlockManager
@@ -45,9 +47,8 @@ class SwappingKVCache(KVCache):
         super().copy_blocks(copies)
 
 
-def make_swap(kv_cache: KVCache, blocks: BlockManager) -> Swap:
-    """Return the strategy for a `SwappingKVCache`, with as many blocks in host memory as the cache has."""
-    assert isinstance(kv_cache, SwappingKVCache)
+def make_swap(kv_cache: Any, blocks: BlockManager) -> Swap:
+    """Return the strategy for a `SwappingKVCache`, or groups of them, with as many blocks in host memory as it has."""
     return Swap(blocks, SwapSpace(kv_cache.num_swap_blocks, blocks.block_size))
 
 

@@ -123,9 +123,10 @@ def test_the_table_lists_every_architecture_with_the_file_that_has_its_class():
 
 
 def test_every_architecture_is_tested():
-    kinds = ("ForCausalLM", "ForConditionalGeneration")  # with states: by test_qwen3_5.py and test_qwen3_5_moe.py
-    with_states = {name + kind for name in ("Qwen3_5", "Qwen3_5Moe") for kind in kinds}
-    assert {one.model_class.__name__ for one in ARCHITECTURES.values()} | with_states == set(REGISTERED)
+    kinds = ("ForCausalLM", "ForConditionalGeneration")
+    names = ("Qwen3_5", "Qwen3_5Moe", "Gemma4")  # by test_qwen3_5.py, test_qwen3_5_moe.py and test_gemma4.py
+    elsewhere = {name + kind for name in names for kind in kinds}
+    assert {one.model_class.__name__ for one in ARCHITECTURES.values()} | elsewhere == set(REGISTERED)
 
 
 def test_a_page_of_a_model_stays_a_page():

@@ -1,0 +1,100 @@
+"""The runner of models with several groups of K and V, and which options do not work with such models.
+
+`assembly.py` makes it when the network's config has `kv_groups`. All other models have the runners that they had.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from nanovllm.batch import Batch
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.device_setup import Device, Unchecked
+from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.kernels.choices import choose
+from nanovllm.extras.kv_groups.groups import GroupedKVCache
+from nanovllm.extras.weights import load_model
+from nanovllm.kv_cache import KVCache
+from nanovllm.layers.attention import TorchAttention
+
+REFUSED = {  # option -> the values that work, of which the first is the default
+    "kv_offloading_size": (None,),
+    "kv_transfer_config": (None,),
+    "kv_cache_dtype": ("auto",),
+    "quantization": (None,),
+    "enable_cuda_graphs": (None, False),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "tensor_parallel_size": (1,),
+    "nnodes": (1,),
+}
+
+
+def check_options(config: Config) -> None:
+    """Raise ValueError for an option that handles one shape of K and V only, or is not tested with several."""
+    for name, allowed in REFUSED.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise ValueError(
+                f"{name} must be {' or '.join(map(repr, allowed))} for a model whose layers have K and V of different "
+                f"shapes, got {value!r}"
+            )
+    if (config.speculative_config or {}).get("model") is not None:
+        raise ValueError(
+            "speculative_config must not name a draft model for a model whose layers have K and V of different "
+            "shapes, got 'model' in it: take method 'ngram', or no speculation"
+        )
+
+
+class GroupRunner(ModelRunner):
+    """Runs steps as `ModelRunner` does, with a backend and a KV cache for each group, and without CUDA graphs."""
+
+    kv_cache: GroupedKVCache
+
+    def __init__(self, config: Config, folder: Path, **options: Any) -> None:
+        check_options(config)
+        super().__init__(replace(config, enable_cuda_graphs=False), folder, **options)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache.tensors)
+
+    def describe(self) -> str:
+        groups = ", ".join([str(group) for group in self.shape.kv_groups])
+        return f"{super().describe()}; groups of layers with K and V: {groups}"
+
+    def begin_self_check(self, kind: Device) -> Unchecked:
+        """Return a check of nothing: the self-check runs networks with one shape of K and V."""
+        return Unchecked()
+
+    def make_backend(self) -> TorchAttention:
+        """Choose the attention backend of each group, with the same block size, and return that of the first."""
+        config, shape, chosen = self.config, self.shape, []
+        for group in shape.kv_groups:
+            sizes = {"head_dim": group.head_dim, "num_key_value_heads": group.num_kv_heads}
+            of_group = replace(shape, **sizes, attention_options=(group.options,))
+            chosen.append(choose(config, self.device, self.dtype, of_group))
+            config = replace(config, block_size=chosen[0][0].block_size)
+        self.backends: Any = tuple(backend for backend, _ in chosen)
+        self.reasons = " and ".join(dict.fromkeys(reason for _, reason in chosen))
+        return chosen[0][0]
+
+    def load_network(self) -> nn.Module:
+        """Return the network on the device, with its weights. Its layers choose from the backends of all groups."""
+        seed = self.config.seed if self.config.load_format == "dummy" else None
+        return load_model(self.model_class, self.shape, self.backends, self.dtype, self.device, self.folder, seed)
+
+    def make_kv_cache(self) -> GroupedKVCache:
+        """Return the caches of all groups. With swap, each one has its part of every block in host memory."""
+        pairs = zip(self.backends, self.shape.kv_groups, strict=True)
+        arguments = [(backend, group.num_layers, self.dtype, self.device) for backend, group in pairs]
+        caches = tuple(KVCache(*of_group) for of_group in arguments)
+        grouped, space = GroupedKVCache(caches), self.config.swap_space_bytes
+        if not space:
+            return grouped
+        from nanovllm.extras.swap.host_blocks import SwappingKVCache
+
+        num_blocks = space // grouped.bytes_per_block
+        if not num_blocks:
+            raise ValueError(f"swap_space_bytes must be >= {grouped.bytes_per_block}, one block, got {space}")
+        shares = [num_blocks * cache.bytes_per_block for cache in caches]
+        return GroupedKVCache(tuple(SwappingKVCache(*one, share) for one, share in zip(arguments, shares, strict=True)))
