@@ -74,8 +74,11 @@ def test_tokens_are_those_of_transformers(gemmas, backend, budget, block_size, p
         check_greedy(llm, gemmas.prompts()[:3], gemmas.greedy()[:3])
         return
     check_greedy(llm, gemmas.prompts(), gemmas.greedy())
-    # a smaller budget computes one prompt after the other
-    assert (llm.get_stats().num_preemptions > 0) == (pool == "tiny" and budget > 7)
+    num_preemptions = llm.get_stats().num_preemptions
+    if pool == "large":
+        assert num_preemptions == 0
+    elif budget > 7:  # a smaller one computes one prompt after the other
+        assert num_preemptions > 0
     check_greedy(llm, gemmas.prompts()[::-1], gemmas.greedy()[::-1])
     if pool == "large":  # each prompt finds its own full blocks
         assert llm.get_stats().prefix_cache_hit_tokens >= sum((len(p) - 1) // block_size for p in gemmas.prompts())
