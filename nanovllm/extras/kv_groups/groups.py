@@ -40,10 +40,11 @@ class KVGroup:
 
 
 class KVPlace(NamedTuple):
-    """Where a layer finds its K and V: `tensors[group][:, index]`."""
+    """Where a layer finds its K and V: `tensors[group][:, layer]`."""
 
     group: int
-    index: int
+    layer: int
+    """Its number among the layers of the group that own K and V."""
     is_owner: bool = True
     """Whether the layer writes K and V. Otherwise it reads those of an earlier layer."""
 

@@ -46,6 +46,8 @@ def make_layer(config: Gemma4Config, backends: tuple[Any, ...], layer: int) -> G
 
 
 class Gemma4Model(DecoderModel):
+    local_rotary: ScaledRotary  # of layers with a window, if there are any
+
     def __init__(self, config: Gemma4Config, backend: Any, layer_class: type[nn.Module]) -> None:
         super().__init__(config, backend, layer_class)
         self.layer_types, self.kv_places = config.layer_types, config.kv_places
@@ -71,7 +73,7 @@ class Gemma4Model(DecoderModel):
             angles[SLIDING] = self.local_rotary(positions, x.dtype)
         for layer, own_embedding, kind, place in zip(self.layers, own, self.layer_types, self.kv_places, strict=True):
             cos, sin = angles[kind]  # [num_tokens, 1, head_dim / 2] each
-            x = layer(x, own_embedding, cos, sin, kv_caches[place.group][:, place.index], metadata)
+            x = layer(x, own_embedding, cos, sin, kv_caches[place.group][:, place.layer], metadata)
         return self.norm(x)  # [num_tokens, hidden_size]
 
     def own_embeddings(self, input_ids: Tensor, x: Tensor) -> Tensor:
@@ -84,9 +86,9 @@ class Gemma4Model(DecoderModel):
 
 
 class Gemma4ForCausalLM(Gemma3ForCausalLM):  # which has the soft-cap on logits
-    read_config = staticmethod(read_gemma4_config)
+    read_config = staticmethod(read_gemma4_config)  # type: ignore[assignment]
     layer_class = staticmethod(make_layer)  # type: ignore[assignment]
-    model_class = Gemma4Model
+    model_class = Gemma4Model  # type: ignore[assignment]
 
     def __init__(self, config: Any, backend: Any) -> None:
         super().__init__(config, backend)

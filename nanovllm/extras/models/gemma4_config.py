@@ -101,7 +101,7 @@ def read_flag(raw: dict[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def read_embedding_sizes(raw: dict[str, Any], vocab_size: int) -> dict[str, int]:
+def read_embedding_sizes(raw: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     """Read the size of the embeddings that layers have of their own, and the number of tokens that have one."""
     size = first_given(raw.get("hidden_size_per_layer_input", 256), 0)
     num_tokens = raw.get("vocab_size_per_layer_input", 262_144)
@@ -111,7 +111,7 @@ def read_embedding_sizes(raw: dict[str, Any], vocab_size: int) -> dict[str, int]
     return {"hidden_size_per_layer_input": size, "vocab_size_per_layer_input": num_tokens}
 
 
-def read_experts(raw: dict[str, Any]) -> dict[str, int]:
+def read_experts(raw: dict[str, Any]) -> dict[str, Any]:
     """Read the number of experts, how many of them a token goes through, and their size, if there are experts."""
     if not read_flag(raw, "enable_moe_block"):
         return {}
@@ -152,8 +152,8 @@ def read_groups(
         groups.append(KVGroup(owners.count(kind), num_kv_heads, head_dim, options))
     places = []
     for i, kind in enumerate(types):  # a layer that shares has the place of the last owner of its type
-        index = types[:i].count(kind) if i < len(owners) else owners.count(kind) - 1
-        places.append(KVPlace(kinds.index(kind), index, i < len(owners)))
+        number = types[:i].count(kind) if i < len(owners) else owners.count(kind) - 1
+        places.append(KVPlace(kinds.index(kind), number, i < len(owners)))
     return tuple(groups), tuple(places)
 
 
