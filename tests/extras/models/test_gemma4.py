@@ -71,7 +71,7 @@ def test_tokens_are_those_of_transformers(gemmas, backend, budget, block_size, p
         options["num_kv_blocks"] = TINY_POOLS[block_size]
     llm = make_llm(gemmas.make()[0], **options)
     if budget == 1:  # which is slow
-        check_greedy(llm, gemmas.prompts()[:3], gemmas.greedy()[:3])
+        check_greedy(llm, gemmas.prompts()[:2], gemmas.greedy()[:2])
         return
     check_greedy(llm, gemmas.prompts(), gemmas.greedy())
     num_preemptions = llm.get_stats().num_preemptions
@@ -92,9 +92,8 @@ def test_variants_give_the_tokens_of_transformers(gemmas, variant, backend):
     check_greedy(llm, gemmas.prompts(), gemmas.greedy(variant))
 
 
-@pytest.mark.parametrize("variant", ["experts", "other angles"])
-def test_some_variants_give_the_tokens_of_transformers(gemmas, variant):
-    folder, model = gemmas.make(variant)
+def test_experts_give_the_tokens_of_transformers(gemmas):
+    folder, model = gemmas.make("experts")
     prompts = gemmas.prompts()[2:5]
     llm = make_llm(folder, attention_backend="cpu", block_size=16, max_num_batched_tokens=64)
     check_greedy(llm, prompts, [continue_greedily(model, prompt) for prompt in prompts])
@@ -103,7 +102,7 @@ def test_some_variants_give_the_tokens_of_transformers(gemmas, variant):
 @pytest.mark.parametrize(
     "options",
     [
-        {"enable_overlap": True, "max_num_batched_tokens": 11},
+        pytest.param({"enable_overlap": True, "max_num_batched_tokens": 11}, marks=pytest.mark.slow),
         pytest.param({"enable_overlap": True, "num_kv_blocks": 19}, marks=pytest.mark.slow),
         {**SWAP, "num_kv_blocks": 19, "max_num_batched_tokens": 30},
         pytest.param(
@@ -133,7 +132,7 @@ def test_drafts_change_no_token(gemmas, backend):
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "disable_by_batch_size": 8}
     options = {"attention_backend": backend, "block_size": 16, "max_num_batched_tokens": 64}
     llm = make_llm(gemmas.make()[0], speculative_config=speculation, **options)
-    prompts = [prompt[:12] * 3 for prompt in gemmas.prompts()[2:5]]
+    prompts = [prompt[:12] * 3 for prompt in gemmas.prompts()[2:4]]
     check_greedy(llm, prompts, [continue_greedily(gemmas.make()[1], prompt) for prompt in prompts])
     assert llm.get_stats().num_draft_tokens > 0
 
@@ -150,7 +149,7 @@ def test_drafts_change_no_token(gemmas, backend):
 def test_samples_share_the_blocks_of_all_groups(gemmas, options):
     """The oracle: the log-probabilities of `transformers`. Seen to fail if the blocks of one group are not copied."""
     folder, model = gemmas.make()
-    llm, prompts = make_llm(folder, **options), gemmas.prompts()[:4]
+    llm, prompts = make_llm(folder, **options), gemmas.prompts()[1:4:2]
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
     for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
         assert len({tuple(sample.token_ids) for sample in output.outputs}) == 3
