@@ -9,7 +9,9 @@ import torch
 
 from benchmarks.common import QWEN3_06B, ModelShape, make_workload
 from benchmarks.roofline import Rates
-from labs.calculators import chunk_size, hit_rate, kv_transfer, roofline, users_fit, waste
+from labs.calculators import chunk_size, hit_rate, kv_transfer, roofline, state_bytes, users_fit, waste
+from labs.demos.states import make_hybrid
+from nanovllm import LLM
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.hub_cache import put_into_cache
 
@@ -43,6 +45,8 @@ def save_config(folder, name, variant):
         (chunk_size, ("--cost", 0, 0, 1), "--cost must be >= 0, and fixed or per token > 0"),
         (chunk_size, ("--long-len", 2000), "--long-len must be in 1 … 1952, got 2000"),
         (kv_transfer, ("--gbits", 100, 0), "--tokens, --gbits and --tflops must be above 0"),
+        (state_bytes, ("--tokens", 0), "--tokens must be >= 1"),
+        (state_bytes, ("--model", QWEN3_06B), "layers keep states, "),
         (hit_rate, ("--num-users", 0), "num_users must be >= 1"),
         (hit_rate, ("--num-kv-blocks", 10), "num_kv_blocks * block_size >= 1120, the longest conversation"),
     ],
@@ -388,3 +392,41 @@ def test_kv_transfer_prints_its_rates(run_main):
     assert lines[0] == "a prompt of 1,000 tokens, in milliseconds; computed at 100 TFLOP/s"
     row = next(line.split() for line in lines if line.startswith("Qwen3-0.6B"))
     assert row[1:4] == ["114,688", "1.0", "114.7"]
+
+
+# ---- state_bytes
+
+
+def test_states_of_qwen35_by_hand():
+    """16 heads of 128 × 128 float32 and 3 × 6,144 bfloat16 in 18 layers; 2 KV heads of 256 in 6 layers."""
+    small, _, large = state_bytes.HYBRIDS
+    assert small.bytes_of_state == 18 * (16 * 128 * 128 * 4 + 3 * 6144 * 2)
+    assert small.bytes_per_token == 6 * 2 * 2 * 256 * 2
+    assert large.bytes_of_state == 48 * (48 * 128 * 128 * 4 + 3 * 10240 * 2)
+    assert state_bytes.QWEN3.bytes_per_token == 114_688
+
+
+@pytest.mark.parametrize("hybrid", state_bytes.HYBRIDS, ids=lambda hybrid: hybrid.name)
+def test_a_hybrid_is_smaller_from_the_border_on(hybrid):
+    others = [hybrid.with_attention()] + [state_bytes.QWEN3] * (hybrid is state_bytes.HYBRIDS[0])
+    for other in others:
+        border = hybrid.smaller_from(other)
+        sizes = [(one.bytes_of_sequence(border - 1), one.bytes_of_sequence(border)) for one in (hybrid, other)]
+        assert sizes[0][0] >= sizes[1][0]
+        assert sizes[0][1] < sizes[1][1]
+
+
+def test_a_config_json_has_the_sizes_of_the_engines_caches(tmp_path):
+    shape = state_bytes.shape_of_model(str(make_hybrid(tmp_path)))
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "attention_backend": "torch", "device": "cpu"}
+    with LLM(tmp_path, dtype="bfloat16", block_size=4, num_kv_blocks=8, max_num_seqs=2, **options) as llm:
+        cache = llm.engine.runner.kv_cache
+        assert shape.bytes_of_state == cache.bytes_per_slot == llm.get_stats().states.bytes_per_slot
+        assert shape.bytes_per_token * 4 == cache.bytes_per_block
+
+
+def test_state_bytes_prints_the_memory_of_sequences(run_main):
+    lines = run_main(state_bytes, "--tokens", 1024)
+    rows = {re.split(r" {2,}", line)[0]: re.split(r" {2,}", line)[1:] for line in lines}
+    assert rows["Qwen3-0.6B"] == ["-", "0.109", "112"]
+    assert [line.split()[-1] for line in lines if line.startswith("Qwen3.5-0.8B")] == ["31", "48", "1,590"]

@@ -1,0 +1,224 @@
+"""Count the prefix hits of a model whose layers keep states, and follow the slots of its sequences.
+
+    python -m labs.demos.states                      # hit rates, with and without snapshots of the states
+    python -m labs.demos.states --slots              # the slots at each step of two requests; no model runs
+    python -m labs.demos.states --trace run.jsonl    # record the third workload, snapshots at ends of prompts
+
+The model has random weights, and prompts of random tokens. In three of its four layers each sequence has a state, and
+the fourth keeps K and V. The first row of each workload is the bundled model, which has K and V in all layers.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.extras.full_observer import SchedulingStats
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.states.slots import StateBlockManager, StateScheduler
+
+HYBRID: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,  # large, so that tokens vary
+}
+ENGINE: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "block_size": 4}
+NEVER = 100  # blocks between snapshots: longer than any sequence here
+
+# ---- hit rates
+
+
+class Setting(NamedTuple):
+    """What the engine keeps of a prefix."""
+
+    name: str
+    interval: int | None
+    """Blocks between snapshots. None for a model without states."""
+    has_cache: bool = True
+
+
+SETTINGS = [
+    Setting("K and V in all layers", None),
+    Setting("states, no prefix cache", NEVER, has_cache=False),
+    Setting("states, ends of prompts", NEVER),
+    Setting("states, every 4 blocks", 4),
+    Setting("states, every block", 1),
+]
+
+
+class Result(NamedTuple):
+    outputs: list[list[int]]
+    num_prompt_tokens: int
+    num_found: int
+    num_steps: int
+    num_snapshots: int | None
+
+
+def random_tokens(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(10, 2048), k=length)
+
+
+def converse(llm: LLM) -> list[list[int]]:
+    """Run a conversation: four questions of 22 tokens, and answers of 20 tokens that become a part of the prompt."""
+    prompt: list[int] = []
+    answers = []
+    for turn in range(4):
+        prompt = prompt + random_tokens(turn, 22)
+        answers.append(generate(llm, prompt, 20))
+        prompt = prompt + answers[-1]
+    return answers
+
+
+def share_prefix(llm: LLM) -> list[list[int]]:
+    """Send five requests, one after the other. They begin with the same 64 tokens, and have 12 of their own."""
+    common = random_tokens(10, 64)
+    return [generate(llm, common + random_tokens(11 + i, 12), 4) for i in range(5)]
+
+
+def send_prefix_first(llm: LLM) -> list[list[int]]:
+    """Do the same after a request that has only the common tokens, and one more, which must be computed."""
+    generate(llm, [*random_tokens(10, 64), 1], 1)
+    return share_prefix(llm)
+
+
+def generate(llm: LLM, prompt: list[int], max_tokens: int) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+WORKLOADS: dict[str, Callable[[LLM], list[list[int]]]] = {
+    "a conversation": converse,
+    "a common prefix": share_prefix,
+    "a common prefix, sent first by itself": send_prefix_first,
+}
+
+
+def make_hybrid(folder: Path) -> Path:
+    """Write the config.json of a model with states. Its weights are made when the engine starts, from a seed."""
+    (folder / "config.json").write_text(json.dumps(HYBRID))
+    return folder
+
+
+def measure(setting: Setting, workload: Callable[[LLM], list[list[int]]], hybrid: Path, trace: Path | None) -> Result:
+    """Run a workload on a new engine."""
+    model, load_format = (TINY_QWEN3, "auto") if setting.interval is None else (hybrid, "dummy")
+    pool: dict[str, Any] = {"num_kv_blocks": 60, "max_num_seqs": 60, "enable_prefix_caching": setting.has_cache}
+    options: dict[str, Any] = {"load_format": load_format, "skip_tokenizer_init": True, "trace": trace}
+    with LLM(model, max_model_len=256, **ENGINE, **pool, **options) as llm:
+        if setting.interval is not None:
+            llm.engine.scheduler.block_manager.snapshot_interval = setting.interval  # type: ignore[attr-defined]
+        outputs = workload(llm)
+        stats = llm.get_stats()
+    num_snapshots = None if stats.states is None else stats.states.num_snapshots
+    return Result(outputs, stats.prompt_tokens, stats.prefix_cache_hit_tokens, stats.steps, num_snapshots)
+
+
+def compare(hybrid: Path) -> None:
+    """Print a row for each workload and setting."""
+    for name, workload in WORKLOADS.items():
+        print(f"{name:38} prompt tokens   found   hit rate   steps   snapshots")
+        results = [measure(setting, workload, hybrid, None) for setting in SETTINGS]
+        for setting, result in zip(SETTINGS, results, strict=True):
+            rate = result.num_found / result.num_prompt_tokens
+            num_snapshots = "-" if result.num_snapshots is None else result.num_snapshots
+            print(
+                f"  {setting.name:36} {result.num_prompt_tokens:>13} {result.num_found:>7} {rate:>10.0%} "
+                f"{result.num_steps:>7} {num_snapshots:>11}"
+            )
+        is_same = all(result.outputs == results[1].outputs for result in results[2:])
+        print(f"  same tokens from all engines with states: {'yes' if is_same else 'NO'}\n")
+
+
+# ---- slots
+
+
+def add(scheduler: StateScheduler, name: str, prompt: list[int], n: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    seqs = [Sequence(name, prompt, params, sample_index=i) for i in range(n)]
+    seqs[0].children = seqs[1:]
+    scheduler.add(seqs[0])
+
+
+def run_steps(scheduler: StateScheduler) -> Iterator[Any]:
+    """Yield each step after it is scheduled. A arrives before step 1, B with two samples before step 3."""
+    add(scheduler, "A", list(range(10)), n=1)
+    for number in count(1):
+        if number == 3:
+            add(scheduler, "B", list(range(9)), n=2)
+        step = scheduler.schedule()
+        if not step.chunks:
+            return
+        yield step
+        scheduler.update(step, [100 + number] * len(step.samples))  # what a model would sample
+
+
+def follow_slots() -> None:
+    """Print the owner of each slot at each step. The pool of blocks is so small that a sequence is preempted."""
+    blocks = StateBlockManager(7, 4, observer=SchedulingStats(), num_slots=4)
+    scheduler = StateScheduler(blocks, max_num_seqs=3, max_num_batched_tokens=64, max_model_len=64)
+    lengths: dict[int, int] = {}  # serial number of a snapshot's last block -> tokens before the snapshot
+    print("(8) is a snapshot of the state after 8 tokens\n")
+    titles = " ".join(f"{f'slot {slot}':10}" for slot in range(1, 5))
+    print(f"step   {'copies':14} {'positions that are computed':38} {titles} events")
+    for number, step in enumerate(run_steps(scheduler), 1):
+        for seq, start, num_new_tokens in step.chunks:
+            if seq.parent_serial in blocks.prefix_cache.snapshots:
+                lengths.setdefault(seq.parent_serial, start + num_new_tokens)
+        owners = {blocks.slot_of(seq): name_of(seq) for seq in scheduler.running}
+        owners |= {slot: f"({lengths[serial]})" for serial, slot in blocks.prefix_cache.snapshots.items()}
+        copies = ", ".join(f"{source} to {destination}" for source, destination in step.copies.state_copies)
+        chunks = ", ".join(f"{name_of(seq)}: {show_range(start, length)}" for seq, start, length in step.chunks)
+        slots = " ".join(f"{owners.get(slot, '-'):10}" for slot in range(1, 5))
+        events = [f"{name_of(seq)} is admitted" for seq in step.admitted]
+        events += [f"{name_of(seq)} is preempted" for seq in step.preempted]
+        print(f"{number:>4}   {copies:14} {chunks:38} {slots} {', '.join(events)}".rstrip())
+
+
+def name_of(seq: Any) -> str:
+    return seq.request_id if seq.request_id == "A" else f"{seq.request_id}.{seq.sample_index}"
+
+
+def show_range(start: int, length: int) -> str:
+    return f"{start}" if length == 1 else f"{start} … {start + length - 1}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Hit rates and slots of a model with recurrent states.")
+    parser.add_argument("--slots", action="store_true", help="follow the slots of two requests instead")
+    parser.add_argument("--trace", type=Path, help="record the third workload to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # steps are too small for more
+    if args.slots:
+        follow_slots()
+        return
+    with TemporaryDirectory() as work:
+        hybrid = make_hybrid(Path(work))
+        if args.trace:
+            measure(SETTINGS[2], send_prefix_first, hybrid, args.trace)
+        else:
+            compare(hybrid)
+
+
+if __name__ == "__main__":
+    main()
