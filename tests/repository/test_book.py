@@ -37,6 +37,7 @@ CHAPTERS = [
     "12_beyond_one_engine.md",
     "13_speculation.md",
     "14_kv_beyond_the_pool.md",
+    "15_state_beside_pages.md",
 ]
 PARTS = ["The idea", "Predict", "Measure", "The code", "See it", "Beyond", "Build it", "Three questions"]
 PAGES = ["README.md", *CHAPTERS, "course_notes.md", "glossary.md", "interview.md"]
