@@ -170,21 +170,21 @@ def run_steps(scheduler: StateScheduler) -> Iterator[Any]:
         if not step.chunks:
             return
         yield step
-        scheduler.update(step, [100 + number] * len(step.samples))  # what a model would sample
+        # what a model would sample: the two samples of B differ
+        scheduler.update(step, [100 * (1 + seq.sample_index) + number for seq in step.samples])
 
 
 def follow_slots() -> None:
     """Print the owner of each slot at each step. The pool of blocks is so small that a sequence is preempted."""
-    blocks = StateBlockManager(7, 4, observer=SchedulingStats(), num_slots=4)
+    blocks = StateBlockManager(6, 4, observer=SchedulingStats(), num_slots=4)
     scheduler = StateScheduler(blocks, max_num_seqs=3, max_num_batched_tokens=64, max_model_len=64)
-    lengths: dict[int, int] = {}  # serial number of a snapshot's last block -> tokens before the snapshot
+    lengths: dict[int, int] = {}  # serial number of a full block -> tokens up to its end
     print("(8) is a snapshot of the state after 8 tokens\n")
     titles = " ".join(f"{f'slot {slot}':10}" for slot in range(1, 5))
     print(f"step   {'copies':14} {'positions that are computed':38} {titles} events")
     for number, step in enumerate(run_steps(scheduler), 1):
-        for seq, start, num_new_tokens in step.chunks:
-            if seq.parent_serial in blocks.prefix_cache.snapshots:
-                lengths.setdefault(seq.parent_serial, start + num_new_tokens)
+        for seq in scheduler.running:
+            lengths[seq.parent_serial] = seq.num_registered_blocks * blocks.block_size
         owners = {blocks.slot_of(seq): name_of(seq) for seq in scheduler.running}
         owners |= {slot: f"({lengths[serial]})" for serial, slot in blocks.prefix_cache.snapshots.items()}
         copies = ", ".join(f"{source} to {destination}" for source, destination in step.copies.state_copies)
