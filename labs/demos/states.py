@@ -116,6 +116,7 @@ WORKLOADS: dict[str, Callable[[LLM], list[list[int]]]] = {
 
 def make_hybrid(folder: Path) -> Path:
     """Write the config.json of a model with states. Its weights are made when the engine starts, from a seed."""
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(HYBRID))
     return folder
 
@@ -213,7 +214,7 @@ def main() -> None:
         follow_slots()
         return
     with TemporaryDirectory() as work:
-        hybrid = make_hybrid(Path(work))
+        hybrid = make_hybrid(Path(work) / "random-hybrid")  # recordings have this name
         if args.trace:
             measure(SETTINGS[2], send_prefix_first, hybrid, args.trace)
         else:
