@@ -10,6 +10,7 @@ its own attention, and one row for each other kind of attention with the same la
 2 · heads · head_dim values with MHA, 2 · kv_heads · head_dim with GQA, 2 · head_dim with MQA, and
 latent_rank + rope_dim with MLA. If every layer has a window, the widest window limits the tokens that a sequence keeps.
 If some layers have no window, all layers keep all tokens. The last columns are for whole sequences. No model runs.
+Models whose layers keep states are refused: `state_bytes.py` is for them.
 `tests/repository/labs/test_kv_bytes.py` compares these figures with the caches that engines allocate.
 """
 
@@ -98,6 +99,8 @@ def shape_of_config(folder: Path, name: str) -> CacheShape:
     """Return the cache's shape of a config.json. Raise ValueError if the engine does not support the architecture."""
     raw = read_config(folder)
     _, shape = find_architecture(raw)
+    if shape.state_shape is not None:
+        raise ValueError(f"{name} has layers that keep states instead of K and V: use `labs.calculators.state_bytes`")
     window, num_layers, heads = shape.widest_window, shape.num_hidden_layers, shape.num_attention_heads
     if shape.latent_rank is None:
         return CacheShape(name, num_layers, heads, shape.num_key_value_heads, 2 * shape.head_dim, window=window)

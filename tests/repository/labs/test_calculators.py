@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.common import QWEN3_06B, ModelShape, make_workload
 from benchmarks.roofline import Rates
-from labs.calculators import chunk_size, hit_rate, kv_transfer, roofline, state_bytes, users_fit, waste
+from labs.calculators import chunk_size, hit_rate, kv_bytes, kv_transfer, roofline, state_bytes, users_fit, waste
 from labs.demos.states import make_hybrid
 from nanovllm import LLM
 from tests.extras.models.architectures import ARCHITECTURES
@@ -430,3 +430,12 @@ def test_state_bytes_prints_the_memory_of_sequences(run_main):
     rows = {re.split(r" {2,}", line)[0]: re.split(r" {2,}", line)[1:] for line in lines}
     assert rows["Qwen3-0.6B"] == ["-", "0.109", "112"]
     assert [line.split()[-1] for line in lines if line.startswith("Qwen3.5-0.8B")] == ["31", "48", "1,590"]
+
+
+def test_calculators_of_k_and_v_refuse_states(run_main, capsys, tmp_path):
+    folder = make_hybrid(tmp_path)
+    message = "has layers that keep states instead of K and V: use `labs.calculators.state_bytes`"
+    for module, arguments in ((kv_bytes, ()), (users_fit, ("--memory", "9GiB"))):
+        with pytest.raises(SystemExit):
+            run_main(module, "--model", folder, *arguments)
+        assert message in capsys.readouterr().err
