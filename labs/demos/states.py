@@ -156,7 +156,7 @@ def compare(hybrid: Path) -> None:
 
 def add(scheduler: StateScheduler, name: str, prompt: list[int], n: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    seqs = [Sequence(name, prompt, params, sample_index=i) for i in range(n)]
+    seqs: list[Any] = [Sequence(name, prompt, params, sample_index=i) for i in range(n)]
     seqs[0].children = seqs[1:]
     scheduler.add(seqs[0])
 
