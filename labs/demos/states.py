@@ -2,7 +2,7 @@
 
     python -m labs.demos.states                      # hit rates, with and without snapshots of the states
     python -m labs.demos.states --slots              # the slots at each step of two requests; no model runs
-    python -m labs.demos.states --trace run.jsonl    # record the third workload, snapshots at ends of prompts
+    python -m labs.demos.states --trace run.jsonl    # record the third workload, snapshots at ends and branches
 
 The model has random weights, and prompts of random tokens. In three of its four layers each sequence has a state, and
 the fourth keeps K and V. The first row of each workload is the bundled model, which has K and V in all layers.
@@ -60,7 +60,7 @@ class Setting(NamedTuple):
 SETTINGS = [
     Setting("K and V in all layers", None),
     Setting("states, no prefix cache", NEVER, has_cache=False),
-    Setting("states, ends of prompts", NEVER),
+    Setting("states, ends and branches", NEVER),
     Setting("states, every 4 blocks", 4),
     Setting("states, every block", 1),
 ]
