@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import loader
-from nanovllm.checks import check_token_ids
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.request_params import SamplingParams
@@ -62,22 +61,6 @@ def read_plain_qwen3(raw: Mapping[str, Any]) -> NetworkConfig | None:
         return None
     biases: dict[str, Any] = {"qkv_bias": shape.attention_bias, "o_bias": shape.attention_bias}
     return NetworkConfig(**vars(shape), **biases, initializer_range=raw.get("initializer_range") or 0.02)
-
-
-def read_eos_of_text(folder: Path, vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence tokens that config.json nests in `text_config`.
-
-    They count only if neither generation_config.json nor config.json itself names any. The core reads those.
-    """
-    raw, file = read_json(folder / "config.json"), folder / "generation_config.json"
-    nested = raw.get("text_config")
-    eos = nested.get("eos_token_id") if isinstance(nested, dict) else None
-    generation = read_json(file) if file.is_file() else {}
-    if eos is None or any(one.get("eos_token_id") is not None for one in (generation, raw)):
-        return frozenset()
-    eos = eos if isinstance(eos, list) else [eos]
-    check_token_ids(f"{folder / 'config.json'}: text_config: eos_token_id", [one for one in eos if one != -1])
-    return frozenset(token_id for token_id in eos if 0 <= token_id < vocab_size)
 
 
 def read_default_sampling_params(config: Config, folder: Path) -> SamplingParams:

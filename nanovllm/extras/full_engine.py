@@ -15,12 +15,7 @@ from nanovllm import engine
 from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.checkpoint import (
-    load_tokenizer,
-    read_default_sampling_params,
-    read_eos_of_text,
-    resolve_model,
-)
+from nanovllm.extras.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
 from nanovllm.extras.full_observer import Observer, SchedulingStats
 from nanovllm.extras.full_request import note_admitted, read_tokens
 from nanovllm.extras.input_processor import InputProcessor
@@ -306,7 +301,6 @@ class LLMEngine(engine.LLMEngine):
 
     def make_runner(self, folder: Path) -> PlainRunner:
         check_process()
-        self._eos_of_text: frozenset[int] = frozenset()  # the tokens that the core does not find
         self._is_plain = is_plain(self.config, folder)
         if self._is_plain:
             runner = PlainRunner(self.config, folder)
@@ -314,13 +308,15 @@ class LLMEngine(engine.LLMEngine):
             from nanovllm.extras.assembly import start_runner
 
             runner, self.config = start_runner(self.config, folder)
-            self._eos_of_text = read_eos_of_text(folder, runner.shape.vocab_size)
         seconds = runner.clock.seconds
         logger.info("started in " + ", ".join(f"{part} {spent:.2f} s" for part, spent in seconds.items()))
         return runner
 
     def make_stats(self) -> SchedulingStats:
-        self.eos_token_ids |= self._eos_of_text
+        if not self._is_plain:
+            from nanovllm.extras.eos_of_text import read_eos_of_text
+
+            self.eos_token_ids |= read_eos_of_text(self.runner.folder, self.runner.shape.vocab_size)
         defaults = self._default_sampling_params
         self.parts = Parts(self.config, self.runner, self.tokenizer, self.eos_token_ids, defaults)
         self.description = self.parts.description

@@ -33,9 +33,13 @@ def begin(runner: "ModelRunner", kind: Device) -> Unchecked:
     stored = StoredResult(runner)
     known = stored.read()
     if known is None:
-        from nanovllm.extras.self_check.runner_check import begin  # only now: later starts do without these modules
+        # only now: later starts do without these modules
+        from nanovllm.extras.self_check.runner_check import SelfCheck as Check
+        from nanovllm.extras.self_check.runner_check import begin
 
-        return begin(runner, kind, stored)
+        if runner.shape.state_shape is not None:
+            from nanovllm.extras.self_check.state_check import StateCheck as Check
+        return begin(Check, runner, kind, stored)
     if not known.is_right:
         raise SelfCheckError(f"{known.reason} (found on {known.date}; delete {stored.path} to check again)")
     return Unchecked()

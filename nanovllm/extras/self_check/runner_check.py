@@ -64,14 +64,9 @@ NEARLY_EQUAL = 0.25  # the length of a difference, as a share of a vector's; the
 NEARLY_BEST = 0.2  # in standard deviations of the logits; another batch size may decide between almost equal ones
 
 
-def begin(runner: "ModelRunner", kind: Device, stored: StoredResult) -> Unchecked:
+def begin(check: "type[SelfCheck]", runner: "ModelRunner", kind: Device, stored: StoredResult) -> Unchecked:
     """Return the check of a runner, whose result is to be stored. The crash test has started."""
-    arguments = (runner, stored, start_crash_test(runner, kind))
-    if runner.shape.state_shape is None:
-        return SelfCheck(*arguments)
-    from nanovllm.extras.self_check.state_check import StateCheck
-
-    return StateCheck(*arguments)
+    return check(runner, stored, start_crash_test(runner, kind))
 
 
 class SelfCheck(Unchecked):
