@@ -112,7 +112,7 @@ int pthread_attr_init(pthread_attr_t *), pthread_attr_destroy(pthread_attr_t *);
 int pthread_attr_setstacksize(pthread_attr_t *, size_t), pthread_attr_setdetachstate(pthread_attr_t *, int);
 void *aligned_alloc(size_t, size_t), *malloc(size_t), *calloc(size_t, size_t), free(void *);
 void *memcpy(void *, const void *, size_t), *memset(void *, int, size_t);
-float sqrtf(float), rintf(float);
+float sqrtf(float), rintf(float), expf(float), log1pf(float);
 """
 
 
