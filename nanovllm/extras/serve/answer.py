@@ -1,42 +1,59 @@
 """Split the text of a chat's answer into reasoning, tool calls and content while it grows.
 
 <think>\\n…\\n</think>      reasoning: `reasoning`, and `reasoning_content`, the name in other servers
-<tool_call>…</tool_call>   tool_calls, if the request has tools; other model families use other formats
+<tool_call>…</tool_call>   tool_calls, if the request has tools
 the rest                   content
+
+These are the tags of Qwen3; other model families have other ones. `answer_parts/harmony.py` parses gpt-oss.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from nanovllm.extras.serve.parsers.parser_registry import Parsers
-from nanovllm.extras.serve.parsers.reasoning import OPEN
-from nanovllm.extras.serve.parsers.tool_parser import CallArguments, CallStart, Content, Event
+from nanovllm.extras.answer_parts.events import CallArguments, CallStart, Content, Event, Reasoning
+from nanovllm.extras.answer_parts.harmony import Harmony
+from nanovllm.extras.answer_parts.token_bytes import TokenBytes
+from nanovllm.extras.lazy_outputs import RequestOutput
+from nanovllm.extras.serve.parsers.parser_registry import Parsers, is_forced, parsers_named
+from nanovllm.extras.serve.parsers.tool_parser import ToolParser
 from nanovllm.extras.serve.protocol import ChatCompletionRequest
 
 
 class Answer:
-    """Parses the text of one choice of a request."""
+    """Parses one choice of a request. prompt: its text and its token ids."""
 
-    def __init__(self, body: ChatCompletionRequest, prompt: str, parsers: Parsers) -> None:
-        self._reasoning = parsers.reasoning_of(body, starts_inside=prompt.rstrip().endswith(OPEN))
+    def __init__(
+        self, body: ChatCompletionRequest, prompt: Mapping[str, Any], parsers: Parsers, token_bytes: TokenBytes
+    ) -> None:
         functions = [tool.function for tool in body.told_tools]
-        self._tools = parsers.for_request(body)(functions) if functions else None
+        self._harmony: Harmony | None = None
+        self._tools: ToolParser | None = None
+        if parsers.is_harmony and not is_forced(body):
+            names = [function.name for function in functions]
+            self._harmony = Harmony(token_bytes, prompt["prompt_token_ids"], names)
+        elif functions:
+            self._tools = parsers.for_request(body)(functions)
+        self._calls = self._harmony if self._harmony is not None else self._tools
+        self._reasoning = parsers.reasoning_of(body, str(prompt["prompt"]))
         self._max_calls = 1 if body.has_one_call else None
         self._must_call = body.must_call
         self._has_content = False
         self._arguments: list[str] = []  # pieces of the newest call's arguments
 
-    def feed(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """Return the deltas of OpenAI's streams for `text`, the next piece of the answer.
+    def feed(self, text: str, token_ids: Sequence[int], is_last: bool) -> list[dict[str, Any]]:
+        """Return the deltas of OpenAI's streams for the next piece of the answer: new text, and new tokens.
 
         Text that may be the start of a tag is held back until more text arrives, or until the last piece.
         """
+        if self._harmony is not None:
+            return self._deltas(self._harmony.feed(text, token_ids, is_last))
         parts = [self._reasoning.feed(text)] + ([self._reasoning.finish()] if is_last else [])
         deltas: list[dict[str, Any]] = []
         for reasoning, content in parts:
             if reasoning:
-                deltas.append({"reasoning": reasoning, "reasoning_content": reasoning})
+                deltas.append(to_delta(Reasoning(reasoning)))
             deltas += self._read(content)
         if is_last and self._tools is not None:
             deltas += self._deltas(self._tools.finish())
@@ -49,16 +66,16 @@ class Answer:
         A model may omit the end of a call, so a call is complete if its arguments are. If calls are forced, the answer
         consists of calls, and any other text is the beginning of a call.
         """
-        if self._tools is None:
+        if self._calls is None:
             return False
-        if self._must_call and (self._has_content or self._tools.num_calls == 0):
+        if self._must_call and (self._has_content or self._calls.num_calls == 0):
             return True
-        is_told = self._max_calls is None or self._tools.num_calls <= self._max_calls
-        return self._tools.is_within_call and is_told and not is_json("".join(self._arguments))
+        is_told = self._max_calls is None or self._calls.num_calls <= self._max_calls
+        return self._calls.is_within_call and is_told and not is_json("".join(self._arguments))
 
     def finish_reason(self, reason: str) -> str:
         """Return OpenAI's finish reason for the engine's `reason`: `tool_calls` if the answer has complete calls."""
-        has_called = self._tools is not None and self._tools.num_calls > 0
+        has_called = self._calls is not None and self._calls.num_calls > 0
         return "tool_calls" if has_called and reason == "stop" and not self.is_cut_off else reason
 
     def _read(self, text: str) -> list[dict[str, Any]]:
@@ -69,16 +86,39 @@ class Answer:
     def _deltas(self, events: list[Event]) -> list[dict[str, Any]]:
         deltas = []
         for event in events:
-            if not isinstance(event, Content) and self._max_calls is not None and event.index >= self._max_calls:
+            is_call = isinstance(event, CallStart | CallArguments)
+            if is_call and self._max_calls is not None and event.index >= self._max_calls:
                 continue
             if isinstance(event, CallStart):
                 self._arguments = []
             elif isinstance(event, CallArguments):
                 self._arguments.append(event.text)
-            else:
+            elif isinstance(event, Content):
                 self._has_content = True
             deltas.append(to_delta(event))
         return deltas
+
+
+def parse_output(
+    output: RequestOutput,
+    tokenizer: Any,
+    tool_call_parser: str = "hermes",
+    reasoning_parser: str = "qwen3",
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[dict[str, Any]]:
+    """Return the messages of an output of `LLM.chat`, one for each sample, in the form in which the server sends them.
+
+    tools: those that the chat had. Raises KeyError for an unknown name of a parser.
+    """
+    parsers, token_bytes = parsers_named(tool_call_parser, reasoning_parser), TokenBytes(tokenizer)
+    question = {"role": "user", "content": ""}
+    body = ChatCompletionRequest.model_validate({"messages": [question], "tools": list(map(dict, tools)) or None})
+    prompt = {"prompt": output.prompt or "", "prompt_token_ids": output.prompt_token_ids}
+    answers = [Answer(body, prompt, parsers, token_bytes) for _ in output.outputs]
+    return [
+        merge(answer.feed(one.text, one.token_ids, is_last=True))
+        for answer, one in zip(answers, output.outputs, strict=True)
+    ]
 
 
 def is_json(text: str) -> bool:
@@ -97,6 +137,8 @@ def to_delta(event: Event) -> dict[str, Any]:
         return {"tool_calls": [{"index": event.index, **call}]}
     if isinstance(event, CallArguments):
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    if isinstance(event, Reasoning):
+        return {"reasoning": event.text, "reasoning_content": event.text}
     return {"content": event.text}
 
 

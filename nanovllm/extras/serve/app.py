@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from nanovllm.extras.answer_parts.token_bytes import TokenBytes
 from nanovllm.extras.serve import chat_route as chat
 from nanovllm.extras.serve import completions, embeddings, info, ui
 from nanovllm.extras.serve.access import AccessControl
@@ -20,7 +21,6 @@ from nanovllm.extras.serve.protocol import ErrorBody
 from nanovllm.extras.serve.request_ids import RequestIds
 from nanovllm.extras.serve.responses import route as responses
 from nanovllm.extras.serve.state import Server, ServerOptions
-from nanovllm.extras.serve.token_bytes import TokenBytes
 from nanovllm.extras.serve.ui import LiveLines
 
 ERRORS: dict[int | str, dict[str, Any]] = {

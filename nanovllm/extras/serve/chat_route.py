@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from nanovllm.extras.answer_parts.token_bytes import TokenBytes
 from nanovllm.extras.lazy_outputs import CompletionOutput, RequestOutput
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.serve.answer import Answer, merge
@@ -23,7 +24,6 @@ from nanovllm.extras.serve.sampling import chat_params
 from nanovllm.extras.serve.state import ReadyServer, Server
 from nanovllm.extras.serve.streaming import EventStream, answer_whole
 from nanovllm.extras.serve.structured_outputs import compile_structured_outputs
-from nanovllm.extras.serve.token_bytes import TokenBytes
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -36,7 +36,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     prompt, params = await prepare_chat(server, request, body)
     generation = Generation(server, new_id("chatcmpl", request), [prompt], params)
     await generation.start(request, body, "messages")
-    answers = [Answer(body, str(prompt["prompt"]), parsers) for _ in range(body.n or 1)]
+    answers = [Answer(body, prompt, parsers, server.token_bytes) for _ in range(body.n or 1)]
     chat = Chat(body, generation, server.model_name, answers, server.token_bytes)
     if body.stream:
         return EventStream(generation, chat.chunks())
@@ -122,7 +122,7 @@ class Choice:
 
     def whole(self, completion: CompletionOutput) -> dict[str, Any]:
         """Return the JSON of the whole choice."""
-        deltas = self._answer.feed(completion.text, is_last=True)
+        deltas = self._answer.feed(completion.text, completion.token_ids, is_last=True)
         choice: dict[str, Any] = {
             "index": self._index,
             "message": merge(deltas),
@@ -135,7 +135,8 @@ class Choice:
         if self._is_finished:
             return []
         is_first, self._is_finished = self._num_tokens == 0, completion.finish_reason is not None
-        deltas = self._answer.feed(completion.text[self._num_chars :], self._is_finished)
+        new = completion.token_ids[self._num_tokens :]
+        deltas = self._answer.feed(completion.text[self._num_chars :], new, self._is_finished)
         logprobs, token_ids = self._logprobs(completion), self._token_ids(completion)
         if is_first:
             deltas.insert(0, {"role": "assistant", "content": ""})

@@ -10,6 +10,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from nanovllm.extras.answer_parts.text_offsets import DecodedOffsets, offsets_of_text
+from nanovllm.extras.answer_parts.token_bytes import TokenBytes
 from nanovllm.extras.lazy_outputs import CompletionOutput, RequestOutput
 from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.generation import Generation, usage_of
@@ -21,8 +23,6 @@ from nanovllm.extras.serve.sampling import completion_params
 from nanovllm.extras.serve.state import ReadyServer
 from nanovllm.extras.serve.streaming import EventStream, answer_whole
 from nanovllm.extras.serve.structured_outputs import compile_structured_outputs
-from nanovllm.extras.serve.text_offsets import DecodedOffsets, offsets_of_text
-from nanovllm.extras.serve.token_bytes import TokenBytes
 
 router = APIRouter(route_class=JSONRoute)
 

@@ -7,9 +7,9 @@ from the JSON of each token, which `TokenBytes` caches: encoding Python values w
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanovllm.extras.answer_parts.token_bytes import TokenBytes
 from nanovllm.extras.logprobs import Logprob, PositionLogprobs
 from nanovllm.extras.serve.streaming import Written
-from nanovllm.extras.serve.token_bytes import TokenBytes
 
 Position = Mapping[int, Logprob]
 

@@ -6,7 +6,7 @@ Called by `Workers.run`: for a long body in a thread, so the event loop goes on 
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.extras.chat_options import ChatOptions, render_chat
+from nanovllm.extras.chat_options import ChatOptions, render_chat, text_of
 from nanovllm.extras.serve.bounds import BoundedTokenizer, Bounds, count_chars
 from nanovllm.extras.serve.errors import APIError, refuse
 from nanovllm.extras.serve.protocol import ChatCompletionRequest, SlotRequest, TokenizeRequest
@@ -23,12 +23,16 @@ def chat_prompt(
         bounds.check_turns(body.messages or [], "messages")
         messages = [message.model_dump(exclude_unset=True) for message in body.messages or []]
         bounds.check_messages(messages)
-    knows_developer = "developer" in str(getattr(tokenizer, "chat_template", None))
+    template = str(getattr(tokenizer, "chat_template", None))
     for message in messages:
-        if message["role"] == "developer" and not knows_developer:
+        if message["role"] == "developer" and "developer" not in template:
             message["role"] = "system"
         # it may be None next to tool calls or a refusal; templates concatenate it with other text
         message["content"] = message.get("content") or message.get("refusal") or ""
+        if not message.get("tool_calls"):
+            message.pop("tool_calls", None)  # clients send null, but templates ask whether there is such a field
+        elif "message.thinking" in template:
+            join_thinking(message)
     tools = [tool.model_dump(exclude_unset=True) for tool in body.told_tools] or None
     is_continued, add_prompt = bool(body.continue_final_message), body.add_generation_prompt
     with refuse("tools"):
@@ -46,6 +50,18 @@ def chat_prompt(
             return render_chat(tokenizer, messages, options)
         except RecursionError as error:
             raise ValueError("messages are nested too deeply for the chat template") from error
+
+
+def join_thinking(message: dict[str, Any]) -> None:
+    """Join the reasoning and the content of a message with calls, for the chat template of gpt-oss.
+
+    This template writes either of them into the channel of the reasoning, and refuses both together.
+    """
+    reasoning = message.get("thinking") or message.get("reasoning_content") or message.get("reasoning")
+    if reasoning and message["content"]:
+        reasoning = f"{reasoning}\n{text_of(message['content'])}"
+    if reasoning:
+        message |= {"thinking": reasoning, "content": ""}
 
 
 def template_variables(

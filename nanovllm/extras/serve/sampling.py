@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nanovllm.extras.answer_parts.harmony import find_end_tokens
 from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.request_params import FIELD_CHECKS, SamplingParams
 from nanovllm.extras.serve.errors import APIError
@@ -49,14 +50,18 @@ def completion_params(body: CompletionRequest, engine: LLMEngine, form: Form = N
 
 def chat_params(body: ChatCompletionRequest, engine: LLMEngine, parsers: Parsers, form: Form = None) -> SamplingParams:
     """The length is open, unless the request or the model's generation_config.json limits it. Special tokens that may
-    be tags of calls stay in the text, unless the request says otherwise.
+    be tags stay in the text, unless the request says otherwise.
     """
     default, max_tokens = engine.parts.default_sampling_params, body.max_completion_tokens or body.max_tokens
     if max_tokens is None and default.max_tokens != SamplingParams().max_tokens:
         max_tokens = default.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     fields = {"max_tokens": max_tokens, "logprobs": logprobs, "structured_outputs": form}
-    if body.told_tools and parsers.tools.has_special_tokens:
+    if parsers.is_harmony:  # the parser reads token ids, and the text without special tokens
+        ends = find_end_tokens(engine.tokenizer) - engine.input_processor.eos_token_ids
+        stops = {*(body.stop_token_ids or ()), *(() if body.ignore_eos else ends)}
+        body = body.model_copy(update={"skip_special_tokens": True, "stop_token_ids": sorted(stops) or None})
+    elif parsers.keeps_special_tokens(body):
         fields["skip_special_tokens"] = False
     return with_fields(engine, body, fields)
 

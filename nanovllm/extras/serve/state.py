@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from nanovllm.extras.answer_parts.token_bytes import TokenBytes
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.bounds import Bounds
 from nanovllm.extras.serve.errors import APIError
@@ -24,7 +25,6 @@ from nanovllm.extras.serve.serve_checks import (
     check_proxies,
     check_root_path,
 )
-from nanovllm.extras.serve.token_bytes import TokenBytes
 from nanovllm.extras.serve.workers import Workers
 
 RETRY_LATER = {"Retry-After": "5"}

@@ -4,16 +4,19 @@ The oracle is how the text was made: each family's spelling is written here a se
 """
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_parsers import PLACES, cut, read_tools
 from test_structured import ADD, CHAT, SCHEMAS, WEATHER, add_up, ask, check_calls
+from transformers.utils.chat_parsing import parse_response
 
+from nanovllm.extras.answer_parts.reasoning import DeepSeekR1, Gemma4Reasoning, ReasoningParser
+from nanovllm.extras.answer_parts.token_bytes import TokenBytes
 from nanovllm.extras.serve.answer import Answer, merge
 from nanovllm.extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, Parsers
-from nanovllm.extras.serve.parsers.reasoning import DeepSeekR1
 from nanovllm.extras.serve.protocol import ChatCompletionRequest, Function
 from tests.conftest import examples
 
@@ -48,6 +51,17 @@ def qwen(calls):
     return "\n".join(spell(*call) for call in calls)
 
 
+def gemma(calls):
+    def value(one):
+        if isinstance(one, str):
+            return f'<|"|>{one}<|"|>'
+        if isinstance(one, dict):
+            return "{" + ",".join(f"{key}:{value(each)}" for key, each in one.items()) + "}"
+        return "[" + ",".join(map(value, one)) + "]" if isinstance(one, list) else json.dumps(one)
+
+    return "".join(f"<|tool_call>call:{name}{value(arguments)}<tool_call|>" for name, arguments in calls)
+
+
 SPELLED = {
     "hermes": hermes,
     "qwen3_coder": qwen,
@@ -56,6 +70,7 @@ SPELLED = {
     "llama4_json": llama,
     "deepseek_v3": deepseek_v3,
     "deepseek_v31": deepseek_v31,
+    "gemma4": gemma,
 }
 PARAMETERS = {
     "type": "object",
@@ -88,7 +103,7 @@ ARGUMENTS = st.fixed_dictionaries(
 
 
 def test_all_names_are_tested():
-    assert SPELLED.keys() == TOOL_PARSERS.keys()
+    assert SPELLED.keys() | {"openai"} == TOOL_PARSERS.keys()  # which `test_harmony.py` tests
 
 
 @pytest.mark.parametrize("form", SPELLED)
@@ -130,6 +145,7 @@ SHARDS += [
     "\n",
 ]
 SHARDS += ["<|python_tag|>", "<|python", "<", ">", '"', "a"]
+SHARDS += ["<|tool_call>", "<tool_call|>", '<|"|>', "call:f{", "a:", ",", "[", "]", "null", "1.5"]
 
 
 @pytest.mark.parametrize("form", SPELLED)
@@ -160,6 +176,16 @@ def test_any_pieces_of_any_text_are_the_whole(form, text, places):
         ("qwen3_coder", "<tool_call><function=f><parameter=text>\n1\n</parameter>", "", [("f", '{"text": "1"')]),
         ("qwen3_coder", "<tool_call><function=g><parameter=x>1</parameter></function>", "", [("g", '{"x": "1"}')]),
         ("qwen3_coder", "<tool_call> b", "<tool_call> b", []),
+        ("gemma4", "<|tool_call>call:f{}<tool_call|>", "", [("f", "{}")]),
+        ("gemma4", "<|tool_call>call: f {a:1,b:<|\"|>}<tool_call|>x<|\"|>}<tool_call|>y", "y",
+         [("f", '{"a": 1, "b": "}<tool_call|>x"}')]),
+        ("gemma4", "<|tool_call>call:f{a:1,b:[true,{c:None", "", [("f", '{"a": 1, "b": [true, {')]),  # cut off
+        ("gemma4", "<|tool_call>call:f{a:{b:[1<tool_call|> x", "x", [("f", '{"a": {"b": [1]}}')]),  # no brackets
+        ("gemma4", "<|tool_call>call:f{a:Oslo b,c:,d,e:01,f:10:30,g:NaN}", "",
+         [("f", '{"a": "Oslo b", "c": null, "e": "01", "f": "10:30", "g": "NaN"}')]),  # no quotes, no value, no key
+        ("gemma4", '<|tool_call>call:f{<|"|>a:b<|"|>:<|"|>"\\\n<|"|>}', "", [("f", json.dumps({"a:b": '"\\\n'}))]),
+        ("gemma4", "<|tool_call>call:f<tool_call|>", "<|tool_call>call:f<tool_call|>", []),
+        ("gemma4", "a <|tool_call> b", "a <|tool_call> b", []),
     ],
 )  # fmt: skip
 def test_odd_answers(form, text, content, calls):
@@ -173,14 +199,116 @@ def test_thoughts_without_a_first_tag():
         parts = [parser.feed(piece) for piece in text] + [parser.finish()]
         assert "".join(part.reasoning for part in parts) == "It is 4."
         assert "".join(part.content for part in parts) == "Four."
-    assert {"qwen3", "deepseek_r1", "deepseek_v3"} == REASONING_PARSERS.keys()
+    assert {"qwen3", "deepseek_r1", "deepseek_v3", "gemma4", "openai_gptoss"} == REASONING_PARSERS.keys()
+
+
+# ---- reasoning of Gemma 4, and calls within reasoning
+
+GEMMA_SHARDS = ["<|channel>", "<channel|>", "thought", "\n", " ", "a", "<", "tho", "ful", "<|tool_call>", "call:"]
+CALL_OF_GEMMA = ("<|tool_call>", "call:")
+
+
+def read_parts(parser, pieces):
+    parts = [parser.feed(piece) for piece in pieces] + [parser.finish()]
+    return "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
+
+
+@pytest.mark.examples
+@settings(max_examples=examples(1500), deadline=None)
+@given(st.lists(st.sampled_from(GEMMA_SHARDS), max_size=9).map("".join), PLACES, st.booleans())
+def test_any_pieces_of_any_text_give_the_thoughts_of_gemma(text, places, starts_inside):
+    whole = read_parts(Gemma4Reasoning(starts_inside, CALL_OF_GEMMA), [text])
+    assert read_parts(Gemma4Reasoning(starts_inside, CALL_OF_GEMMA), cut(text, places)) == whole
+    assert read_parts(Gemma4Reasoning(starts_inside, CALL_OF_GEMMA), list(text)) == whole
+    # the model: expressions on the whole text
+    found = re.match(r"\s*<\|channel>(.*)" if not starts_inside else r"(?:\s*<\|channel>)?(.*)", text, re.DOTALL)
+    if found is None:
+        assert whole == ("", text)
+        return
+    inside = re.sub(r"^thought(?=\n|<channel\|>|\Z)", "", found[1].lstrip())
+    end = re.search(r"<channel\|>|(?=<\|tool_call>\s*call:)", inside)
+    reasoning, content = (inside, "") if end is None else (inside[: end.start()], inside[end.end() :])
+    assert whole == (reasoning.strip(), content.lstrip())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open"),
+    [
+        ("<|turn>user\nHi<turn|>\n<|turn>model\n", False),  # enable_thinking: the model opens the channel
+        ("<|turn>user\nHi<turn|>\n<|turn>model\n<|channel>thought\n<channel|>", False),  # the template has closed it
+        ("<|turn>model\n<|channel>thought\n", True),
+        ("<|turn>model\n<|channel>", True),
+        ("a thought\n", False),
+    ],
+)
+def test_prompts_of_gemma(prompt, is_open):
+    assert Gemma4Reasoning.is_open(prompt) == is_open
+    assert ReasoningParser.is_open("<|im_start|>assistant\n<think>\n")
+    assert not ReasoningParser.is_open("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+THOUGHT = "I must call <tool_call> now.\n"
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_a_call_within_the_reasoning_of_qwen(closes, has_tools):
+    """Qwen3.5's template opens the reasoning, and the model may not close it before a call."""
+    call = qwen([("add", {"a": 1})])
+    text = THOUGHT + ("</think>\n\n" if closes else "") + call
+    fields = {"messages": [{"role": "user", "content": "?"}], **({"tools": [ADD]} if has_tools else {})}
+    body, parsers = ChatCompletionRequest.model_validate(fields), Parsers(TOOL_PARSERS["qwen3_coder"])
+    for pieces in ([text], list(text), [text[:40], text[40:]]):
+        prompt = {"prompt": "<|im_start|>assistant\n<think>\n", "prompt_token_ids": []}
+        answer = Answer(body, prompt, parsers, TokenBytes(None))
+        fed = [answer.feed(piece, [], i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+        message = merge([delta for deltas in fed for delta in deltas])
+        if has_tools:
+            assert [one["function"]["arguments"] for one in message["tool_calls"]] == ['{"a": 1}']
+            assert message["reasoning"] == THOUGHT.strip()
+        else:
+            assert message["reasoning"] == (THOUGHT.strip() if closes else text)
+            assert message["content"] == (call if closes else "")
+
+
+# what transformers' parser needs to know of Gemma's format
+RESPONSE = {
+    "start_anchor": "<|turn>model\n",
+    "fields": {
+        "thinking": {"open": "<|channel>thought\n", "close": "<channel|>"},
+        "tool_calls": {
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+            "close": "<tool_call|>",
+            "repeats": True,
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": {"name": "{name}", "arguments": "{content}"},
+        },
+        "content": {"close": "<turn|>"},
+    },
+}
+
+
+@pytest.mark.examples
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["f", "get_weather"]), ARGUMENTS), max_size=3), PLACES, st.booleans())
+def test_the_parser_of_transformers_agrees_on_gemma(calls, places, thinks):
+    text = ("<|channel>thought\nI look.<channel|>" if thinks else "") + gemma(calls) + ("" if calls else "Plain.")
+    expected = parse_response(text, RESPONSE, prefix="<|turn>model\n")
+    parser, tools = Gemma4Reasoning(), TOOL_PARSERS["gemma4"](FUNCTIONS)
+    reasoning, rest = read_parts(parser, cut(text, places))
+    content, found, _ = read_tools(cut(rest, places), tools)
+    assert (reasoning, content) == (expected.get("thinking", ""), expected.get("content", ""))
+    told = [{"name": name, "arguments": json.loads(arguments)} for name, arguments in found]
+    assert told == expected.get("tool_calls", [])
 
 
 # ---- over HTTP
 
 
 @pytest.mark.parametrize(
-    "form", ["qwen3_coder", "llama3_json", "deepseek_v31", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+    "form",
+    ["qwen3_coder", "llama3_json", "deepseek_v31", "gemma4", pytest.param("deepseek_v3", marks=pytest.mark.slow)],
 )
 def test_forced_calls_and_written_ones(new_client, form):
     client = new_client(parsers=Parsers(TOOL_PARSERS[form], REASONING_PARSERS["deepseek_r1"]))
@@ -213,8 +341,8 @@ def test_an_answer_that_stops_within_a_call_has_not_called(form, choice):
         )  # fmt: skip
         reasons = set()
         for end in range(len(text) + 1):
-            answer = Answer(body, "", parsers)
-            message = merge(answer.feed(text[:end], is_last=True))
+            answer = Answer(body, {"prompt": "", "prompt_token_ids": []}, parsers, TokenBytes(None))
+            message = merge(answer.feed(text[:end], [], is_last=True))
             calls = [call["function"]["arguments"] for call in message.get("tool_calls", [])]
             is_whole = bool(calls) and all(map(is_json, calls)) and not (choice == "required" and message["content"])
             reasons.add(answer.finish_reason("stop"))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.extras.answer_parts.reasoning import ReasoningParser
 from nanovllm.extras.serve.parsers.hermes import Hermes
-from nanovllm.extras.serve.parsers.reasoning import ReasoningParser
 from nanovllm.extras.serve.parsers.tool_parser import CallArguments, CallStart, Content
 from tests.conftest import examples
 

@@ -11,7 +11,7 @@ V3.1    <calls begin><call begin>get_weather<sep>{"city": "Oslo"}<call end><call
 
 import re
 
-from nanovllm.extras.serve.parsers.reasoning import num_held_back
+from nanovllm.extras.answer_parts.reasoning import num_held_back
 from nanovllm.extras.serve.parsers.tool_parser import Call, Spelling, ToolParser
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

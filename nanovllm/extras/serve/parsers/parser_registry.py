@@ -2,15 +2,17 @@
 
 from typing import NamedTuple
 
+from nanovllm.extras.answer_parts.reasoning import REASONING_PARSERS, ReasoningParser
 from nanovllm.extras.serve.parsers.deepseek_calls import DeepSeekV3, DeepSeekV31
+from nanovllm.extras.serve.parsers.gemma4_calls import Gemma4
 from nanovllm.extras.serve.parsers.hermes import Hermes
 from nanovllm.extras.serve.parsers.llama_json import LlamaJson
 from nanovllm.extras.serve.parsers.qwen_xml import QwenXml
-from nanovllm.extras.serve.parsers.reasoning import DeepSeekR1, ReasoningParser
 from nanovllm.extras.serve.parsers.tool_parser import ToolParser
 from nanovllm.extras.serve.protocol import ChatCompletionRequest
 
-TOOL_PARSERS: dict[str, type[ToolParser]] = {
+# None, here and in `REASONING_PARSERS`: `harmony.py` parses reasoning, calls and content together
+TOOL_PARSERS: dict[str, type[ToolParser] | None] = {
     "hermes": Hermes,
     "qwen3_coder": QwenXml,
     "qwen3_xml": QwenXml,
@@ -18,11 +20,8 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "llama4_json": LlamaJson,
     "deepseek_v3": DeepSeekV3,
     "deepseek_v31": DeepSeekV31,
-}
-REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
-    "qwen3": ReasoningParser,
-    "deepseek_v3": ReasoningParser,
-    "deepseek_r1": DeepSeekR1,
+    "gemma4": Gemma4,
+    "openai": None,
 }
 
 
@@ -31,23 +30,31 @@ class Parsers(NamedTuple):
 
     tools: type[ToolParser] = Hermes
     reasoning: type[ReasoningParser] = ReasoningParser
+    is_harmony: bool = False
+    """Whether `harmony.py` parses the answers, except for forced calls."""
 
     def for_request(self, body: ChatCompletionRequest) -> type[ToolParser]:
         """Return the parser of tool calls.
 
         If calls are forced by a grammar and the model's own format cannot be forced, they have the format of Hermes.
         """
-        is_forced = body.must_call or (bool(body.told_tools) and has_format(body))
-        return Hermes if is_forced and self.tools.spelling is None else self.tools
+        return Hermes if is_forced(body) and self.tools.spelling is None else self.tools
 
-    def reasoning_of(self, body: ChatCompletionRequest, starts_inside: bool) -> ReasoningParser:
-        """Return the parser of the reasoning.
+    def reasoning_of(self, body: ChatCompletionRequest, prompt: str) -> ReasoningParser:
+        """Return the parser of the reasoning. The end of the prompt says whether the answer begins with reasoning.
 
-        A grammar constrains the answer from its first character, so a constrained answer does not begin with reasoning.
+        A form constrains the answer from its first character, so such an answer has no reasoning. A grammar or an
+        expression of the request may describe reasoning.
         """
-        if body.must_call or has_format(body) or body.structured_outputs is not None:
-            return ReasoningParser(starts_inside)
-        return self.reasoning(starts_inside)
+        form = body.structured_outputs
+        if body.must_call or has_format(body) or (form is not None and form.grammar is None and form.regex is None):
+            return ReasoningParser()
+        kind = ReasoningParser if form is not None and self.reasoning.always_starts_inside else self.reasoning
+        return kind(self.reasoning.is_open(prompt), self.tools.within_reasoning if body.told_tools else None)
+
+    def keeps_special_tokens(self, body: ChatCompletionRequest) -> bool:
+        """Return whether the parsers need the special tokens in the text of the answer."""
+        return self.reasoning.has_special_tokens or (bool(body.told_tools) and self.tools.has_special_tokens)
 
 
 def has_format(body: ChatCompletionRequest) -> bool:
@@ -55,6 +62,12 @@ def has_format(body: ChatCompletionRequest) -> bool:
     return body.response_format is not None and body.response_format.type != "text"
 
 
+def is_forced(body: ChatCompletionRequest) -> bool:
+    """Return whether a grammar of the server describes the calls of the answer."""
+    return body.must_call or (bool(body.told_tools) and has_format(body))
+
+
 def parsers_named(tool_call_parser: str, reasoning_parser: str) -> Parsers:
-    """Return the parsers with these names. Raises KeyError for an unknown name."""
-    return Parsers(TOOL_PARSERS[tool_call_parser], REASONING_PARSERS[reasoning_parser])
+    """Return the parsers with these names. One of Harmony's names is enough. Raises KeyError for an unknown name."""
+    tools, reasoning = TOOL_PARSERS[tool_call_parser], REASONING_PARSERS[reasoning_parser]
+    return Parsers(tools or Hermes, reasoning or ReasoningParser, is_harmony=tools is None or reasoning is None)

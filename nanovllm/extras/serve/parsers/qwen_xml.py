@@ -1,4 +1,4 @@
-"""Parse the tool calls of Qwen3-Coder: tags contain the names of the parameters, and the values are not JSON.
+"""Parse the tool calls of Qwen3-Coder and Qwen3.5: tags contain the names of parameters, and the values are not JSON.
 
     <tool_call>
     <function=get_weather>
@@ -27,9 +27,10 @@ WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class QwenXml(ToolParser):
-    """The format of Qwen3-Coder."""
+    """The format of Qwen3-Coder and of later models."""
 
     open, close = "<tool_call>", CALL_END
+    within_reasoning = ("<tool_call>", "<function=")  # Qwen3.5 may omit the end of its reasoning before a call
 
     def new_call(self) -> "XmlCall":
         return XmlCall(self.functions)

@@ -14,37 +14,11 @@ White space between text and tags is dropped. If a tag is not followed by a call
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from nanovllm.extras.serve.parsers.reasoning import num_held_back
+from nanovllm.extras.answer_parts.events import CallArguments, CallStart, Content, Event
+from nanovllm.extras.answer_parts.reasoning import num_held_back
 from nanovllm.extras.serve.protocol import Function
-
-
-@dataclass(frozen=True)
-class Content:
-    """A piece of the answer's text."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class CallStart:
-    """The start of a call: its name is known."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True)
-class CallArguments:
-    """A piece of a call's arguments."""
-
-    index: int
-    text: str
-
-
-Event = Content | CallStart | CallArguments
 
 
 class Call(ABC):
@@ -92,6 +66,8 @@ class ToolParser(ABC):
     """How to force calls by a grammar. None: forced calls have the format of Hermes."""
     has_special_tokens: ClassVar[bool] = False
     """Whether the tags may be special tokens. If so, the text must contain special tokens."""
+    within_reasoning: ClassVar[tuple[str, str] | None] = None
+    """Two tags with which a call begins. If they follow each other within the reasoning, they end the reasoning."""
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:
         self.functions = {function.name: function for function in functions}

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from nanovllm.extras.answer_parts.token_bytes import TokenBytes
 from nanovllm.extras.lazy_outputs import CompletionOutput, RequestOutput
 from nanovllm.extras.serve.answer import Answer
 from nanovllm.extras.serve.body import JSONRoute
@@ -22,7 +23,6 @@ from nanovllm.extras.serve.responses.responses_conversation import as_response, 
 from nanovllm.extras.serve.responses.responses_protocol import ResponsesRequest
 from nanovllm.extras.serve.state import ReadyServer
 from nanovllm.extras.serve.streaming import EventStream, Written, answer_whole, encode
-from nanovllm.extras.serve.token_bytes import TokenBytes
 from nanovllm.extras.serve.workers import Check
 
 router = APIRouter(route_class=JSONRoute)
@@ -42,7 +42,7 @@ async def create_response(body: ResponsesRequest, request: Request, server: Read
         prompt, params = await prepare_chat(server, request, chat)
         generation = Generation(server, new_id("resp", request).replace("-", "_", 1), [prompt], params)
         await generation.start(request, chat, "messages")
-    answer = Answer(chat, str(prompt["prompt"]), server.options.parsers)
+    answer = Answer(chat, prompt, server.options.parsers, server.token_bytes)
     growing = GrowingResponse(body, answer, generation, server.model_name, engine.tokenizer, server.token_bytes)
     if body.stream:
         return ResponseStream(generation, growing)
@@ -101,12 +101,12 @@ class GrowingResponse:
     def _grow(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         """Add the new text and tokens to the items, and return the events for them."""
         reason = completion.finish_reason
-        deltas = self._answer.feed(completion.text[self._num_chars :], reason is not None)
+        token_ids = completion.token_ids[self._num_tokens :]
+        deltas = self._answer.feed(completion.text[self._num_chars :], token_ids, reason is not None)
         logprobs: list[Written] = []
         if self._num_top is not None and completion.logprobs is not None:
             new = slice(self._num_tokens, None)
-            positions, token_ids = completion.logprobs[new], completion.token_ids[new]
-            logprobs = chat_logprobs(positions, token_ids, self._num_top, self._token_bytes)["content"]
+            logprobs = chat_logprobs(completion.logprobs[new], token_ids, self._num_top, self._token_bytes)["content"]
         self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
         events = self._items.feed(deltas, logprobs)
         if reason is not None:

@@ -11,7 +11,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nanovllm.extras.serve.token_bytes import TokenBytes
+from nanovllm.extras.answer_parts.token_bytes import TokenBytes
 
 NUM_CONTEXT = 8  # last tokens of a prompt that are read to find an incomplete character at its end
 
