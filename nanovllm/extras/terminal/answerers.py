@@ -17,7 +17,8 @@ import httpx
 
 from nanovllm.extras.event_stream import DONE, EventReader
 from nanovllm.extras.full_llm import LLM
-from nanovllm.extras.terminal.chat_history import Cost, Message
+from nanovllm.extras.terminal.chat_history import Cost, Message, TaggedText, without_reasoning
+from nanovllm.extras.terminal.local_reasoning import DEFAULT, ReasoningReader, sampling_fields
 from nanovllm.extras.vllm.engine_args import EngineArgs
 
 if TYPE_CHECKING:
@@ -57,29 +58,40 @@ class Answerer(Protocol):
 
 
 class LocalAnswerer:
-    """Gets answers from an engine in this process. sampling: fields of `SamplingParams` that override the defaults."""
+    """Gets answers from an engine in this process.
 
-    def __init__(self, engine_args: EngineArgs, sampling: dict[str, Any]) -> None:
+    sampling: fields of `SamplingParams` that override the defaults. reasoning_parser: the format of the reasoning.
+    """
+
+    def __init__(self, engine_args: EngineArgs, sampling: dict[str, Any], reasoning_parser: str = DEFAULT) -> None:
         model = Path(engine_args.model)
         self.name = model.name if model.is_dir() else str(model)
         self._llm = LLM.from_engine_args(engine_args)
         default = self._llm.get_default_sampling_params()
-        self._params = dataclasses.replace(default, **{"max_tokens": None, **sampling})
+        self._parser = reasoning_parser
+        needed = sampling_fields(reasoning_parser, self._llm.get_tokenizer())
+        self._params = dataclasses.replace(default, **{"max_tokens": None, **needed, **sampling})
 
     def answer(self, messages: list[Message]) -> Iterator[Answer]:
         start = time.perf_counter()
         try:
-            stream = self._llm.stream(self._llm.render_chat(messages), self._params)
+            prompts: Any = self._llm.render_chat(self._as_rendered(messages))
+            stream = self._llm.stream(prompts, self._params)
         except ValueError as error:  # for example, the conversation is too long
             raise AnswerError(str(error)) from error
-        ttft = None
+        reader, ttft = ReasoningReader(self._parser, self._llm.get_tokenizer(), prompts[0]), None
         with contextlib.closing(stream):  # type: ignore[type-var]  # a generator
             for output in stream:
                 duration = time.perf_counter() - start
                 ttft = ttft or duration
                 completion = output.outputs[0]
                 counts = len(output.prompt_token_ids), output.num_cached_tokens, len(completion.token_ids)
-                yield Answer(completion.text, Cost(*counts, ttft, duration, completion.finish_reason))
+                yield Answer(reader.read(completion), Cost(*counts, ttft, duration, completion.finish_reason))
+
+    def _as_rendered(self, messages: list[Message]) -> list[Message]:
+        """Return the messages for the chat template, which removes `<think>` only if this is its own tag."""
+        has_other_tags = self._parser in ("gemma4", "openai_gptoss")
+        return [without_reasoning(one) for one in messages] if has_other_tags else messages
 
     def describe(self) -> dict[str, str]:
         stats = self._llm.get_stats()
@@ -112,7 +124,8 @@ class ServerAnswerer:
         self.name = model or self._first_model()
 
     def answer(self, messages: list[Message]) -> Iterator[Answer]:
-        body = {"model": self.name, "messages": messages, **self._sampling}
+        sent = [without_reasoning(one) for one in messages]
+        body = {"model": self.name, "messages": sent, **self._sampling}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         try:
             with self._client.stream("POST", f"{self._url}/v1/chat/completions", json=body) as response:
@@ -144,13 +157,12 @@ class ServerAnswerer:
 
 
 class GrowingAnswer:
-    """Combines the chunks of a stream to an answer. Servers send reasoning separately; it is put in `<think>` tags."""
+    """Combines the chunks of a stream to an answer. Servers send reasoning separately."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._ttft: float | None = None
-        self._text = ""
-        self._is_reasoning = False
+        self._tagged = TaggedText()
         self._finish_reason: str | None = None
         self._usage: dict[str, Any] = {}
 
@@ -161,10 +173,10 @@ class GrowingAnswer:
             for event in reader.feed(data):
                 if event != DONE:
                     self._read_chunk(json.loads(event))
-                    yield Answer(self._text, None)
+                    yield Answer(self._tagged.text, None)
         if self._finish_reason is None:
             raise AnswerError("the server closed the connection before the end of the answer")
-        yield Answer(self._text, self._cost())
+        yield Answer(self._tagged.text, self._cost())
 
     def _read_chunk(self, chunk: dict[str, Any]) -> None:
         if "error" in chunk:
@@ -181,10 +193,7 @@ class GrowingAnswer:
             return
         if self._ttft is None:
             self._ttft = time.perf_counter() - self._start
-        if is_reasoning != self._is_reasoning:
-            self._text += "<think>" if is_reasoning else "</think>"
-            self._is_reasoning = is_reasoning
-        self._text += text
+        self._tagged.add(text, is_reasoning)
 
     def _cost(self) -> Cost:
         duration = time.perf_counter() - self._start

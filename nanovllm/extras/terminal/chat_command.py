@@ -5,11 +5,13 @@ import os
 import sys
 
 from nanovllm import TINY_QWEN3
+from nanovllm.extras.answer_parts.reasoning import REASONING_PARSERS
 from nanovllm.extras.argument_types import filled, http_url
 from nanovllm.extras.kv_store.store_options import check_folder
 from nanovllm.extras.option_checks import first_given
 from nanovllm.extras.terminal.answerers import Answerer, AnswerError, LocalAnswerer, ServerAnswerer
 from nanovllm.extras.terminal.chat_history import Conversation
+from nanovllm.extras.terminal.local_reasoning import DEFAULT
 from nanovllm.extras.terminal.screen import Screen
 from nanovllm.extras.terminal.session import COMMANDS, Session
 from nanovllm.extras.vllm.engine_args import EngineArgs
@@ -62,6 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--api-key", type=filled, default=os.environ.get("OPENAI_API_KEY") or None, metavar="KEY",
                        help="key of the server (default: the environment variable OPENAI_API_KEY)")  # fmt: skip
     group.add_argument("--system", default="", metavar="TEXT", help="system prompt")
+    group.add_argument("--reasoning-parser", dest="chat_reasoning_parser", choices=sorted(REASONING_PARSERS),
+                       default=DEFAULT, help=f"format of the model's reasoning (default: {DEFAULT})")  # fmt: skip
     group.add_argument("--temperature", type=float, metavar="NUMBER",
                        help="0 selects the likeliest token (default: the model's)")  # fmt: skip
     group.add_argument("--top-p", type=float, metavar="NUMBER",
@@ -89,7 +93,7 @@ def make_answerer(args: argparse.Namespace, is_pipe: bool) -> Answerer:
         return ServerAnswerer(args.url, model, args.api_key, sampling)
     if not is_pipe:
         print("loading …", end="\r", flush=True)
-    return LocalAnswerer(engine_args, sampling)
+    return LocalAnswerer(engine_args, sampling, args.chat_reasoning_parser)
 
 
 def check_conversation(args: argparse.Namespace, engine_args: EngineArgs) -> None:

@@ -4,6 +4,31 @@ from dataclasses import dataclass, field
 
 Message = dict[str, str]
 
+THINK_START, THINK_END = "<think>", "</think>"
+
+
+class TaggedText:
+    """An answer that is received in parts, as one text: reasoning is between `<think>` tags."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._is_reasoning = False
+
+    def add(self, text: str, is_reasoning: bool) -> None:
+        if not text:
+            return
+        if is_reasoning != self._is_reasoning:
+            self.text += THINK_START if is_reasoning else THINK_END
+            self._is_reasoning = is_reasoning
+        self.text += text
+
+
+def without_reasoning(message: Message) -> Message:
+    """Return a message without the reasoning that `TaggedText` has put between tags."""
+    if message["role"] != "assistant" or not message["content"].startswith(THINK_START):
+        return message
+    return {**message, "content": message["content"].partition(THINK_END)[2]}
+
 
 @dataclass(frozen=True)
 class Cost:

@@ -24,10 +24,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from nanovllm.extras.terminal.chat_history import THINK_END, THINK_START
+
 REDRAW_S = 0.05
 FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
 BLOCK_END = re.compile(r"\n[ \t]*\n+(?=\S)")  # a blank line, unless an indented line follows (of a list)
-THINK_START, THINK_END = "<think>", "</think>"
 
 
 class Screen:
