@@ -88,11 +88,12 @@ def advance_by_chunks(
 
 
 class CausalConv(nn.Module):
-    """Mix each channel with its newest values: the sum of `width` values, each with a weight, then silu."""
+    """Mix each channel with its newest values: the sum of `width` values, each with a weight."""
 
-    def __init__(self, num_channels: int, width: int) -> None:
+    def __init__(self, num_channels: int, width: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_channels, 1, width))  # [num_channels, 1, width], the newest last
+        self.bias = nn.Parameter(torch.empty(num_channels)) if bias else None  # [num_channels]
 
     def forward(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve x: [num_seqs, n, num_channels]. Returns the outputs, like x, and the tail for the next call.
@@ -100,8 +101,8 @@ class CausalConv(nn.Module):
         tail: [num_seqs, width - 1, num_channels], the inputs before x; zeros where a sequence begins
         """
         inputs = torch.cat((tail, x), dim=1)  # [num_seqs, width - 1 + n, num_channels]
-        out = F.conv1d(inputs.mT, self.weight, groups=len(self.weight)).mT  # [num_seqs, n, num_channels]
-        return F.silu(out), inputs[:, -tail.shape[1] :]
+        out = F.conv1d(inputs.mT, self.weight, self.bias, groups=len(self.weight)).mT  # [num_seqs, n, num_channels]
+        return out, inputs[:, -tail.shape[1] :]
 
 
 class GatedRMSNorm(RMSNorm):
@@ -147,7 +148,7 @@ class GatedDeltaNet(nn.Module):
             tail, state = read_states(conv, slots, is_first), read_states(recurrent, slots, is_first)
             inputs = qkv[rows].unflatten(0, (len(slots), -1))  # [num_seqs, n, num_channels]: one of the first two is 1
             mixed, conv[slots] = self.conv1d(inputs, tail)
-            tokens = (*self.heads(mixed.flatten(0, 1), dtype), log_decay[rows], beta[rows])
+            tokens = (*self.heads(F.silu(mixed).flatten(0, 1), dtype), log_decay[rows], beta[rows])
             if rows.stop <= metadata.num_decodes:
                 new, recurrent[slots] = advance(state, *tokens)
             else:
