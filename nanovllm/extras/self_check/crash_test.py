@@ -129,7 +129,8 @@ def start_crash_test(runner: "ModelRunner", kind: Device) -> CrashTest:
     if has_kernels(runner):
         heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, backend.block_size)
         attention = [path_of(type(backend)), heads, runner.config.kv_cache_dtype]
-        if hasattr(backend, "replace_layers") and not runner.config.enforce_eager:
+        has_layers = hasattr(backend, "replace_layers") and not runner.config.enforce_eager
+        if has_layers and shape.state_shape is None:  # the steps of the test have no states
             model = describe_model(runner)
     draw = None if kind.draw is None else [path_of(kind.draw), shape.vocab_size]
     arguments = [attention, model, draw, str(runner.dtype).removeprefix("torch."), str(runner.device)]
@@ -150,7 +151,7 @@ def of_c_kernels(runner: "ModelRunner") -> list[str]:
         "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads,
         "head_dim": shape.head_dim, "block_size": backend.block_size,
         "element_bytes": runner.dtype.itemsize, "has_kv": shape.latent_rank is None,
-        "states": None if shape.state_shape is None else sizes_of_states(shape.state_shape),
+        "states": sizes_of_states(shape.state_shape),
     }  # fmt: skip
     libraries = [backend.library, getattr(backend, "cache_library", backend.library)]
     is_quantised = config.quantization is not None or shape.quantization_config is not None
@@ -160,8 +161,13 @@ def of_c_kernels(runner: "ModelRunner") -> list[str]:
     return [sys.executable, "-I", "-S", str(kernels.origin), json.dumps([sizes, *paths])]
 
 
-def sizes_of_states(shape: Any) -> list[int]:
-    """Return the heads of keys and of values, their channels, and the width of the convolution of a `StateShape`."""
+def sizes_of_states(shape: Any) -> list[int] | None:
+    """Return the heads of keys and of values, their channels, and the width of the convolution of a `StateShape`.
+
+    None if there are no recurrent states, for which there is a kernel.
+    """
+    if shape is None or not shape.recurrent[0]:
+        return None
     num_heads, key_dim, value_dim = shape.recurrent
     num_key_heads = (shape.conv[1] - num_heads * value_dim) // (2 * key_dim)
     return [num_key_heads, num_heads, key_dim, value_dim, shape.conv[0] + 1]

@@ -1,7 +1,7 @@
 """`StateCheck`: the self-check of a model with recurrent states, which compares attention, draws, and such layers.
 
 The steps of `steps.py` have no slots, so the network is not run as a whole: one layer with states of each kind runs by
-itself, over a small pool of its own. Called by `runner_check.py` on a CPU.
+itself, over a small pool of its own. Called by `runner_check.py`.
 """
 
 from collections.abc import Callable
@@ -42,11 +42,12 @@ class StateCheck(SelfCheck):
         size = runner.shape.hidden_size
         layer = runner.model.get_submodule(path)
         self.need_memory_for(num_weights(layer) * wider.itemsize)
-        exact = run_state_layer(deepcopy(layer).to(wider), shape, size, wider, dtype)
-        plain = run_state_layer(layer, shape, size, dtype, dtype)
+        arguments = (shape, size, dtype, runner.device)
+        exact = run_state_layer(deepcopy(layer).to(wider), wider, *arguments)
+        plain = run_state_layer(layer, dtype, *arguments)
 
         def compare() -> None:
-            fast = run_state_layer(runner.model.get_submodule(path), shape, size, dtype, dtype)
+            fast = run_state_layer(runner.model.get_submodule(path), dtype, *arguments)
             check_rows("a layer with recurrent states", fast, plain, exact, dtype)
 
         return compare
@@ -54,26 +55,31 @@ class StateCheck(SelfCheck):
 
 @torch.inference_mode()
 def run_state_layer(
-    layer: nn.Module, shape: StateShape, hidden_size: int, dtype: torch.dtype, drawn_in: torch.dtype
+    layer: nn.Module,
+    dtype: torch.dtype,
+    shape: StateShape,
+    hidden_size: int,
+    drawn_in: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """Run a layer in the steps of `STEPS`, over a pool that is full of NaN: [num_tokens, hidden_size]
 
     The random inputs are rounded to the dtype `drawn_in`, so that layers of other dtypes get the same.
     """
-    conv = torch.full((NUM_SLOTS + 1, *shape.conv), torch.nan, dtype=dtype)
+    conv = torch.full((NUM_SLOTS + 1, *shape.conv), torch.nan, dtype=dtype, device=device)
     state_dtype = torch.promote_types(dtype, torch.float32)
-    recurrent = torch.full((NUM_SLOTS + 1, *shape.recurrent), torch.nan, dtype=state_dtype)
+    recurrent = torch.full((NUM_SLOTS + 1, *shape.recurrent), torch.nan, dtype=state_dtype, device=device)
     outputs = []
     for i, chunks in enumerate(STEPS):
-        x = draw_vectors(i, sum(n for *_, n in chunks), hidden_size).to(drawn_in).to(dtype)
-        outputs.append(layer(x, conv, recurrent, metadata_of(chunks)))
+        x = draw_vectors(i, sum(n for *_, n in chunks), hidden_size).to(drawn_in).to(device, dtype)
+        outputs.append(layer(x, conv, recurrent, metadata_of(chunks, device)))
     return torch.cat(outputs)
 
 
-def metadata_of(chunks: list[tuple[int, int, int]]) -> StateMetadata:
+def metadata_of(chunks: list[tuple[int, int, int]], device: torch.device) -> StateMetadata:
     """Return what a layer with states reads of a step's metadata. Chunks of one token are decodes."""
-    slots, starts, lens = torch.tensor(chunks).unbind(1)  # [num_seqs] each
-    offsets = torch.cat((torch.zeros(1, dtype=torch.long), lens.cumsum(0))).int()  # [num_seqs + 1]
+    slots, starts, lens = torch.tensor(chunks, device=device).unbind(1)  # [num_seqs] each
+    offsets = torch.cat((lens.new_zeros(1), lens.cumsum(0))).int()  # [num_seqs + 1]
     num_decodes, none = int((lens == 1).sum()), torch.empty(0)
     attention = (none, none, starts + lens, offsets, offsets, offsets, num_decodes, 0, 0, 0)
     return StateMetadata(*attention, state_slots=slots.contiguous(), is_first=starts == 0)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.device_setup import Device, Unchecked
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.states.pool import NULL_SLOT, StateKVCache, StateMetadata
 from nanovllm.extras.states.slots import StateMoves
@@ -68,10 +67,6 @@ class StateRunner(ModelRunner):
     def describe(self) -> str:
         num_bytes = self.shape.state_shape.bytes_per_slot(self.dtype)
         return f"{super().describe()}; a state of {num_bytes:,} bytes per sequence"
-
-    def begin_self_check(self, kind: Device) -> Unchecked:
-        """Return the comparison of what computes with PyTorch's layers. On CUDA those layers compute."""
-        return super().begin_self_check(kind) if self.device.type == "cpu" else Unchecked()
 
     def make_kv_cache(self) -> StateKVCache:
         shape: Any = self.shape

@@ -37,6 +37,7 @@ from tests.cuda_stand_in import prefill
 from tests.extras.cuda import test_graphs
 from tests.extras.cuda.test_core_graphs import CPU, CUDA, make_engine, recorded  # noqa: F401 (a fixture)
 from tests.extras.models.architectures import ARCHITECTURES, Checkpoints
+from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.recorded_operations import GatherAttention
 from tests.extras.self_check.test_self_check import compiled_before, fresh_cache  # noqa: F401 (fixtures)
 from tests.extras.test_full_engine import ids
@@ -279,6 +280,48 @@ def test_packed_layers_are_compared(monkeypatch, tiny_checkpoint, on_cuda, quant
         monkeypatch.setattr(PackedLinear, "forward", faulty)
         with pytest.raises(SelfCheckError, match="wrong result: products with weights of [48] bits"):
             start(tiny_checkpoint[0], max_num_batched_tokens=max_num_batched_tokens, **options)
+
+
+# ---- layers with recurrent states
+
+
+class ScaledLayer(torch.nn.Module):
+    """Plays the fast version of a layer with states."""
+
+    def __init__(self, layer, factor):
+        super().__init__()
+        self.layer, self.factor = layer, factor
+
+    def forward(self, *given):
+        return self.layer(*given) * self.factor
+
+
+class KernelsOfStates(Kernels):
+    factor = 1.0
+
+    def replace_layers(self, model, max_model_len):
+        for layer in model.model.layers:
+            if layer.keeps_state:
+                layer.linear_attn = ScaledLayer(layer.linear_attn, self.factor)
+
+
+class WrongKernelsOfStates(KernelsOfStates):
+    factor = 1.01
+
+
+def test_layers_with_states_are_compared(tmp_path, on_cuda, caplog):
+    pytest.importorskip("transformers.models.qwen3_5")
+    hybrids = HybridCheckpoints(tmp_path)
+    on_cuda(KernelsOfStates)
+    assert way_of(start(hybrids.make()[0], self_check="strict")) == "KernelsOfStates"
+    on_cuda(WrongKernelsOfStates)
+    with caplog.at_level(logging.WARNING):
+        llm = start(hybrids.make()[0], max_num_batched_tokens=64)  # the option leads to a new check
+    assert "wrong result: a layer with recurrent states" in caplog.text
+    assert way_of(llm) == "TorchAttention"
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    output = llm.generate([hybrids.prompts()[2]], params, use_tqdm=False)[0].outputs[0]
+    assert output.token_ids == hybrids.greedy()[2][0][:5]
 
 
 # ---- the process of its own
