@@ -28,6 +28,8 @@ from triton.compiler import ASTSource
 
 from nanovllm.extras.kernels.cuda import (
     activation,
+    delta_chunks,
+    delta_kernels,
     few_tokens,
     inverse_cdf,
     logit_weights,
@@ -58,6 +60,7 @@ REGISTERS, RESERVED_SHARED = 65536, 1024  # of a multiprocessor; of each program
 NUM_KV_HEADS, HEADS_OF_A_GROUP = 8, 4  # Qwen3-8B's
 QUANTISED_GROUP = 128
 NUM_OUTPUTS = 4096  # of a quantised product: Qwen3-8B's hidden size
+NUM_KEY_HEADS, NUM_VALUE_HEADS, CONV_WIDTH = 16, 32, 4  # of Gated DeltaNet in Qwen3.5-4B
 CHUNKS = 128  # a power of two, of Qwen3's 151,936 tokens
 
 TABLE = Path(__file__).parent / "results" / "kernel-resources.json"
@@ -255,6 +258,57 @@ def build_quantised(case: Case, bits: int, num_tokens: int) -> Build:
     return Build(quantised.quantised_linear_kernel, pointers, constants, *shape, has_fusion=False)
 
 
+def build_causal_conv(case: Case) -> Build:
+    return build_conv(case, are_decodes=False)
+
+
+def build_decode_conv(case: Case) -> Build:
+    return build_conv(case, are_decodes=True)
+
+
+def build_conv(case: Case, are_decodes: bool) -> Build:
+    pointers = dict.fromkeys(("out", "tails", "x", "weight"), case.pointer) | {"slots": "*i64", "is_first": "*i1"}
+    tokens = 1 if are_decodes else delta_kernels.MIN_CONV_TOKENS
+    constants = {"NUM_CHANNELS": (2 * NUM_KEY_HEADS + NUM_VALUE_HEADS) * case.head_dim, "WIDTH": CONV_WIDTH, "TAIL": 4}
+    constants |= {"TOKENS": tokens, "BLOCK": delta_kernels.CHANNELS, "ARE_DECODES": are_decodes}
+    return Build(delta_kernels.causal_conv_kernel, pointers, constants)
+
+
+def build_gated_delta(case: Case) -> Build:
+    pointers = dict.fromkeys(("out", "qkv", "b", "a", "a_log", "dt_bias"), case.pointer)
+    pointers |= {"states": "*fp32", "slots": "*i64", "is_first": "*i1"}
+    constants = {"NUM_KEY_HEADS": NUM_KEY_HEADS, "NUM_HEADS": NUM_VALUE_HEADS, "KEYS": case.head_dim}
+    constants |= {"KEY_DIM": case.head_dim, "VALUE_DIM": case.head_dim}
+    constants |= {"VALUES": delta_kernels.VALUES, "STAGES": delta_kernels.STAGES, "TOKENS": delta_chunks.TOKENS}
+    return Build(delta_kernels.gated_delta_kernel, pointers, constants, num_warps=1)
+
+
+def build_invert_tiles(case: Case) -> Build:
+    return build_chunks_of_states(case, delta_chunks.invert_tiles_kernel)
+
+
+def build_delta_chunks(case: Case) -> Build:
+    return build_chunks_of_states(case, delta_chunks.delta_chunks_kernel)
+
+
+def build_chunks_of_states(case: Case, kernel: Any) -> Build:
+    pointers = dict.fromkeys(("out", "qkv", "b", "a", "a_log", "dt_bias"), case.pointer)
+    pointers |= dict.fromkeys(("states", "inverses", "reads"), "*fp32") | {"slots": "*i64", "is_first": "*i1"}
+    constants: dict[str, Any] = {"NUM_KEY_HEADS": NUM_KEY_HEADS, "NUM_HEADS": NUM_VALUE_HEADS, "KEYS": case.head_dim}
+    constants |= {"KEY_DIM": case.head_dim, "VALUE_DIM": case.head_dim, "VALUES": delta_chunks.CHUNK_VALUES}
+    constants |= {"TOKENS": delta_chunks.TOKENS, "PRECISION": delta_chunks.precision_of(case.dtype)}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    pointers = {name: kind for name, kind in pointers.items() if f"{name}_ptr" in kernel.arg_names}
+    return Build(kernel, pointers, constants, num_stages=1)
+
+
+def build_gated_norm(case: Case) -> Build:
+    pointers = dict.fromkeys(("x", "gate", "weight"), case.pointer)
+    constants = {"NUM_HEADS": NUM_VALUE_HEADS, "SIZE": case.head_dim, "BLOCK": case.head_dim}
+    constants |= {"ROWS": delta_kernels.NORM_ROWS}
+    return Build(delta_kernels.gated_norm_kernel, pointers, constants)
+
+
 def build_stats(case: Case) -> Build:
     return build_sampling(case, logit_weights.stats_kernel)
 
@@ -286,6 +340,14 @@ FEW_TOKENS: dict[str, Callable[[Case], Build]] = {
     "norm_gate_up": build_norm_gate_up,
     "add_linear": build_add_linear,
 }
+STATES: dict[str, Callable[[Case], Build]] = {
+    "causal_conv": build_causal_conv,
+    "decode_conv": build_decode_conv,
+    "gated_delta": build_gated_delta,
+    "invert_tiles": build_invert_tiles,
+    "delta_chunks": build_delta_chunks,
+    "gated_norm": build_gated_norm,
+}
 QUANTISED: dict[str, Callable[[Case], Build]] = {
     "int8_few": build_int8_few,
     "int8_some": build_int8_some,
@@ -305,6 +367,7 @@ BUILDS: dict[str, Callable[[Case], Build]] = {
     "rms_norm": build_rms_norm,
     "silu_and_mul": build_silu_and_mul,
     "round_rows": build_round_rows,
+    **STATES,
     **QUANTISED,
     **FEW_TOKENS,
     **SAMPLING,
@@ -328,6 +391,8 @@ def all_cases(arch: int, is_quick: bool = False) -> Iterator[Case]:
                 yield Case("norm_rotary_store", arch, dtype, head_dim, is_fp8=is_fp8)
             yield Case("merge", arch, dtype, head_dim)
             yield Case("merge_chunks", arch, dtype, head_dim)
+            for kernel in STATES:
+                yield Case(kernel, arch, dtype, head_dim)
         for hidden_size in (1024, 5120):
             yield Case("rms_norm", arch, dtype, num_columns=hidden_size)
         yield Case("silu_and_mul", arch, dtype, num_columns=3072)

@@ -1,12 +1,13 @@
 """Measure the parts of a layer on this GPU: prefill in operations per second, all others in bytes per second.
 
-    python -m benchmarks.kernels [--parts attention layers] [--output results.json] [--fp8] [--sweep]
+    python -m benchmarks.kernels [--parts attention states layers] [--output results.json] [--fp8] [--sweep]
 
 A decode reads all K and V once and computes little, so its limit is the speed of memory, which is measured first, as a
 copy. The limit of a prefill is the speed of the tensor cores. The output of each kernel is checked against a float32
 reference before it is timed. Each call is recorded in a CUDA graph, so that the host's launches cost nothing, and
 replayed with a cold L2 cache. `--sweep` tries alternatives to the choices of
-`nanovllm/extras/kernels/cuda/kernel_launch.py`. `kernel_layers.py` measures the rest of a layer.
+`nanovllm/extras/kernels/cuda/kernel_launch.py`. `kernel_layers.py` measures the rest of a
+layer, and `kernel_states.py` layers with recurrent states.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch
 
 from benchmarks.common import describe_machine
 from benchmarks.kernel_layers import Shape, measure_kernels, measure_products
+from benchmarks.kernel_states import StateSizes, measure_states
 from nanovllm.extras.kernels.backend import AttentionBackend
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 
@@ -231,6 +233,9 @@ def measure(args: argparse.Namespace, bandwidth: float) -> Iterator[tuple[str, d
                     "store_kv": list(measure_store(backend, args)),
                 },
             )
+    if "states" in args.parts:
+        states = measure_states(StateSizes(), args.dtype, torch.device(DEVICE), seconds, bandwidth)
+        yield "recurrent states", {"Gated DeltaNet": list(states)}
     if "layers" in args.parts:  # last, as torch.compile takes its time
         shape = Shape(args.hidden_size, args.intermediate_size, args.heads, args.kv_heads, args.head_dim)
         layers = (shape, args.dtype, torch.device(DEVICE), seconds)
@@ -257,7 +262,8 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--intermediate-size", type=int, default=3072)
-    parser.add_argument("--parts", nargs="+", choices=("attention", "layers"), default=["attention", "layers"])
+    parts = ("attention", "states", "layers")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--block-size", type=int, nargs="+", default=[16, 256], help="flash-attn 2 takes only 256")
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--context", type=int, nargs="+", default=CONTEXTS)

@@ -13,6 +13,7 @@ KERNEL_TESTS = [
     "test_triton_kernels.py",
     "test_sample_kernels.py",
     "test_layer_kernels.py",
+    "test_delta_kernels.py",
     "test_graph_kernels.py",
     "test_few_tokens_kernels.py",
     "test_quantised_kernels.py",

@@ -11,6 +11,8 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 os.environ["TRITON_INTERPRET"] = "0"  # read by Triton when it is imported
 
@@ -20,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.kernel_resources import GPUS, Resources, read_cubin
+from labs.demos.states import make_hybrid
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.extras.kernels.cuda import (
     few_tokens,
@@ -81,6 +84,10 @@ def launch_all(kv_cache_dtypes, logits_dtypes):
         # few tokens and many, decodes and mixed, a context that is split
         for prompts in ([[1, 2, 3]], [[5] * 40, [7] * 9], [[8] * 300, [9]], [[6] * 1100]):
             llm.generate(prompts, params, use_tqdm=False)
+    with TemporaryDirectory() as folder:  # a model with recurrent states: decodes, chunks, and both
+        hybrid = {**options, "load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 30}
+        llm = LLM(make_hybrid(Path(folder)), **hybrid)
+    llm.generate([[5] * 40, [7] * 9], params, use_tqdm=False)
     temperatures, uniforms = torch.ones(2), torch.zeros(2, dtype=torch.float64)
     for dtype in logits_dtypes:
         logits = torch.zeros(2, VOCAB_SIZE, dtype=dtype)

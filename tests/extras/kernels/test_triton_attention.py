@@ -27,6 +27,8 @@ pytest.importorskip("triton")
 from benchmarks.kernel_resources import BUILDS, GPUS, TABLE, all_cases, compile_case, one_of_each, table_cases
 from nanovllm.extras.kernels.cuda import (
     activation,
+    delta_chunks,
+    delta_kernels,
     few_tokens,
     inverse_cdf,
     logit_weights,
@@ -53,12 +55,16 @@ from nanovllm.extras.kernels.cuda.kernel_launch import (
 from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
 
 ROOT = Path(__file__).resolve().parents[3]
-MODULES = (activation, few_tokens, inverse_cdf, logit_weights, norm, paged_attention, quantised, store_kv, truncate)
+MODULES = (
+    *(activation, delta_chunks, delta_kernels, few_tokens, inverse_cdf, logit_weights, norm, paged_attention),
+    *(quantised, store_kv, truncate),
+)
 TABLE_OF_RESOURCES = json.loads(TABLE.read_text(encoding="utf-8"))
 KERNELS = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
 FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
 QUANTISED = {f"int{bits}_{n}" for bits in (4, 8) for n in ("few", "some", "many")}  # of `quantised_linear_kernel`
 PREFILLS = {"prefill", "split_prefill"}  # the same, of `prefill_kernel`
+CONVS = {"causal_conv", "decode_conv"}  # of `causal_conv_kernel`
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -127,11 +133,12 @@ def test_each_kernel_is_described_as_it_is():
         assert build.constants.keys() == constants, case
     assert named <= pointers
     built = {case.kernel for case in one_of_each(90)}
-    several = FEW_TOKENS | PREFILLS | QUANTISED
+    several = FEW_TOKENS | PREFILLS | QUANTISED | CONVS
     assert {f"{name}_kernel" for name in built - several} == KERNELS - {
         "few_tokens_kernel",
         "prefill_kernel",
         "quantised_linear_kernel",
+        "causal_conv_kernel",
     }
     assert built >= several
 

@@ -8,5 +8,6 @@ chosen. Read `cuda_decoder_layer.py` first, which computes a whole layer in nine
 - The attention kernels are in `paged_attention.py`. `kernel_launch.py` chooses their tile sizes, and
   `triton_attention.py` launches them. `flash_backend.py` calls flash-attn. `requirements.py` checks whether the machine
   has what the backends need.
+- Gated DeltaNet is in `cuda_gated_delta.py`, with its kernels in `delta_kernels.py` and `delta_chunks.py`.
 - `sample.py` samples tokens. `store_kv.py` writes K and V to the cache if PyTorch's layers run (`enforce_eager=True`).
 """

@@ -4,10 +4,10 @@ For up to 16 tokens the products also do the work of three of these kernels (`fe
 launches. If attention splits long contexts, one more launch joins the parts. Each quantised product
 (`cuda_quantised.py`) takes two launches.
 
-The classes replace the layers in `dense_layers.py`, norms and the rotary angles, and have the same signatures. In
-PyTorch each operation between two products reads and writes the activations; here one kernel does all of these
-operations. The layer rounds where the PyTorch layers round, except that it adds the residual to the sums of a product
-before it rounds them, which saves two roundings per layer.
+The classes replace the layers in `dense_layers.py`, norms and the rotary angles, and have the same signatures. (The
+version of layers with recurrent states is in `cuda_gated_delta.py`.) In PyTorch each operation between two products
+reads and writes the activations; here one kernel does all of these operations. The layer rounds where PyTorch's layers
+round, except that it adds the residual to the sums of a product before it rounds them, which saves two roundings.
 
 The attention backends for CUDA call `replace_layers` after the weights have been loaded. The model file does not
 depend on it.
@@ -22,6 +22,7 @@ from torch import nn
 from nanovllm.extras.kernels.backend import AttentionBackend
 from nanovllm.extras.kernels.cuda import few_tokens
 from nanovllm.extras.kernels.cuda.activation import silu_and_mul
+from nanovllm.extras.kernels.cuda.cuda_gated_delta import TritonGatedDeltaNet, has_fast_delta
 from nanovllm.extras.kernels.cuda.norm_kernels import norm_rotary_store, rms_norm
 from nanovllm.extras.kernels.cuda.quantised_layers import TritonQuantisedLinear, replace_quantised
 from nanovllm.extras.kernels.dense_layers import DenseParts, dense_parts
@@ -176,6 +177,8 @@ def replace_layers(
             parts = dense_parts(child)
             if parts is not None and has_fast_version(parts, backend):
                 setattr(module, name, TritonDecoderLayer(parts, backend, k_scale, v_scale))
+            elif has_fast_delta(child):
+                setattr(module, name, TritonGatedDeltaNet(child))
             elif isinstance(child, Rotary):
                 setattr(module, name, RotaryTable(child, max_model_len, weight.dtype, weight.device))
             elif type(child) is RMSNorm and len(child.weight) <= MAX_SIZE:

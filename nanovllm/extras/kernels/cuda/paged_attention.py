@@ -27,7 +27,7 @@ number that happens to be 1 or a multiple of 16. Arguments in capitals are const
 import triton
 import triton.language as tl
 
-from nanovllm.extras.kernels.cuda.tile_walk import as_computed_with, attend_to_tokens
+from nanovllm.extras.kernels.cuda.tile_walk import as_computed_with, attend_to_tokens, find_sequence
 
 
 @triton.jit
@@ -220,11 +220,8 @@ def prefill_kernel(
 ):
     """Attend with TOKENS new tokens of one sequence, for the heads of one K and V head, to one split of the context.
 
-    Grid: (NUM_KV_HEADS * num_q_tiles, num_splits). Chunks differ in length, so a grid of (chunks, tiles of the longest)
-    would be mostly empty. Instead chunk i owns the q tiles from number cu[i] // TOKENS + i on. Each chunk then has
-    enough tiles, and num_tokens // TOKENS + num_seqs tiles are enough for all chunks, a number that follows from
-    shapes. Programs of surplus tiles return early. Tiles late in a chunk attend to more tokens, so they start first,
-    and short ones fill the gaps at the end.
+    Grid: (NUM_KV_HEADS * num_q_tiles, num_splits), with the tiles of `find_sequence`. Programs of surplus tiles return
+    early. Tiles late in a chunk attend to more tokens, so they start first, and short ones fill the gaps at the end.
 
     If this gives too few programs, the context before the diagonal is split, as in `decode_kernel`, and the last split
     includes the diagonal. All parts go to `part` and `part_lse`, for `merge_chunks_kernel`.
@@ -233,14 +230,7 @@ def prefill_kernel(
     kv_head = tl.program_id(0) % NUM_KV_HEADS  # neighbouring programs read neighbouring memory
     q_tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
 
-    seq = -1  # will be the last sequence whose first tile is at or before this one
-    for first in range(0, num_seqs, 128):
-        i = first + tl.arange(0, 128)
-        first_tiles = tl.load(cu_seqlens_q_ptr + i, mask=i < num_seqs, other=0) // TOKENS + i
-        seq += tl.sum(((first_tiles <= q_tile) & (i < num_seqs)).to(tl.int32), 0)
-    q_start = tl.load(cu_seqlens_q_ptr + seq)
-    num_new = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
-    first_token = (q_tile - q_start // TOKENS - seq) * TOKENS
+    seq, q_start, num_new, first_token = find_sequence(cu_seqlens_q_ptr, q_tile, num_seqs, TOKENS)
     if first_token >= num_new:
         return
     num_computed = tl.load(seq_lens_ptr + seq) - num_new

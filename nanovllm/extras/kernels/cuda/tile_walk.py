@@ -1,10 +1,33 @@
-"""The loop over the tiles of a sequence that all attention kernels share: `attend_to_tokens`.
+"""The loop over the tiles of a sequence that all attention kernels share, and how a program finds its tile of a chunk.
 
-The kernels in `paged_attention.py` call it. That file also explains the accumulators.
+The kernels in `paged_attention.py` call both. That file also explains the accumulators.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def find_sequence(
+    cu_seqlens_ptr,  # [num_seqs + 1] int32: rows cu[i] … cu[i + 1] of the batch are the new tokens of sequence i
+    tile,
+    num_seqs,
+    TOKENS: tl.constexpr,
+):
+    """Return a tile's sequence, that sequence's first row and its number of rows, and the tile's first row within it.
+
+    Chunks differ in length, so a grid of (chunks, tiles of the longest) would be mostly empty. Instead chunk i owns the
+    tiles from number cu[i] // TOKENS + i on. Each chunk then has enough tiles, and num_tokens // TOKENS + num_seqs
+    tiles are enough for all chunks, a number that follows from shapes. Surplus tiles begin behind their chunk's end.
+    """
+    seq = -1  # will be the last sequence whose first tile is at or before this one
+    for first in range(0, num_seqs, 128):
+        i = first + tl.arange(0, 128)
+        first_tiles = tl.load(cu_seqlens_ptr + i, mask=i < num_seqs, other=0) // TOKENS + i
+        seq += tl.sum(((first_tiles <= tile) & (i < num_seqs)).to(tl.int32), 0)
+    start = tl.load(cu_seqlens_ptr + seq)
+    num_new = tl.load(cu_seqlens_ptr + seq + 1) - start
+    return seq, start, num_new, (tile - start // TOKENS - seq) * TOKENS
 
 
 @triton.jit
