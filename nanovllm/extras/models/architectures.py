@@ -20,6 +20,7 @@ ARCHITECTURES = {  # by the name that config.json has in `architectures`: module
     "Gemma4ForConditionalGeneration": "gemma4.Gemma4ForConditionalGeneration",
     "GptOssForCausalLM": "gpt_oss.GptOssForCausalLM",
     "GraniteForCausalLM": "granite.GraniteForCausalLM",
+    "Lfm2ForCausalLM": "lfm2.Lfm2ForCausalLM",
     "LlamaForCausalLM": "llama.LlamaForCausalLM",
     "MistralForCausalLM": "llama.MistralForCausalLM",
     "MixtralForCausalLM": "mixtral.MixtralForCausalLM",
@@ -80,7 +81,7 @@ def check_kinds(raw: dict[str, Any]) -> None:
         if not isinstance(raw.get(name), dict | None):
             raise TypeError(f"config.json: {name} must be an object such as {{'rope_type': 'linear', 'factor': 2.0}}, "
                             f"got {raw[name]!r}")  # fmt: skip
-    for name in ("architectures", "layer_types", "mlp_only_layers", "no_rope_layers"):
+    for name in ("architectures", "layer_types", "mlp_only_layers", "no_rope_layers", "full_attn_idxs"):
         check_list(f"config.json: {name}", raw.get(name), "values")
 
 

@@ -32,8 +32,8 @@ class StateShape:
     """Layers that keep a state."""
     conv: tuple[int, int]
     """[width - 1, num_channels], in the model's dtype: the newest inputs of the layer's short convolution."""
-    recurrent: tuple[int, int, int]
-    """[num_heads, key_dim, value_dim] float32."""
+    recurrent: tuple[int, int, int] = (0, 0, 0)
+    """[num_heads, key_dim, value_dim] float32. Zeros if layers have only a convolution."""
 
     def bytes_per_slot(self, dtype: torch.dtype) -> int:
         """Return the size of one sequence's state in all layers. `dtype` is the model's."""

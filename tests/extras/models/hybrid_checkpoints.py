@@ -52,12 +52,43 @@ VARIANTS = {
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
            "shared_expert_intermediate_size": 48}  # fmt: skip
+LFM2 = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 150,
+    "block_multiple_of": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "num_attention_heads": 2,  # of 32 channels
+    "num_key_value_heads": 1,
+    "conv_L_cache": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+LFM2_VARIANTS = {
+    "plain": {},
+    "output layer": {"tie_word_embeddings": False},
+    "biases": {"conv_bias": True},
+    "layers by number": {"layer_types": None, "full_attn_idxs": [0, 3]},
+    "narrow convolution": {"conv_L_cache": 2},
+    "wide convolution": {"conv_L_cache": 9},
+    "size as it is": {"block_auto_adjust_ff_dim": False},
+    "larger size": {"block_ffn_dim_multiplier": 1.7, "block_multiple_of": 10},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+}
+FIELDS = {"Qwen3_5": QWEN35, "Qwen3_5Moe": {**QWEN35, **EXPERTS}, "Lfm2": LFM2}
 
 
 def make_config(kind="Qwen3_5", **fields):
-    experts = EXPERTS if kind == "Qwen3_5Moe" else {}
-    config_class = getattr(transformers, f"{kind}TextConfig")
-    return config_class(**{**QWEN35, **experts, **fields}, bos_token_id=None, eos_token_id=None)
+    config_class = getattr(transformers, f"{kind}Config" if kind == "Lfm2" else f"{kind}TextConfig")
+    return config_class(**{**FIELDS[kind], **fields}, bos_token_id=None, eos_token_id=None)
 
 
 def set_weights_that_matter(model):
@@ -72,27 +103,28 @@ def set_weights_that_matter(model):
 class HybridCheckpoints:
     """Each variant is made once, as are the continuations that `transformers` computes without a cache.
 
-    `kind` names the classes of `transformers`: `Qwen3_5` or `Qwen3_5Moe`.
+    `kind` names the classes of `transformers`: a key of `FIELDS`.
     """
 
     def __init__(self, root, kind="Qwen3_5"):
         self._root, self._kind = root, kind
+        self.variants = LFM2_VARIANTS if kind == "Lfm2" else VARIANTS
 
     @functools.cache  # noqa: B019 (lives as long as the module's tests)
     def make(self, variant="plain"):
         """(folder, transformers model in float32)"""
         torch.manual_seed(0)
         model_class = getattr(transformers, f"{self._kind}ForCausalLM")
-        model = model_class(make_config(self._kind, **VARIANTS[variant])).eval()
+        model = model_class(make_config(self._kind, **self.variants[variant])).eval()
         set_weights_that_matter(model)
-        folder = self._root / f"qwen35-{len(list(self._root.iterdir()))}"
+        folder = self._root / f"{self._kind}-{len(list(self._root.iterdir()))}"
         model.save_pretrained(folder)
         return folder, model
 
     def prompts(self):
         """Random tokens; the last two prompts begin with the same 40."""
         rng = random.Random(0)
-        prompts = [[rng.randrange(QWEN35["vocab_size"]) for _ in range(n)] for n in LENS]
+        prompts = [[rng.randrange(FIELDS[self._kind]["vocab_size"]) for _ in range(n)] for n in LENS]
         prompts[-1][:40] = prompts[-2][:40]
         return prompts
 

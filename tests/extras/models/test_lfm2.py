@@ -1,0 +1,168 @@
+"""LFM2 gives the tokens and log-probabilities of `transformers` in float32, however its steps are made up.
+
+`test_qwen3_5.py` has more tests of states; these are of a model whose states are only those of convolutions.
+"""
+
+import itertools
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from nanovllm import SamplingParams
+from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
+from nanovllm.extras.models.architectures import find_architecture
+from nanovllm.extras.models.lfm2 import Lfm2ConvLayer
+from nanovllm.models.qwen3 import Qwen3DecoderLayer
+from tests.extras.models.hybrid_checkpoints import (
+    LFM2,
+    LFM2_VARIANTS,
+    MAX_TOKENS,
+    HybridCheckpoints,
+    logprobs_of,
+    make_config,
+)
+from tests.extras.models.test_qwen3_5 import TINY_POOLS, check_all_free, check_greedy, logprobs, make_llm
+
+pytest.importorskip("transformers.models.lfm2")
+DEFAULT_CASES = [("torch", 1, 4, "large"), ("cpu", 7, 16, "large"), ("torch", 13, 4, "tiny"), ("cpu", 64, 16, "tiny")]
+
+
+def cases():
+    """(backend, budget, block size, pool), most of which only the sweep takes. The backend `cpu` has blocks of 16."""
+    for case in itertools.product(["torch", "cpu"], [1, 7, 13, 64], [4, 16], ["large", "tiny"]):
+        if case[0] == "torch" or case[2] == 16:
+            yield pytest.param(*case, marks=[] if case in DEFAULT_CASES else [pytest.mark.slow])
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory):
+    return HybridCheckpoints(tmp_path_factory.mktemp("hybrids"), "Lfm2")
+
+
+@pytest.mark.parametrize(("backend", "budget", "block_size", "pool"), list(cases()))
+def test_tokens_are_those_of_transformers(hybrids, backend, budget, block_size, pool):
+    options = {"attention_backend": backend, "block_size": block_size, "max_num_batched_tokens": budget}
+    if pool == "tiny":
+        options["num_kv_blocks"] = TINY_POOLS[block_size]
+    llm = make_llm(hybrids.make()[0], **options)
+    attending = CpuDecoderLayer if backend == "cpu" else Qwen3DecoderLayer
+    kinds = [type(layer) for layer in llm.engine.runner.model.model.layers]
+    assert kinds == [Lfm2ConvLayer if kind == "conv" else attending for kind in LFM2["layer_types"]]
+    num = 3 if budget == 1 else 6  # a budget of one is slow
+    check_greedy(llm, hybrids.prompts()[:num], hybrids.greedy()[:num])
+    assert (llm.get_stats().num_preemptions > 0) == (pool == "tiny" and budget > 7)
+    check_greedy(llm, hybrids.prompts()[:num][::-1], hybrids.greedy()[:num][::-1])  # slots and blocks are used again
+    if pool == "large":  # each prompt finds its own last full block
+        hits = sum((len(prompt) - 1) // block_size for prompt in hybrids.prompts()[:num])
+        assert llm.get_stats().prefix_cache_hit_tokens >= hits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("variant", LFM2_VARIANTS)
+def test_variants_give_the_tokens_of_transformers(hybrids, variant, backend):
+    llm = make_llm(hybrids.make(variant)[0], attention_backend=backend, block_size=16, max_num_batched_tokens=13)
+    check_greedy(llm, hybrids.prompts(), hybrids.greedy(variant))
+
+
+def test_samples_have_states_of_their_own(hybrids):
+    """The oracle: the log-probabilities that `transformers` gives to the tokens of each sample."""
+    folder, model = hybrids.make()
+    llm, prompts = make_llm(folder, max_num_batched_tokens=7), hybrids.prompts()[:4]
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
+    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        assert len({tuple(sample.token_ids) for sample in output.outputs}) == 3
+        for sample in output.outputs:
+            assert logprobs(sample) == pytest.approx(logprobs_of(model, prompt, sample.token_ids), abs=2e-4)
+    check_all_free(llm)
+
+
+def test_the_state_is_that_of_the_convolutions_only(hybrids):
+    """Three layers of three inputs of 64 channels in float32, and no matrices."""
+    llm = make_llm(hybrids.make()[0])
+    assert llm.get_stats().states.bytes_per_slot == 3 * 3 * 64 * 4
+    assert llm.engine.runner.kv_cache.recurrent.numel() == 0
+
+
+def test_names_may_lack_their_prefix(hybrids, tmp_path):
+    """As `AutoModel` of `transformers` saves the network without its output layer."""
+    folder, model = hybrids.make()
+    model.model.save_pretrained(tmp_path)
+    assert "embedding_norm.weight" in load_file(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    check_greedy(make_llm(tmp_path), hybrids.prompts()[:2], hybrids.greedy()[:2])
+
+
+def test_a_tensor_that_is_missing_is_named(hybrids, tmp_path):
+    folder, _ = hybrids.make()
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.conv.conv.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"1 tensors are missing .* model.layers.0.conv.conv.weight"):
+        make_llm(tmp_path)
+
+
+# ---- config.json
+
+
+def written(**fields):
+    return {**make_config("Lfm2", **fields).to_dict(), "architectures": ["Lfm2ForCausalLM"]}
+
+
+def test_missing_fields_have_the_defaults_of_transformers():
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    fields = {**LFM2, "num_attention_heads": 8, "full_attn_idxs": [1]}
+    raw = {"architectures": ["Lfm2ForCausalLM"], **{name: fields[name] for name in (*required, "full_attn_idxs")}}
+    shape = find_architecture(raw)[1]
+    theirs = transformers.Lfm2Config(**{name: raw[name] for name in (*required, "full_attn_idxs")})
+    names = ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "conv_L_cache", "conv_bias")
+    assert {name: getattr(shape, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    assert list(shape.layer_types) == theirs.layer_types
+    assert (shape.rms_norm_eps, shape.rope.theta) == (theirs.norm_eps, theirs.rope_parameters["rope_theta"])
+    with torch.device("meta"):
+        mlp = transformers.models.lfm2.modeling_lfm2.Lfm2MLP(theirs)
+    assert shape.intermediate_size == mlp.w1.out_features
+
+
+def test_older_names_of_fields_count():
+    """LFM2's files have these."""
+    raw = written()
+    other = {**raw, "block_ff_dim": 300, "tie_embedding": False, "block_use_swiglu": True, "conv_dim": 64}
+    shape, theirs = find_architecture(other)[1], transformers.Lfm2Config(**other)
+    assert theirs.intermediate_size == 300
+    assert shape.intermediate_size == 224, "a multiple of 32 that is at least two thirds"
+    assert shape.tie_word_embeddings is theirs.tie_word_embeddings is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 4}, "must name both"),
+        ({"layer_types": ["conv"] * 4}, "must name both"),
+        ({"layer_types": None, "full_attn_idxs": None}, "must name both"),
+        ({"layer_types": ["sliding_attention", "conv"] * 2}, "layer_types must be"),
+        ({"layer_types": ["conv"]}, "one entry for each"),
+        ({"conv_L_cache": 1}, "conv_L_cache"),
+        ({"block_multiple_of": 0}, "block_multiple_of"),
+        ({"block_ffn_dim_multiplier": 0}, "block_ffn_dim_multiplier"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+        ({"block_use_swiglu": False}, "block_use_swiglu"),
+        ({"use_pos_enc": False}, "use_pos_enc"),
+        ({"conv_dim": 32}, "conv_dim"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value),
+)
+def test_fields_that_would_be_computed_wrongly_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        find_architecture({**written(), **fields})
+
+
+@pytest.mark.parametrize("fields", [{"conv_bias": 1}, {"full_attn_idxs": 3}, {"block_auto_adjust_ff_dim": "no"}])
+def test_fields_of_another_type_are_refused(fields):
+    with pytest.raises(TypeError, match=next(iter(fields))):
+        find_architecture({**written(), **fields})
