@@ -1,7 +1,7 @@
 """`StateCheck`: the self-check of a model with recurrent states, which compares attention, draws, and such layers.
 
 The steps of `steps.py` have no slots, so the network is not run as a whole: one layer with states of each kind runs by
-itself, over a small pool of its own. Called by `runner_check.py`.
+itself, over a small pool of its own. Called by `mode.py`.
 """
 
 from collections.abc import Callable

@@ -84,8 +84,8 @@ def launch_all(kv_cache_dtypes, logits_dtypes):
         # few tokens and many, decodes and mixed, a context that is split
         for prompts in ([[1, 2, 3]], [[5] * 40, [7] * 9], [[8] * 300, [9]], [[6] * 1100]):
             llm.generate(prompts, params, use_tqdm=False)
-    with TemporaryDirectory() as folder:  # a model with recurrent states: decodes, chunks, and both
-        hybrid = {**options, "load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 30}
+    with TemporaryDirectory() as folder:  # a model with recurrent states: decodes, long and short chunks
+        hybrid = {**options, "load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 45}
         llm = LLM(make_hybrid(Path(folder)), **hybrid)
     llm.generate([[5] * 40, [7] * 9], params, use_tqdm=False)
     temperatures, uniforms = torch.ones(2), torch.zeros(2, dtype=torch.float64)
