@@ -2,7 +2,7 @@
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.checks import check_choice
 from nanovllm.extras.device_setup import Device, Unchecked
@@ -33,13 +33,18 @@ def begin(runner: "ModelRunner", kind: Device) -> Unchecked:
     stored = StoredResult(runner)
     known = stored.read()
     if known is None:
-        # only now: later starts do without these modules
-        from nanovllm.extras.self_check.runner_check import SelfCheck as Check
-        from nanovllm.extras.self_check.runner_check import begin
-
-        if runner.shape.state_shape is not None:
-            from nanovllm.extras.self_check.state_check import StateCheck as Check
-        return begin(Check, runner, kind, stored)
+        return class_of_check(runner).begin(runner, kind, stored)
     if not known.is_right:
         raise SelfCheckError(f"{known.reason} (found on {known.date}; delete {stored.path} to check again)")
     return Unchecked()
+
+
+def class_of_check(runner: "ModelRunner") -> Any:
+    """Import the class of the check only now: later starts do without its modules."""
+    if runner.shape.state_shape is None:
+        from nanovllm.extras.self_check.runner_check import SelfCheck
+
+        return SelfCheck
+    from nanovllm.extras.self_check.state_check import StateCheck
+
+    return StateCheck

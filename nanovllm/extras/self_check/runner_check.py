@@ -64,11 +64,6 @@ NEARLY_EQUAL = 0.25  # the length of a difference, as a share of a vector's; the
 NEARLY_BEST = 0.2  # in standard deviations of the logits; another batch size may decide between almost equal ones
 
 
-def begin(check: "type[SelfCheck]", runner: "ModelRunner", kind: Device, stored: StoredResult) -> Unchecked:
-    """Return the check of a runner, whose result is to be stored. The crash test has started."""
-    return check(runner, stored, start_crash_test(runner, kind))
-
-
 class SelfCheck(Unchecked):
     def __init__(self, runner: "ModelRunner", stored: StoredResult, crash_test: CrashTest) -> None:
         self.runner, self.stored, self.crash_test = runner, stored, crash_test
@@ -78,6 +73,11 @@ class SelfCheck(Unchecked):
         self.exact, _ = choose(config, runner.device, WIDER[runner.dtype], runner.shape)
         self.plain.block_size = self.exact.block_size = self.backend.block_size
         self.is_complete = True
+
+    @classmethod
+    def begin(cls, runner: "ModelRunner", kind: Device, stored: StoredResult) -> "SelfCheck":
+        """Return the check of a runner, whose result is to be stored, and start its crash test."""
+        return cls(runner, stored, start_crash_test(runner, kind))
 
     @contextmanager
     def reported(self, *passed: Any) -> Iterator[None]:
