@@ -102,7 +102,7 @@ def test_what_is_right_passes_once_and_is_remembered(fresh_cache, monkeypatch, d
     def check_again(*_):
         raise SelfCheckError("checked again")
 
-    monkeypatch.setattr(checks, "SelfCheck", check_again)
+    monkeypatch.setattr(checks.SelfCheck, "begin", check_again)
     assert way_of(make_llm(dtype=dtype)) == "C kernels"
     with pytest.raises(SelfCheckError, match="checked again"):
         make_llm(dtype=dtype, max_num_seqs=7, self_check="strict")  # something that the result depends on
@@ -152,7 +152,7 @@ def test_a_hit_costs_little(fresh_cache):
 
 
 def test_it_can_be_switched_off(fresh_cache, monkeypatch):
-    monkeypatch.setattr(checks, "begin", lambda *_: pytest.fail("checked"))
+    monkeypatch.setattr(checks.SelfCheck, "begin", lambda *_: pytest.fail("checked"))
     make_llm(self_check="off")
     monkeypatch.setenv("NANOVLLM_SELF_CHECK", "off")
     make_llm()
