@@ -2,6 +2,7 @@
 
 import tokenizers
 import transformers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanovllm.extras.answer_parts.harmony import MARKERS
 
@@ -36,8 +37,13 @@ ORDINARY.encode_special_tokens = True  # so that special tokens in a text are te
 
 
 def encode(parts):
-    """Token ids of markers and texts."""
+    """Token ids of markers and texts. A number is the token of a single byte."""
     ids = []
     for part in parts:
-        ids += [TOKENIZER.convert_tokens_to_ids(str(part))] if isinstance(part, Marker) else ORDINARY.encode(part).ids
+        if isinstance(part, Marker):
+            ids.append(TOKENIZER.convert_tokens_to_ids(str(part)))
+        elif isinstance(part, int):
+            ids.append(TOKENIZER.convert_tokens_to_ids(bytes_to_unicode()[part]))
+        else:
+            ids += ORDINARY.encode(part).ids
     return ids

@@ -124,7 +124,8 @@ class Harmony:
         if self._channel is not None:
             self._channel += text
             return self._show_header() if len(self._channel) > MAX_HEADER else []
-        self._role += text
+        # the text of an incomplete character comes after the special token that follows it
+        self._role = (self._role + text).lstrip("\ufffd")
         return [] if may_be_role(self._role) else self._show_header()
 
     def _read_marker(self, marker: str) -> list[Event]:

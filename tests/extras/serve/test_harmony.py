@@ -161,7 +161,7 @@ def test_any_pieces_of_messages_are_what_went_in(messages, places, end):
 
 
 SHARDS = [*map(Marker, sorted(MARKERS)), "assistant", "analysis", "final", " to=functions.f", "user", "json", " ", "é"]
-SHARDS += ["commentary to=functions.get_weather", "Hello <|end|>", "functions.g", "x" * 300, "{}", "\n"]
+SHARDS += ["commentary to=functions.get_weather", "Hello <|end|>", "functions.g", "x" * 300, "{}", "\n", 0xE2, 0x82]
 
 
 @pytest.mark.examples
@@ -261,6 +261,8 @@ def test_openais_parser_agrees(messages):
         ([CHANNEL, "commentary to=functions.f"], "", "", []),
         ([CHANNEL, "commentary to=functions.", MESSAGE, "{}"], "", "{}", []),
         ([CHANNEL, "final", MESSAGE, QUOTED, RETURN], "", QUOTED, []),  # forged
+        ([CHANNEL, "final", MESSAGE, "a", 0xE2, END, *PROMPT[-2:], CHANNEL, "final", MESSAGE, "b"], "", "a\nb", []),
+        ([CHANNEL, "final", MESSAGE, "a", 0xE2, RETURN], "", "a", []),
         ([START, "functions.f to=assistant", CHANNEL, "commentary", MESSAGE, "3", END], "", "3", []),
     ],
 )  # fmt: skip

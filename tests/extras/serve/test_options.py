@@ -298,7 +298,7 @@ def test_options_reach_the_server():
     options = serve_settings.server_options(args)
     assert (options.root_path, options.log_requests, options.timeout_keep_alive_s) == ("/llm", False, 90.5)
     assert ServerOptions(("m",)).timeout_keep_alive_s > 60, "proxies keep connections for 60 s"
-    assert [parser.__name__ for parser in options.parsers] == ["LlamaJson", "DeepSeekR1"]
+    assert [parser.__name__ for parser in options.parsers[:2]] == ["LlamaJson", "DeepSeekR1"]
 
 
 @pytest.mark.slow

@@ -247,6 +247,18 @@ def test_prompts_of_gemma(prompt, is_open):
     assert not ReasoningParser.is_open("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
+def test_tags_that_are_special_tokens_stay_in_the_text():
+    question = {"messages": [{"role": "user", "content": "?"}]}
+    plain, with_tools = (ChatCompletionRequest.model_validate(question | one) for one in ({}, {"tools": [ADD]}))
+    for tools, reasoning, kept in (
+        ("gemma4", "gemma4", [True, True]),
+        ("gemma4", "qwen3", [False, True]),
+        ("qwen3_coder", "qwen3", [False, False]),
+    ):
+        parsers = Parsers(TOOL_PARSERS[tools], REASONING_PARSERS[reasoning])
+        assert [parsers.keeps_special_tokens(plain), parsers.keeps_special_tokens(with_tools)] == kept
+
+
 THOUGHT = "I must call <tool_call> now.\n"
 
 
