@@ -283,6 +283,9 @@ def test_the_answer_may_continue_a_message_of_the_prompt():
     assert read(["Hm", END, START, "assistant", CHANNEL, "final", MESSAGE, "4"], prompt=prompt)[:3] == ("Hm", "4", [])
     prompt = [*PROMPT, " to=functions.f", CHANNEL, "commentary", MESSAGE, '{"a": ']
     assert read(["1}", CALL], prompt=prompt)[:3] == ("", "", [("f", '{"a": 1}')])
+    prompt = [*PROMPT, CHANNEL, "final", MESSAGE, 0xF0, 0x9F]  # half of a character
+    rest = [0x98, 0x80, "!", END, *PROMPT[-2:], *spell(("analysis", "Hm"))]
+    assert read(rest, range(len(encode(rest))), prompt=prompt)[:3] == ("Hm", "😀!", [])
     prompt = PROMPT[:-2]  # without the beginning of an answer
     assert read([START, "assistant", *spell(("final", "4"))], prompt=prompt)[:3] == ("", "4", [])
 
