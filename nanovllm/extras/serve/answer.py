@@ -70,13 +70,17 @@ class Answer:
             return False
         if self._must_call and (self._has_content or self._calls.num_calls == 0):
             return True
-        is_told = self._max_calls is None or self._calls.num_calls <= self._max_calls
+        is_told = self._is_told(self._calls.num_calls - 1)
         return self._calls.is_within_call and is_told and not is_json("".join(self._arguments))
 
     def finish_reason(self, reason: str) -> str:
         """Return OpenAI's finish reason for the engine's `reason`: `tool_calls` if the answer has complete calls."""
         has_called = self._calls is not None and self._calls.num_calls > 0
         return "tool_calls" if has_called and reason == "stop" and not self.is_cut_off else reason
+
+    def _is_told(self, index: int) -> bool:
+        """Return whether the client gets the call with this index: it may allow only one call."""
+        return self._max_calls is None or index < self._max_calls
 
     def _read(self, text: str) -> list[dict[str, Any]]:
         if self._tools is not None:
@@ -86,8 +90,7 @@ class Answer:
     def _deltas(self, events: list[Event]) -> list[dict[str, Any]]:
         deltas = []
         for event in events:
-            is_call = isinstance(event, CallStart | CallArguments)
-            if is_call and self._max_calls is not None and event.index >= self._max_calls:
+            if isinstance(event, CallStart | CallArguments) and not self._is_told(event.index):
                 continue
             if isinstance(event, CallStart):
                 self._arguments = []

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanovllm.extras.answer_parts.events import Reasoning
+from nanovllm.extras.answer_parts.events import Content, Reasoning
 from nanovllm.extras.answer_parts.harmony import Harmony, find_end_tokens
 from nanovllm.extras.answer_parts.reasoning import REASONING_PARSERS, ReasoningParser
 from nanovllm.extras.answer_parts.token_bytes import TokenBytes
@@ -32,7 +32,8 @@ class ReasoningReader:
         text, is_last = completion.text[self._num_chars :], completion.finish_reason is not None
         if isinstance(self._parser, Harmony):
             for event in self._parser.feed(text, completion.token_ids[self._num_tokens :], is_last):
-                self._tagged.add(event.text, isinstance(event, Reasoning))  # without tools, there are no calls
+                if isinstance(event, Reasoning | Content):  # there are no calls without tools
+                    self._tagged.add(event.text, isinstance(event, Reasoning))
         else:
             for reasoning, content in [self._parser.feed(text), *([self._parser.finish()] if is_last else [])]:
                 self._tagged.add(reasoning, is_reasoning=True)
