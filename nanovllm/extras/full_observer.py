@@ -45,6 +45,22 @@ class Observer(observer.Observer):
         by_tier: the name of each tier that had blocks -> the ids of the blocks that are filled.
         """
 
+    def on_take_slot(self, seq: Sequence, slot: int, source: int) -> None:
+        """`seq` owns a slot of the pool of states (`states/slots.py`). The state in `source` will be copied to it.
+
+        `source` is the slot of a snapshot, or of the parent in a fork. It is 0 if `seq` starts from a state of zeros.
+        """
+
+    def on_snapshot(self, seq: Sequence, slot: int, block_id: int) -> None:
+        """The state of `seq` after its computed tokens, which end with `block_id`, will be copied to `slot`."""
+
+    def on_drop_snapshot(self, slot: int, why: str) -> None:
+        """The snapshot in `slot` is dropped.
+
+        why: `evicted` (its block is no longer cached), `slot` (the slot is needed), `interval` (a newer snapshot of
+        the same sequence replaces it) or `forgotten` (a step has failed, or the prefix cache has been reset)
+        """
+
     def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
         """A step has computed drafts (`speculation/`): `seq` keeps the accepted ones, and gives up blocks."""
 

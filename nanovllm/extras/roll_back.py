@@ -39,3 +39,6 @@ def reset_prefix_cache(scheduler: Scheduler) -> None:
     reset: Any = getattr(observer, "on_reset_prefix_cache", None)
     if reset is not None:
         reset()
+    forget_snapshots: Any = getattr(cache, "forget_snapshots", None)  # of models with recurrent states
+    if forget_snapshots is not None:
+        forget_snapshots()

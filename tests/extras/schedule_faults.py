@@ -205,7 +205,7 @@ def a_snapshot_is_taken_wherever_a_chunk_ends(replace):
 
     def take_snapshot(self, seq):
         snapshots, serial = self.prefix_cache.snapshots, seq.parent_serial
-        if serial and serial not in snapshots and self.num_free_slots and self.prefix_cache.holds(seq):
+        if serial and serial not in snapshots and self.num_free_slots and self.prefix_cache.last_block(seq):
             snapshots[serial] = self.prefix_cache.take_slot()
             self._copies_for_next.append((self._slots[seq], snapshots[serial]))
 

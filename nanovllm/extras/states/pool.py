@@ -17,11 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.extras.states.slots import StateMoves
+from nanovllm.extras.states.slots import NULL_SLOT, StateMoves
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-
-NULL_SLOT = 0
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,16 @@ also dropped when its block is evicted.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.extended_scheduler import ExtendedScheduler
-from nanovllm.observer import Observer
+from nanovllm.extras.full_observer import Observer
 from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock, PrefixCache
 from nanovllm.scheduler import Step
 
+NULL_SLOT = 0  # no sequence owns it
 BlockCopies = list[tuple[int, int]]
 SlotCopies = list[tuple[int, int]]
 
@@ -91,6 +92,8 @@ class StateMoves(list[tuple[int, int]]):
 class SnapshotCache(PrefixCache):
     """Finds a prefix only as far as there is a snapshot of the state at its end."""
 
+    observer: Observer
+
     def __init__(self, block_size: int, observer: Observer, is_enabled: bool, free_slots: list[int]) -> None:
         super().__init__(block_size, observer, is_enabled)
         self.free_slots = free_slots  # of the pool, which sequences take from too
@@ -108,32 +111,34 @@ class SnapshotCache(PrefixCache):
         cached = self._by_id.get(block_id)
         super().forget(block_id)
         if cached is not None:
-            self.drop(cached.serial)
+            self.drop(cached.serial, "evicted")
 
-    def drop(self, serial: int) -> None:
-        """Drop the snapshot at the end of a block, if there is one."""
+    def drop(self, serial: int, why: str) -> None:
+        """Drop the snapshot at the end of a block, if there is one. `why` is for the observer."""
         if serial in self.snapshots:
             self.free_slots.append(self.snapshots.pop(serial))
+            self.observer.on_drop_snapshot(self.free_slots[-1], why)
 
-    def holds(self, seq: Any) -> bool:
-        """Return whether the last full block of `seq` can still be found: this step may have evicted it again."""
+    def last_block(self, seq: Any) -> CachedBlock | None:
+        """Return the last full block of `seq` if it can still be found: this step may have evicted it again."""
         cached = self._by_hash.get(seq.block_hashes[seq.num_registered_blocks - 1])
-        return cached is not None and cached.serial == seq.parent_serial
+        return cached if cached is not None and cached.serial == seq.parent_serial else None
 
     def take_slot(self) -> int:
         """Return a free slot, if necessary by dropping the least recently used snapshot."""
         if not self.free_slots:
-            self.free_slots.append(self.snapshots.popitem(last=False)[1])
+            self.drop(next(iter(self.snapshots)), "slot")
         return self.free_slots.pop()
 
     def forget_snapshots(self) -> None:
-        self.free_slots += self.snapshots.values()
-        self.snapshots.clear()
+        for serial in list(self.snapshots):
+            self.drop(serial, "forgotten")
 
 
 class StateBlockManager(BlockManager):
     """The core's block manager with slots 1 … `num_slots`. No sequence owns slot 0, the null slot."""
 
+    observer: Observer
     prefix_cache: SnapshotCache
 
     def __init__(
@@ -147,7 +152,7 @@ class StateBlockManager(BlockManager):
         bytes_per_slot: int = 0,
         snapshot_interval: int = 0,
     ) -> None:
-        super().__init__(num_blocks, block_size, enable_prefix_caching, observer)
+        super().__init__(num_blocks, block_size, enable_prefix_caching, observer or Observer())
         self.num_slots = num_slots
         self.bytes_per_slot = bytes_per_slot  # for the statistics
         self.snapshot_interval = snapshot_interval  # blocks; 0 takes no snapshots at intervals
@@ -186,20 +191,25 @@ class StateBlockManager(BlockManager):
             return False
         self._branches[seq] = self.prefix_cache.num_found * self.block_size
         if not seq.num_computed_tokens:
-            self._slots[seq] = self.prefix_cache.take_slot()
+            self._take_slot(seq, NULL_SLOT)
             return True
         self.prefix_cache.snapshots.move_to_end(seq.parent_serial)
         source = self.prefix_cache.snapshots[seq.parent_serial]
         # if this drops the last snapshot, which is the one that was hit, its slot already holds the right state
-        self._slots[seq] = self.prefix_cache.take_slot()
-        self._copies_of_hits.append((source, self._slots[seq]))
+        self._copies_of_hits.append((source, self._take_slot(seq, source)))
         return True
 
     def fork(self, parent: Any, child: Any) -> None:
         """Let `child` share the blocks of `parent`, and copy the state before the next step."""
         super().fork(parent, child)
-        self._slots[child] = self.prefix_cache.take_slot()
-        self._copies_for_next.append((self._slots[parent], self._slots[child]))
+        source = self._slots[parent]
+        self._copies_for_next.append((source, self._take_slot(child, source)))
+
+    def _take_slot(self, seq: Any, source: int) -> int:
+        """Give `seq` a slot, to which the state in the slot `source` will be copied. Returns the slot."""
+        self._slots[seq] = slot = self.prefix_cache.take_slot()
+        self.observer.on_take_slot(seq, slot, source)
+        return slot
 
     def free(self, seq: Any) -> None:
         super().free(seq)
@@ -219,22 +229,36 @@ class StateBlockManager(BlockManager):
         """Return how many tokens of the prompt of `seq` the same prompt could find in the cache."""
         return (seq.num_prompt_tokens - 1) // self.block_size * self.block_size
 
+    def is_due(self, seq: Any) -> bool:
+        """Return whether a snapshot is due after the computed tokens of `seq`."""
+        num_computed, span = seq.num_computed_tokens, self.snapshot_interval * self.block_size
+        is_regular = span and num_computed % span == 0
+        return self.prefix_cache.is_enabled and bool(is_regular or self._is_special(seq))
+
+    def _is_special(self, seq: Any) -> bool:
+        return seq.num_computed_tokens in (self.end_of(seq), self._branches.get(seq))
+
     def take_snapshot(self, seq: Any) -> None:
         """Copy the state of `seq` before the next step, if this step's chunk ends where a snapshot is due."""
-        num_computed, size = seq.num_computed_tokens, self.block_size
-        is_special, span = num_computed in (self.end_of(seq), self._branches.get(seq)), self.snapshot_interval * size
-        is_due = is_special or (span and num_computed % span == 0)
-        if not is_due or num_computed != seq.num_registered_blocks * size:  # nothing is registered if the cache is off
+        if not self.is_due(seq) or seq.num_computed_tokens != seq.num_registered_blocks * self.block_size:
             return
         snapshots, serial = self.prefix_cache.snapshots, seq.parent_serial
         if serial in snapshots:
             snapshots.move_to_end(serial)
-        elif self.num_free_slots and self.prefix_cache.holds(seq):
-            if not is_special:
-                self.prefix_cache.drop(self._regular.get(seq, ROOT_SERIAL))
+        elif self.num_free_slots and (block := self.prefix_cache.last_block(seq)):
+            if not self._is_special(seq):
+                self.prefix_cache.drop(self._regular.get(seq, ROOT_SERIAL), "interval")
                 self._regular[seq] = serial
-            snapshots[serial] = self.prefix_cache.take_slot()
-            self._copies_for_next.append((self._slots[seq], snapshots[serial]))
+            snapshots[serial] = slot = self.prefix_cache.take_slot()
+            self._copies_for_next.append((self._slots[seq], slot))
+            self.observer.on_snapshot(seq, slot, block.block_id)
+
+    def take_copies(self) -> StateMoves:
+        """Return what this step copies before it computes: blocks, and states.
+
+        `schedule` calls this method before it forks, because a fork copies the state that this step computes.
+        """
+        return StateMoves(super().take_copies(), self.take_state_copies() + self.take_copies_of_hits(), [])
 
     def take_state_copies(self) -> SlotCopies:
         """Return (source, destination) of states to be copied before the step that is scheduled next."""
@@ -268,20 +292,17 @@ class StateScheduler(ExtendedScheduler):
         return min(num_tokens, self.block_manager.next_snapshot(seq) - seq.num_computed_tokens)
 
     def schedule(self) -> Step:
-        blocks = self.block_manager
-        # before anything else: forks and snapshots of this step copy states that this step computes, so they wait
-        earlier = blocks.take_state_copies()
-        step = super().schedule()
+        step, blocks = super().schedule(), self.block_manager
+        moves: Any = step.copies
         if not step.chunks:
-            blocks.put_back(earlier)
+            blocks.put_back(moves.state_copies)
             return step
         seqs: list[Any] = [seq for seq, _, _ in step.chunks]
-        hits = blocks.take_copies_of_hits()
         for seq in seqs:
             blocks.take_snapshot(seq)
-        slots = [blocks.slot_of(seq) for seq in seqs]
-        keeps_states = not all([seq.is_plain for seq in seqs])  # what a request asks for may make the step fail
-        return replace(step, copies=StateMoves(step.copies, earlier + hits, slots, keeps_states))
+        moves.slots = [blocks.slot_of(seq) for seq in seqs]
+        moves.keeps_states = not all([seq.is_plain for seq in seqs])  # what a request asks for may make the step fail
+        return step
 
     def forget_steps(self) -> None:
         """Forget all copies that were due, and all snapshots: the failed step may not have copied their states."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.states.pool import NULL_SLOT, StateKVCache, StateMetadata
-from nanovllm.extras.states.slots import StateMoves
+from nanovllm.extras.states.pool import StateKVCache, StateMetadata
+from nanovllm.extras.states.slots import NULL_SLOT, StateMoves
 from nanovllm.layers.attention import AttentionMetadata
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from nanovllm.extras.trace.replay import Replay, ReplayError
 
 MAX_BLOCKS = 10_000_000  # each state in the page's memory has 28 bytes per block, and there are several states
 MAX_BLOCK_SIZE = 2**20
+MAX_SLOTS = 1_000_000  # of recurrent states
 MAX_DRAFTS = 64  # of one sequence in one step
 MAX_INT = 2**53  # a browser's numbers cannot represent all integers above this
 
@@ -58,6 +59,7 @@ KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # kind of a field, in wo
     "a list of integers >= 0": lambda _, value: is_list(value, is_count),
     f"a block size from 1 to {MAX_BLOCK_SIZE}": lambda _, value: is_int(value) and 1 <= value <= MAX_BLOCK_SIZE,
     f"a number of blocks from 1 to {MAX_BLOCKS}": lambda _, value: is_int(value) and 1 <= value <= MAX_BLOCKS,
+    f"a number of slots from 1 to {MAX_SLOTS}": lambda _, value: is_int(value) and 1 <= value <= MAX_SLOTS,
     "a new sequence": lambda replay, value: is_count(value) and value > 0 and value not in replay.seqs,
     "a known sequence": lambda replay, value: replay.knows(value),
     "a known sequence or 0": lambda replay, value: value == 0 or replay.knows(value),
@@ -67,6 +69,13 @@ KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # kind of a field, in wo
     "a list of blocks of the pool": lambda replay, value: replay.are_blocks(value),
     "an object of lists of blocks of the pool": lambda replay, value: is_mapping(value, replay.are_blocks),
     "a block table": lambda replay, value: is_list(value, replay.has),
+    "a slot": lambda replay, value: replay.is_slot(value),
+    "a slot or 0": lambda replay, value: is_int(value) and (value == 0 or replay.is_slot(value)),
+    "a reason to drop a snapshot": lambda _, value: value in ("evicted", "slot", "interval", "forgotten"),
+    "a list of moves": lambda replay, value: isinstance(value, list) and all(map(replay.are_copies, value[2:])),
+    "a list of [slot, slot]": lambda replay, value: replay.are_copies(value),
+    "a list of [sequence, slot]": lambda replay, value: is_list(value, replay.is_owner),
+    "a list of [slot, block, tokens]": lambda replay, value: is_list(value, replay.is_snapshot),
     "a reason to finish": lambda _, value: value in ("stop", "length", "abort"),
     "a reason to wait": lambda _, value: value in ("blocks", "max_num_seqs", "budget", "preemption"),
     "a reason to be idle": lambda _, value: value in ("budget", "caught_up"),
@@ -78,11 +87,12 @@ KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # kind of a field, in wo
     "a list of [block, hash, serial, tokens]": lambda replay, value: is_list(value, replay.is_cached),
     "a list of [block, tier]": lambda replay, value: is_list(value, replay.is_loaded),
 }
-BLOCK_SIZE, NUM_BLOCKS = [kind for kind in KINDS if " from 1 to " in kind]
+BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = [kind for kind in KINDS if " from 1 to " in kind]
 
 HEADER = {
     "num_blocks": NUM_BLOCKS,
     "block_size": BLOCK_SIZE,
+    "num_slots": NUM_SLOTS,
     "num_steps_before": "an integer >= 0",
     "t": "a number",
     "config": "an object",
@@ -95,6 +105,11 @@ STATE = {
     "cached": "a list of [block, hash, serial, tokens]",
     "loaded": "a list of [block, tier]",
     "seqs": "a list",
+}
+SLOTS = {  # in the state of a model with recurrent states
+    "slots": "a list of [sequence, slot]",
+    "snapshots": "a list of [slot, block, tokens]",
+    "state_copies": "a list of [slot, slot]",
 }
 NEW_SEQUENCE = {
     "request": "a string",
@@ -142,7 +157,7 @@ EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
         "decodes": "0 or a list of known sequences",
         "chunks": "a list of chunks",
         "samples": "0 or a list of known sequences",
-        "moves": "a list",
+        "moves": "a list of moves",
         "num_free": "an integer",
         "num_stored": "an integer",
     },
@@ -182,6 +197,14 @@ EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
     },
     "forget": {"block": "a block of the pool"},
     "reset": {},
+    "slot": {"seq": "a known sequence", "slot": "a slot", "source": "a slot or 0"},
+    "snapshot": {
+        "seq": "a known sequence",
+        "slot": "a slot",
+        "block": "a block of the pool",
+        "num_tokens": "an integer >= 0",
+    },
+    "drop": {"slot": "a slot", "why": "a reason to drop a snapshot"},
 }
 
 
@@ -203,7 +226,8 @@ class Checker(Replay):
 
     def __init__(self, header: Mapping[str, Any]) -> None:
         self.num_blocks, self.seqs = 0, {}
-        self.check_fields(header, HEADER)
+        self.check_fields(header, HEADER, optional=("num_slots",))
+        self.num_slots = header.get("num_slots", 0)
         super().__init__(header)
 
     def check_line(self, line: Any) -> None:
@@ -258,7 +282,7 @@ class Checker(Replay):
         if not isinstance(value, list) or len(value) != 4:
             return False
         number, start, num_new_tokens, code = value
-        is_known = self.knows(number) and code in ("all", "budget", "threshold", "drafts")
+        is_known = self.knows(number) and code in ("all", "budget", "threshold", "drafts", "snapshot")
         return is_known and is_count(start) and is_count(num_new_tokens)
 
     def is_cached(self, value: Any) -> bool:
@@ -266,6 +290,20 @@ class Checker(Replay):
             return False
         block_id, block_hash, serial, token_ids = value
         return self.has(block_id) and is_text(block_hash) and is_count(serial) and is_list(token_ids, is_count)
+
+    def is_slot(self, value: Any) -> bool:
+        return is_int(value) and 1 <= value <= self.num_slots
+
+    def are_copies(self, value: Any) -> bool:
+        return is_list(value, lambda one: is_list(one, self.is_slot) and len(one) == 2)
+
+    def is_owner(self, value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and self.is_slot(value[1])
+
+    def is_snapshot(self, value: Any) -> bool:
+        if not isinstance(value, list) or len(value) != 3:
+            return False
+        return self.is_slot(value[0]) and self.are_blocks(value[1:2]) and is_count(value[2])
 
     # ---- counts, which the page compares itself
 
@@ -286,6 +324,11 @@ class Checker(Replay):
         for about in state["seqs"]:
             self.check_field("seqs", "an object", about)
             self.check_fields(about, SEQUENCE, optional=("misses",))
+        self.check_fields(state, SLOTS, optional=tuple(SLOTS))
+        numbers = {about["number"] for about in state["seqs"]}
+        for number, slot in state.get("slots", []):
+            if number not in numbers:
+                raise ReplayError(f"slot {slot} must belong to a sequence of the state, got {number}")
         super()._load_state(state)
 
     def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:

@@ -51,6 +51,9 @@ DECIDED_BY = {  # code of an event -> a file of the package, and the function or
     "register": "prefix_cache.py PrefixCache.register",
     "forget": "prefix_cache.py PrefixCache.forget",
     "reset": "extras/roll_back.py reset_prefix_cache",
+    "slot": "extras/states/slots.py StateBlockManager.try_admit",
+    "snapshot": "extras/states/slots.py StateBlockManager.take_snapshot",
+    "drop": "extras/states/slots.py SnapshotCache.drop",
 }
 
 

@@ -58,6 +58,8 @@ class Recorder(SchedulingStats):
         self._num_steps = 0
         self._flights: deque[tuple[int, list[Sequence]]] = deque()  # steps in flight, and the sequences they sample
         self._loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
+        self._snapshots: dict[int, tuple[int, int]] = {}  # slot -> the block at whose end the state was, its tokens
+        self._is_due: Callable[[Sequence], bool] | None = None  # of a block manager with slots of states
         self._decodes: list[Sequence] = []  # of the step before
         self._new_ids: set[int] = set()  # token ids whose text has to be noted
         self._known_ids: set[int] = set()
@@ -101,14 +103,19 @@ class Recorder(SchedulingStats):
         state = None
         if self._num_seqs:
             state = take_snapshot(self._blocks, self._seqs, self._running, self._host_block_ids, self._loaded)
+            if self._is_due is not None:
+                state |= describe_slots(self._blocks, self._seqs, self._snapshots)
             self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
             self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
             self._new_ids |= {i for seq in state["seqs"] for miss in seq["misses"] for i in miss.get("cached", ())}
-        return to_json({
+        header = {
             "format": FORMAT, "version": VERSION, "num_blocks": self._blocks.num_blocks,
             "block_size": self._blocks.block_size, "num_steps_before": self._num_steps, "t": self._now(),
             "config": self._config, "in_flight": flights, "state": state,
-        })  # fmt: skip
+        }  # fmt: skip
+        if self._is_due is not None:
+            header["num_slots"] = self._blocks.num_slots
+        return to_json(header)
 
     def _now(self) -> int:
         """Return the microseconds since `begin`."""
@@ -148,12 +155,14 @@ class Recorder(SchedulingStats):
         if self._blocks is not None:
             self._events.append(["start", blocks.num_blocks])
         self._blocks = blocks
+        self._is_due = getattr(blocks, "is_due", None)
         self._seqs.clear()
         self._drawn = []
         self._host_block_ids.clear()
         self._running.clear()
         self._flights.clear()
         self._loaded.clear()
+        self._snapshots.clear()
         self._decodes = []
 
     def on_add(self, seq: Sequence) -> None:
@@ -231,11 +240,13 @@ class Recorder(SchedulingStats):
         self._note_drafts(step)
         self._num_steps += 1
         self._flights.append((self._num_steps, step.samples))
-        decodes = [chunk[0] for chunk in step.chunks[: step.num_decodes]]
+        decodes, others = self._split(step)
         named = 0 if decodes == self._decodes else self._numbers(decodes)
         samples = 0 if step.samples == decodes else self._numbers(step.samples)
-        chunks = [self._describe(chunk) for chunk in step.chunks[step.num_decodes :]]
+        chunks = [self._describe(chunk) for chunk in others]
         moves = [getattr(step.copies, "swap_outs", []), getattr(step.copies, "swap_ins", [])]
+        if self._is_due is not None:
+            moves.append(step.copies.state_copies)  # type: ignore[attr-defined]
         num_stored = self._in_flight[-1][0]
         place = [named, chunks, samples, moves, blocks.num_free_blocks, num_stored]
         self._events.append(["schedule", self._num_steps, self._now(), *place])
@@ -244,12 +255,24 @@ class Recorder(SchedulingStats):
     def _numbers(self, seqs: Collection[Sequence]) -> list[int]:
         return [self._number(seq) for seq in seqs]
 
+    def _split(self, step: Step) -> tuple[list[Sequence], list[Chunk]]:
+        """Return the sequences that decode, and the other chunks, among them chunks of one token before a snapshot."""
+        singles, chunks = step.chunks[: step.num_decodes], step.chunks[step.num_decodes :]
+        cut = [chunk for chunk in singles if self._ends_at_snapshot(chunk)] if self._is_due is not None else []
+        return [chunk[0] for chunk in singles if chunk not in cut], cut + chunks
+
+    def _ends_at_snapshot(self, chunk: Chunk) -> bool:
+        seq, start, num_new_tokens = chunk
+        return self._is_due is not None and start + num_new_tokens < seq.num_known_tokens and self._is_due(seq)
+
     def _describe(self, chunk: Chunk) -> list:
         """Return [sequence, start, num_new_tokens, why no more]."""
         seq, start, num_new_tokens = chunk
         code = "threshold" if num_new_tokens == self._config.get("long_prefill_token_threshold") else "budget"
         if start + num_new_tokens >= seq.num_known_tokens:
             code = "all" if start + num_new_tokens == seq.num_known_tokens else "drafts"
+        elif self._ends_at_snapshot(chunk):
+            code = "snapshot"
         return [self._number(seq), start, num_new_tokens, code]
 
     def _note_drafts(self, step: Step) -> None:
@@ -322,6 +345,17 @@ class Recorder(SchedulingStats):
         super().on_verify(seq, num_drafts, num_accepted, block_ids)
         self._events.append(["verify", self._number(seq), num_drafts, num_accepted, block_ids])
 
+    def on_take_slot(self, seq: Sequence, slot: int, source: int) -> None:
+        self._events.append(["slot", self._number(seq), slot, source])
+
+    def on_snapshot(self, seq: Sequence, slot: int, block_id: int) -> None:
+        self._snapshots[slot] = block_id, seq.num_computed_tokens
+        self._events.append(["snapshot", self._number(seq), slot, block_id, seq.num_computed_tokens])
+
+    def on_drop_snapshot(self, slot: int, why: str) -> None:
+        del self._snapshots[slot]
+        self._events.append(["drop", slot, why])
+
     def on_free(self, seq: Sequence) -> None:
         self._host_block_ids.pop(seq, None)
         number = self._seqs.get(seq)
@@ -371,6 +405,22 @@ def take_snapshot(
         "seqs": [
             describe_sequence(seq, number, seq in running, host_block_ids.get(seq, [])) for seq, number in seqs.items()
         ],
+    }
+
+
+def describe_slots(
+    blocks: Any, seqs: Mapping[Sequence, int], snapshots: Mapping[int, tuple[int, int]]
+) -> dict[str, Any]:
+    """Return what the slots of a `StateBlockManager` hold.
+
+    slots         [sequence, slot] of each sequence that owns one
+    snapshots     [slot, block id, number of tokens] of each snapshot
+    state_copies  [source, destination] of the copies that the next step will do
+    """
+    return {
+        "slots": [[seqs[seq], slot] for seq, slot in blocks._slots.items()],
+        "snapshots": [[slot, *about] for slot, about in snapshots.items()],
+        "state_copies": [list(copy) for copy in blocks._copies_for_next],
     }
 
 
@@ -452,7 +502,7 @@ def engine_text(tokenizer: Any, token_id: int) -> str:
 def describe_engine(engine: LLMEngine) -> dict[str, Any]:
     """Return the scheduler's limits and the engine's description, for the header of a recording."""
     config, policy = engine.config, engine.config.scheduling_policy
-    return {
+    about = {
         "model": Path(config.model).name,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": engine.parts.max_num_batched_tokens,
@@ -467,3 +517,7 @@ def describe_engine(engine: LLMEngine) -> dict[str, Any]:
         "enable_overlap": engine.parts.enable_overlap,
         "description": engine.description,
     }
+    states = getattr(engine.scheduler.block_manager, "state_stats", None)
+    if states is not None:  # the model has recurrent states
+        about |= {"state_snapshot_interval": config.state_snapshot_interval, "bytes_per_slot": states.bytes_per_slot}
+    return about

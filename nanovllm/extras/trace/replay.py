@@ -30,6 +30,7 @@ EVENTS = {
         "roll_back",
     ),
     *("take", "share", "copy", "load", "give_back", "free", "register", "forget", "reset"),
+    *("slot", "snapshot", "drop"),
 }
 
 
@@ -52,6 +53,7 @@ class ReplayedSequence:
     block_table: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # draft tokens after `tokens`, while a step verifies them
+    slot: int = 0  # of its recurrent state; 0 if it does not own one
     misses: list[dict[str, Any]] = field(default_factory=list)  # why it computes tokens of its prompt
     num_final_tokens: int | None = None  # set when it finishes
     finish_reason: str | None = None
@@ -68,6 +70,10 @@ class Replay:
         self.decodes: list[int] = []
         self.cached: dict[int, tuple[str, int]] = {}  # block id -> (hash, serial number)
         self.loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
+        self.slots: dict[int, int] = {}  # slot -> the sequence that owns it
+        self.snapshots: dict[int, tuple[int, int]] = {}  # slot -> the block at whose end the state was, its tokens
+        # copies of states that are decided and not done: the newest step at that moment, source, destination
+        self.due_copies: list[tuple[int, int, int]] = []
         self._empty_pool(header["num_blocks"])
         if header["state"] is not None:
             self._load_state(header["state"])
@@ -95,6 +101,10 @@ class Replay:
         for seq in self.seqs.values():
             for block_id in seq.block_table:
                 self._count_owner(block_id)
+        for number, slot in state.get("slots", []):
+            self._give_slot(number, slot)
+        self.snapshots = {slot: (block_id, num_tokens) for slot, block_id, num_tokens in state.get("snapshots", [])}
+        self.due_copies = [(self.step, source, slot) for source, slot in state.get("state_copies", [])]
 
     # ---- sequences
 
@@ -103,6 +113,10 @@ class Replay:
         self.in_flight.clear()
         for seq in self.seqs.values():
             seq.status, seq.block_table, seq.host_block_ids, seq.num_computed_tokens = "finished", [], [], 0
+            seq.slot = 0
+        self.slots.clear()
+        self.snapshots.clear()
+        self.due_copies.clear()
 
     def _empty_pool(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -177,6 +191,7 @@ class Replay:
             self._check(start in (None, seq.num_computed_tokens), f"the chunk of sequence {number} begins elsewhere")
             seq.num_computed_tokens += num_new
         self.in_flight[step] = self.decodes if isinstance(samples, int) else samples
+        self._copy_states([] if len(moves) < 3 else moves[2])
         self._compare(num_free, num_stored)
 
     def _compare(self, num_free: int, num_stored: int) -> None:
@@ -208,6 +223,7 @@ class Replay:
 
     def _roll_back(self, time: int) -> None:
         self.in_flight.clear()
+        self.due_copies.clear()
 
     # ---- blocks
 
@@ -266,6 +282,8 @@ class Replay:
             self._disown(block_id)
         seq.block_table, seq.num_computed_tokens, seq.status = [], 0, "waiting"
         seq.host_block_ids, seq.drafts = [], []
+        self.slots.pop(seq.slot, None)
+        seq.slot = 0
 
     def _disown(self, block_id: int) -> None:
         if block_id == NULL_BLOCK:
@@ -284,6 +302,40 @@ class Replay:
 
     def _reset(self) -> None:
         self.cached.clear()
+
+    # ---- slots of recurrent states
+
+    def _slot(self, number: int, slot: int, source: int) -> None:
+        self._check(not self._is_used(slot), f"sequence {number} takes slot {slot}, which is in use")
+        self._give_slot(number, slot)
+        if source:
+            self.due_copies.append((self.step, source, slot))
+
+    def _snapshot(self, number: int, slot: int, block_id: int, num_tokens: int) -> None:
+        self._check(not self._is_used(slot), f"a snapshot takes slot {slot}, which is in use")
+        self._check(block_id in self.cached, f"a snapshot is at the end of block {block_id}, which is not cached")
+        self.snapshots[slot] = block_id, num_tokens
+        self.due_copies.append((self.step, self.seqs[number].slot, slot))
+
+    def _drop(self, slot: int, why: str) -> None:
+        del self.snapshots[slot]
+
+    def _give_slot(self, number: int, slot: int) -> None:
+        self.seqs[number].slot = slot
+        self.slots[slot] = number
+
+    def _is_used(self, slot: int) -> bool:
+        return slot in self.slots or slot in self.snapshots
+
+    def _copy_states(self, copies: list[list[int]]) -> None:
+        """Do the copies of the newest step. Only copies that it has decided itself may wait for the next step."""
+        for source, slot in copies:
+            due = next((one for one in self.due_copies if one[1:] == (source, slot)), None)
+            self._check(due is not None, f"the state in slot {source} is copied to slot {slot}, and nothing has asked")
+            if due is not None:
+                self.due_copies.remove(due)
+        left = [one for one in self.due_copies if one[0] < self.step - 1]
+        self._check(not left, f"copies of states that were due are not done: {left}")
 
     # ---- counts
 

@@ -19,15 +19,28 @@ from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateSch
 class Run:
     """A scheduler whose model is a function of the tokens that a state has seen."""
 
-    def __init__(self, rng, num_slots, num_blocks, budget, has_cache):
+    def __init__(self, rng, has_cache=True, observer=None):
         self.rng = rng
-        self.blocks = StateBlockManager(num_blocks, 2, has_cache, SchedulingStats(), num_slots=num_slots)
+        num_slots, num_blocks, budget = rng.randint(3, 9), rng.randint(5, 16), rng.randint(1, 9)
+        self.blocks = StateBlockManager(num_blocks, 2, has_cache, observer or SchedulingStats(), num_slots=num_slots)
         self.blocks.snapshot_interval = rng.choice([0, 1, 2, 64])
         self.scheduler = StateScheduler(self.blocks, rng.randint(3, num_slots), budget, 12)
         self.texts = [[rng.randrange(50) for _ in range(7)] for _ in range(3)]
         self.pool = [None] * (num_slots + 1)
         self.num_added = self.num_ended = 0
         self.outputs = {}
+
+    def act(self):
+        """Add, abort or fork a request, or run a step, at random."""
+        what = self.rng.random()
+        if what < 0.25:
+            self.add()
+        elif what < 0.3:
+            self.abort()
+        elif what < 0.4:
+            self.fork()
+        else:
+            self.step(fails=what > 0.97)
 
     def add(self):
         prompt = self.rng.choice(self.texts)[: self.rng.randint(1, 7)]
@@ -88,18 +101,9 @@ def next_token(seq):
 )
 def test_each_chunk_finds_its_state(seed, has_cache):
     """Seen to fail with copies of this step's forks, hits without a snapshot, and snapshots of failed steps."""
-    rng = random.Random(seed)
-    run = Run(rng, rng.randint(3, 9), rng.randint(5, 16), rng.randint(1, 9), has_cache)
+    run = Run(random.Random(seed), has_cache)
     for _ in range(120):
-        what = rng.random()
-        if what < 0.25:
-            run.add()
-        elif what < 0.3:
-            run.abort()
-        elif what < 0.4:
-            run.fork()
-        else:
-            run.step(fails=what > 0.97)
+        run.act()
         check_owners(run)
     for _ in range(400):
         run.step()

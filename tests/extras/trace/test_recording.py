@@ -117,7 +117,7 @@ def test_causes_are_those_of_the_metrics(tmp_path):
         empty = {"cached": [], "prompt": [], "step": None, "request": None}
         assert [empty | one for one in found[output.request_id]] == metrics
     causes = {one["cause"] for misses in found.values() for one in misses}
-    assert causes == set(CAUSES) - {"no_snapshot"}  # of models with states
+    assert causes == set(CAUSES) - {"no_snapshot"}  # of models with recurrent states
 
 
 def test_file_that_begins_later_has_the_causes_of_unfinished_requests():

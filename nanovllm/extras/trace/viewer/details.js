@@ -20,6 +20,7 @@ export function SequenceCard({ run, frame, state }) {
     <h2 title=${run.longName(seq.number)}><i style=${{ background: ownerColor(seq.number, theme) }}></i> ${t("sequence", { seq: name })}</h2>
     <p>${t("status")}: <b>${t(isOver && run.isAborted(seq.number) ? "status.aborted" : `status.${seq.status}`)}</b>. ${t(isOver ? "tokensKnown" : "tokensComputed", { computed: seq.computed, known: seq.known })} (${t("promptAndOutput", { prompt: seq.numPrompt, output: seq.known - seq.numPrompt })}).
       ${seq.host.length > 0 && t("onHost", { blocks: seq.host.join(", ") })}</p>
+    ${seq.slot > 0 && html`<p>${t("stateIn", { slot: seq.slot, count: seq.computed })}</p>`}
     ${seq.misses.length > 0 && html`<p class="misses">${explainMisses(run, seq.misses, t)}</p>`}
     <h3>${t("blockTable")}</h3>
     ${seq.table.length === 0 && html`<p class="soft">${t("noBlocks")}</p>`}
@@ -81,6 +82,7 @@ export function BlockCard({ run, state }) {
   const size = run.header.block_size;
   const { owners, rank, writer, holds } = lookInto(state, block);
   const serial = state.serial[block];
+  const [slot] = [...state.slots].find(([, one]) => one.block === block) ?? [];
   const first = state.place[block] * size;
   const pick = ({ target }) => choose({ block: Math.min(state.numBlocks, Math.max(1, Math.round(target.valueAsNumber) || block)) });
   return html`<section class="card block">
@@ -90,6 +92,7 @@ export function BlockCard({ run, state }) {
       <dt>${t("references")}</dt><dd>${state.refs[block]}</dd>
       <dt>${t("owners")}</dt><dd>${owners.length ? owners.map((number) => html`<${Seq} run=${run} number=${number} /> `) : t("freeRank", { count: rank })}</dd>
       <dt>${t("hash")}</dt><dd>${serial ? html`<code>${state.hashes.get(serial)}</code>` : t("notCached")}</dd>
+      ${slot && html`<dt>${t("snapshot")}</dt><dd>${t("snapshotIn", { slot, count: state.slots.get(slot).tokens })}</dd>`}
       ${holds && state.loaded[block] > 0 && html`<dt>${t("contents")}</dt><dd>${t("loadedFrom", { tier: tierName(state.tierOf(block), t) })}</dd>`}
       <dt>${t("tokens")}</dt><dd>${holds ? t("filled", { filled: state.filled[block], size }) : t("neverWritten")}</dd>
     </dl>

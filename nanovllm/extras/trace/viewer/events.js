@@ -35,6 +35,9 @@ export function describeEvent(run, event, t, numFree) {
     case "free": return t("event.free", { seq });
     case "register": return t("event.register", { seq, block: rest[0] });
     case "forget": return t("event.forget", { block: number });
+    case "slot": return t(rest[1] ? "event.slot.copy" : "event.slot", { seq, slot: rest[0], source: rest[1] });
+    case "snapshot": return t("event.snapshot", { seq, slot: rest[0], block: rest[1], count: rest[2] });
+    case "drop": return t(`event.drop.${rest[0]}`, { slot: number });
     default: return t(`event.${code}`); // start, roll_back, reset
   }
 }
@@ -67,7 +70,8 @@ export function subjectOf([code, number, ...rest]) {
   if (code === "copy") return { seq: number, block: rest[1] };
   if (code === "evictions") return { block: number[0] };
   if (code === "forget") return { block: number };
-  if (["schedule", "update", "start", "roll_back", "reset"].includes(code) || !number) return {};
+  if (code === "snapshot") return { seq: number, block: rest[1] };
+  if (["drop", "schedule", "update", "start", "roll_back", "reset"].includes(code) || !number) return {};
   return { seq: number };
 }
 

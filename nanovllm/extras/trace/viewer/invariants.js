@@ -13,8 +13,12 @@ export function brokenInvariants(state) {
     if (timesFree[b] !== (state.refs[b] ? 0 : 1)) found.push(["free", b]);
     if (state.serial[b] && state.filled[b] !== size) found.push(["full", b]);
   }
+  for (const [slot, { seq, block }] of state.slots) {
+    if (seq ? state.seqs.get(seq).slot !== slot : !state.serial[block]) found.push(["slots", slot]);
+  }
   for (const seq of state.living) {
     if (seq.status === "running" && seq.table.length < Math.ceil(seq.computed / size)) found.push(["tables", seq.number]);
+    if (state.numSlots && (state.slots.get(seq.slot)?.seq === seq.number) !== (seq.status === "running")) found.push(["slots", seq.slot]);
   }
   return found;
 }
@@ -23,7 +27,8 @@ export function brokenInvariants(state) {
 export function failedChecks(run, state) {
   const found = brokenInvariants(state);
   const broken = run.replay.broken.map((one) => `step ${one.step}: ${one.message}`);
-  return [["replay", broken], ...["refs", "free", "full", "tables"].map((name) => [name, found.filter((one) => one[0] === name).map((one) => one[1])])];
+  const names = ["refs", "free", "full", "tables", ...(state.numSlots ? ["slots"] : [])];
+  return [["replay", broken], ...names.map((name) => [name, found.filter((one) => one[0] === name).map((one) => one[1])])];
 }
 
 export function Invariants({ run, state, frame }) {

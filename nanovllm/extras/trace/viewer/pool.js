@@ -2,6 +2,7 @@
 
 import { blend, cssColor, inkOn, ownerColor } from "./colors.js";
 import { describeBlock, SpokenBlock } from "./details.js";
+import { StateSlots } from "./slots.js";
 import { Motion } from "./story.js";
 import { fitCanvas, html, useEffect, useLayoutEffect, useMemo, useRef, useState, useView, useWidth } from "./ui.js";
 
@@ -22,7 +23,7 @@ export function layOut(numCells, width) {
 
 // The look of each block as numbers, which are fast to compare: up to three owners, the number of owners, the sequence
 // that wrote a free block, and in one number (bits): filled slots, the rank among the free blocks (1 … 9), and flags for
-// cached, chosen, dimmed, lit up, next to be evicted and loaded.
+// cached, chosen, dimmed, lit up, next to be evicted, loaded, and with a snapshot of a state at its end.
 const FIELDS = ["own1", "own2", "own3", "count", "writer", "bits"];
 
 export function looksOf(state, numCells, choice, lit = []) {
@@ -37,11 +38,12 @@ export function looksOf(state, numCells, choice, lit = []) {
   }
   const ranks = new Map(state.firstFree(9).map((b, i) => [b, i + 1]));
   const evicted = state.nextEvicted();
+  const kept = new Set([...state.slots.values()].map((one) => one.block));
   for (let b = 1; b <= numCells; b++) {
     const holds = looks.count[b] || state.serial[b];
     if (!looks.count[b]) looks.writer[b] = state.writer[b];
-    const flags = (state.serial[b] ? 1 : 0) | (choice.block === b ? 2 : 0) | (choice.seq != null && !isChosen[b] ? 4 : 0) | (lit.includes(b) ? 8 : 0) | (b === evicted ? 16 : 0) | (holds && state.loaded[b] ? 32 : 0);
-    looks.bits[b] = (((holds ? state.filled[b] : 0) << 4) | (ranks.get(b) ?? 0)) * 64 + flags;
+    const flags = (state.serial[b] ? 1 : 0) | (choice.block === b ? 2 : 0) | (choice.seq != null && !isChosen[b] ? 4 : 0) | (lit.includes(b) ? 8 : 0) | (b === evicted ? 16 : 0) | (holds && state.loaded[b] ? 32 : 0) | (kept.has(b) ? 64 : 0);
+    looks.bits[b] = (((holds ? state.filled[b] : 0) << 4) | (ranks.get(b) ?? 0)) * 128 + flags;
   }
   return looks;
 }
@@ -51,14 +53,15 @@ function lookAt(looks, b, blockSize) {
   return {
     owners: [looks.own1[b], looks.own2[b], looks.own3[b]].filter(Boolean),
     count: looks.count[b],
-    filled: (bits >> 10) / blockSize,
-    rank: (bits >> 6) & 15,
+    filled: (bits >> 11) / blockSize,
+    rank: (bits >> 7) & 15,
     cached: (bits & 1) > 0,
     chosen: (bits & 2) > 0,
     dimmed: (bits & 4) > 0,
     lit: (bits & 8) > 0,
     isNext: (bits & 16) > 0,
     loaded: (bits & 32) > 0,
+    kept: (bits & 64) > 0,
     writer: looks.writer[b],
   };
 }
@@ -97,6 +100,7 @@ function drawCell(context, look, x, y, size, ink) {
   }
   if (look.block && size >= 28) drawNumber(context, look, x, y, inner, ink);
   if (look.loaded && inner > 5) drawLoaded(context, x + inner, y + inner, Math.min(14, inner * 0.45), ink);
+  if (look.kept && inner > 5) drawKept(context, x, y + inner, Math.min(6, inner * 0.2), ink);
   if (look.isNext && inner > 5) {
     context.fillStyle = ink.bad; // a corner is turned down
     const turned = Math.min(9, inner * 0.4);
@@ -122,6 +126,16 @@ function drawLoaded(context, right, bottom, side, ink) {
   context.stroke();
   context.lineTo(right, bottom);
   context.fillStyle = ink.loaded;
+  context.fill();
+}
+
+// Draw a disc in the lower left corner: a snapshot of a recurrent state is at the end of the block.
+function drawKept(context, left, bottom, radius, ink) {
+  context.beginPath();
+  context.arc(left + radius + 2, bottom - radius - 2, radius, 0, 2 * Math.PI);
+  [context.strokeStyle, context.lineWidth] = [ink.surface, 3];
+  context.stroke();
+  context.fillStyle = ink.text;
   context.fill();
 }
 
@@ -252,7 +266,8 @@ export function Pool({ run, frame, state, moment }) {
     <${SpokenBlock} run=${run} state=${state} />
     ${rest > 0 && html`<p class="soft">${t("poolRest", { count: rest.toLocaleString() })}</p>`}
     <${Counts} run=${run} frame=${frame} />
-    <${Legend} hasLoads=${run.replay.tiers.length > 0} />
+    <${StateSlots} run=${run} frame=${frame} state=${state} />
+    <${Legend} hasLoads=${run.replay.tiers.length > 0} hasStates=${run.replay.numSlots > 0} />
     <p class="soft">${t("poolHelp", { size: run.header.block_size })}</p>
   </section>`;
 }
@@ -276,7 +291,7 @@ function Counts({ run, frame }) {
   </div>`;
 }
 
-function Legend({ hasLoads }) {
+function Legend({ hasLoads, hasStates }) {
   const { t, theme } = useView();
   const canvas = useRef(null);
   const size = 24;
@@ -285,6 +300,7 @@ function Legend({ hasLoads }) {
     ["legendShared", { owners: [1, 2], count: 2, filled: 1 }],
     ["legendCached", { owners: [], filled: 1, cached: true, writer: 1 }],
     ...(hasLoads ? [["legendLoaded", { owners: [1], count: 1, filled: 1, label: "a", loaded: true }]] : []),
+    ...(hasStates ? [["legendKept", { owners: [1], count: 1, filled: 1, label: "", kept: true }]] : []),
     ["legendNext", { owners: [], filled: 0, rank: 1 }],
     ["legendLit", { owners: [], filled: 0, lit: true }],
     ["legendEvicted", { owners: [], filled: 1, cached: true, writer: 2, isNext: true }],
@@ -299,7 +315,7 @@ function Legend({ hasLoads }) {
       one.style.backgroundPosition = `-${i * size}px 0`;
       one.style.backgroundSize = `${looks.length * size}px ${size}px`;
     });
-  }, [theme, hasLoads]);
+  }, [theme, hasLoads, hasStates]);
   return html`<div class="legend" role="group" aria-label=${t("legend")}>
     <canvas ref=${canvas} hidden></canvas>
     ${looks.map(([key]) => html`<span><i class="cell"></i>${t(key)}</span>`)}

@@ -5,6 +5,10 @@
 // came from the K/V store, from the tier tiers[loaded[b] - 1]. The free blocks are a linked ring in the order in which they
 // are handed out: next[0] is the first one, previous[0] the last one. In a block table, 0 is the null block: it has no owners
 // and replaces blocks behind the window of all layers. `broken` collects contradictions; no method throws for them.
+//
+// Models with recurrent states also have slots 1 … numSlots: slots.get(s) is {seq}, the number of its owner, or
+// {block, tokens} of a snapshot: the block at whose end the state was, and the number of tokens before. `due` are copies
+// of states that are decided and not done, `copied` those that the newest step did: [{source, to, kind, seq, tokens}].
 
 export class Replay {
   constructor(header) {
@@ -16,6 +20,9 @@ export class Replay {
     this.decodes = [];
     this.tiers = []; // names
     this.broken = [];
+    this.numSlots = header.num_slots ?? 0;
+    this.topSlot = 0; // no larger slot has ever been used
+    [this.slots, this.due, this.copied] = [new Map(), [], []];
     this.emptyPool(header.num_blocks);
     if (header.state) this.loadState(header.state);
   }
@@ -31,6 +38,8 @@ export class Replay {
     }
     copy.inFlight = new Map(this.inFlight);
     copy.broken = this.broken.slice();
+    copy.slots = new Map(this.slots);
+    copy.due = this.due.slice();
     return copy;
   }
 
@@ -47,7 +56,8 @@ export class Replay {
   start(numBlocks) {
     this.emptyPool(numBlocks);
     this.inFlight = new Map();
-    for (const [number, seq] of this.seqs) this.seqs.set(number, { ...seq, status: "finished", table: [], host: [], computed: 0 });
+    for (const [number, seq] of this.seqs) this.seqs.set(number, { ...seq, status: "finished", table: [], host: [], computed: 0, slot: 0 });
+    [this.slots, this.due, this.copied] = [new Map(), [], []];
   }
 
   emptyPool(numBlocks) {
@@ -76,6 +86,9 @@ export class Replay {
       });
     }
     for (const [b, tier] of state.loaded) this.noteLoaded(b, tier);
+    for (const [number, slot] of state.slots ?? []) this.giveSlot(number, slot);
+    for (const [slot, block, tokens] of state.snapshots ?? []) this.putSnapshot(slot, block, tokens);
+    for (const [source, to] of state.state_copies ?? []) this.due.push(this.copyTo(source, to));
     state.cached.forEach(([b, hash, serial, tokens], i) => {
       this.serial[b] = serial;
       this.top = Math.max(this.top, b);
@@ -95,7 +108,7 @@ export class Replay {
 
   fork(parent, number, sample, numKnown, numComputed) {
     const one = this.seqs.get(parent);
-    const child = { ...one, number, sample, tokens: one.tokens.slice(0, numKnown), table: [], host: [], drafts: [], known: numKnown };
+    const child = { ...one, number, sample, tokens: one.tokens.slice(0, numKnown), table: [], host: [], drafts: [], known: numKnown, slot: 0 };
     child.computed = numComputed;
     child.status = "waiting";
     child.parent = parent;
@@ -150,6 +163,7 @@ export class Replay {
     for (const number of this.decodes) this.compute(number, this.seqs.get(number).computed, 1);
     for (const [number, start, numNew] of chunks) this.compute(number, start, numNew);
     this.inFlight.set(step, samples || this.decodes);
+    this.copyStates(moves[2] ?? []);
     this.check(this.numFree === numFree, `${this.numFree} blocks are free, the engine says ${numFree}`);
     const stored = this.countStored();
     this.check(stored === numStored, `${stored} tokens are stored, the engine says ${numStored}`);
@@ -206,6 +220,7 @@ export class Replay {
 
   roll_back() {
     this.inFlight.clear();
+    this.due = [];
   }
 
   // ---- blocks
@@ -277,7 +292,8 @@ export class Replay {
   free(number) {
     const seq = this.seqs.get(number);
     for (let i = seq.table.length - 1; i >= 0; i--) this.disown(seq.table[i]);
-    Object.assign(seq, { table: [], computed: 0, status: "waiting", host: [], drafts: [] });
+    this.slots.delete(seq.slot);
+    Object.assign(seq, { table: [], computed: 0, status: "waiting", host: [], drafts: [], slot: 0 });
   }
 
   disown(b) {
@@ -301,6 +317,55 @@ export class Replay {
 
   reset() {
     this.serial.fill(0);
+  }
+
+  // ---- slots of recurrent states
+
+  slot(number, slot, source) {
+    this.check(!this.slots.has(slot), `sequence ${number} takes slot ${slot}, which is in use`);
+    const kind = this.slots.get(source)?.seq ? "fork" : "hit"; // the slot of a snapshot that was just dropped is empty
+    this.giveSlot(number, slot);
+    if (source) this.due.push({ ...this.copyTo(source, slot), kind });
+  }
+
+  snapshot(number, slot, block, tokens) {
+    this.check(!this.slots.has(slot), `a snapshot takes slot ${slot}, which is in use`);
+    this.check(this.serial[block] > 0, `a snapshot is at the end of block ${block}, which is not cached`);
+    this.putSnapshot(slot, block, tokens);
+    this.due.push({ ...this.copyTo(this.seqs.get(number).slot, slot), seq: number });
+  }
+
+  drop(slot) {
+    this.check(this.slots.get(slot)?.block > 0, `slot ${slot} holds no snapshot that could be dropped`);
+    this.slots.delete(slot);
+  }
+
+  giveSlot(number, slot) {
+    this.slots.set(slot, { seq: number });
+    this.seqs.get(number).slot = slot;
+    this.topSlot = Math.max(this.topSlot, slot);
+  }
+
+  putSnapshot(slot, block, tokens) {
+    this.slots.set(slot, { block, tokens });
+    this.topSlot = Math.max(this.topSlot, slot);
+  }
+
+  // A copy that is due from now on. What the slot `to` is for says what the copy is for.
+  copyTo(source, to) {
+    const { seq, tokens } = this.slots.get(to) ?? {};
+    return { source, to, kind: tokens === undefined ? "fork" : "snapshot", seq, tokens, step: this.step };
+  }
+
+  // Do the copies of the newest step. Only copies that it has decided itself may wait for the next step.
+  copyStates(copies) {
+    this.copied = copies.map(([source, to]) => {
+      const i = this.due.findIndex((one) => one.source === source && one.to === to);
+      this.check(i >= 0, `the state in slot ${source} is copied to slot ${to}, and nothing has asked for it`);
+      return i < 0 ? this.copyTo(source, to) : this.due.splice(i, 1)[0];
+    });
+    const left = this.due.filter((one) => one.step < this.step - 1);
+    this.check(!left.length, `the state in slot ${left[0]?.source} was to be copied to slot ${left[0]?.to}`);
   }
 
   // ---- the ring of free blocks
@@ -388,6 +453,7 @@ export class Replay {
 const EVENTS = new Set([
   "start", "add", "fork", "tokens", "finish", "wait", "idle", "admit", "miss", "preempt", "draft", "schedule", "verify", "update", "roll_back",
   "take", "share", "copy", "load", "give_back", "free", "register", "forget", "reset",
+  "slot", "snapshot", "drop",
 ]);
 
 function makeSequence(number, about) {
@@ -403,6 +469,7 @@ function makeSequence(number, about) {
     computed: about.num_computed_tokens ?? 0,
     table: about.block_table?.slice() ?? [],
     host: about.host_block_ids ?? [],
+    slot: 0, // of its recurrent state; 0 if it does not own one
     drafts: [], // draft tokens after the known tokens, while a step verifies them
     misses: about.misses ?? [], // why it computes tokens of its prompt
     final: null,

@@ -315,7 +315,8 @@ function nameOf(request, number) {
 // Check the header as check.py does: a pool that is too large would freeze the page without a message.
 function checkHeader(header) {
   if (header?.format !== "nanovllm-trace" || header.version !== 1) throw new Error('it must have the format "nanovllm-trace", version 1');
-  for (const [name, most] of [["num_blocks", 1e7], ["block_size", 2 ** 20]]) {
+  for (const [name, most] of [["num_blocks", 1e7], ["block_size", 2 ** 20], ["num_slots", 1e6]]) {
+    if (name === "num_slots" && header[name] === undefined) continue; // the model has no recurrent states
     if (!(Number.isInteger(header[name]) && header[name] >= 1 && header[name] <= most)) throw new Error(`${name} must be from 1 to ${most}, got ${header[name]}`);
   }
   return header;

@@ -46,7 +46,7 @@ export function momentsOf(run) {
         });
       }
     }
-    const chunk = !at.isEnd && at.decodes.length > 0 && events.at(-1)[4].find(([, , numNew, code]) => numNew > 1 && code !== "all" && code !== "drafts");
+    const chunk = !at.isEnd && at.decodes.length > 0 && events.at(-1)[4].find(([, , numNew, code]) => numNew > 1 && !["all", "drafts", "snapshot"].includes(code));
     if (chunk) meet("chunked-prefill", frame, () => ({ values: { seq: chunk[0], count: chunk[2], decodes: at.decodes.length }, blocks: run.stateAt(frame).seqs.get(chunk[0]).table.filter(Boolean) }));
   });
   return [...found.values()].sort((a, b) => a.frame - b.frame || MOMENTS.indexOf(a.kind) - MOMENTS.indexOf(b.kind));

@@ -1,0 +1,149 @@
+"""The page in Chromium for models with recurrent states: who owns which slot, what it holds, what a step copies."""
+
+import pytest
+
+from tests.extras.trace.slot_traffic import known_slots, random_slots
+from tests.extras.trace.test_page import cell_color, chromium, show  # noqa: F401 (fixtures)
+
+pytestmark = pytest.mark.browser
+
+SLOTS = """([segments]) => {
+  const states = {};
+  for (const [header, ...lines] of segments) {
+    const replay = new nanovllm.Replay(header);
+    for (const line of lines) for (const event of line.events) {
+      replay.apply(event);
+      if (event[0] !== "schedule") continue;
+      const wrong = brokenInvariants(replay), broken = replay.broken.slice();
+      states[replay.step] = { slots: [...replay.slots], copied: replay.copied, broken, wrong };
+    }
+  }
+  return states;
+}"""
+# of each step: what the slots 1 … 4 show, and the copies
+KNOWN = [
+    (["A", "–", "–", "–"], None),
+    (["A", "(8)", "–", "–"], "slot 1 to 2: a snapshot after 8 tokens"),
+    (["A", "(8)", "B.0", "B.1"], "slot 2 to 3: B.0 has found this prefix"),
+    (["A", "(8)", "B.0", "B.1"], "slot 3 to 4: B.1 is a fork"),
+    (["A", "(8)", "B.0", "B.1"], None),
+    (["A", "(8)", "B.0", "B.1"], None),
+    (["A", "(8)", "B.0", "–"], None),
+    (["B.1", "(8)", "B.0", "–"], "slot 2 to 1: B.1 has found this prefix"),
+    (["B.1", "(8)", "–", "–"], None),
+]
+
+
+@pytest.fixture(scope="module")
+def known():
+    return known_slots()
+
+
+@pytest.mark.parametrize("limit", [10**9, 9])
+def test_pages_own_replay_has_the_slots_of_the_engine_at_every_step(show, known, limit):  # noqa: F811
+    page, num_steps = show(known), 0
+    for seed in range(6):
+        segments, truth = random_slots(seed, limit)
+        found = page.evaluate(SLOTS, [segments])
+        assert len(found) == len(truth)
+        for step, true in truth.items():
+            mine = found[str(step)]
+            assert mine["broken"] == mine["wrong"] == []
+            assert {slot: use["seq"] for slot, use in mine["slots"] if "seq" in use} == true["owners"]
+            assert {slot: use["block"] for slot, use in mine["slots"] if "block" in use} == true["snapshots"]
+            assert [(one["source"], one["to"]) for one in mine["copied"]] == true["copies"]
+            num_steps += 1
+    assert num_steps > 200
+
+
+def test_slots_and_copies_of_a_known_run_are_shown_at_each_step(show, known):  # noqa: F811
+    page = show(known, at="#step=1")
+    slots = page.locator(".states .table > *")
+    for step, (names, copied) in enumerate(KNOWN, 1):
+        page.locator("#step", has_text=f"Step {step} of 9").wait_for()
+        assert [one.strip() for one in slots.locator("b").all_inner_texts()] == names, step
+        said = page.locator(".states .moves").inner_text()
+        assert said.endswith(copied or "This step copies no state and drops no snapshot."), step
+        arrows = [one for one in slots.locator("small:last-child").all_inner_texts() if one]
+        assert arrows == ([f"← {copied.split()[1]}"] if copied else []), step
+        page.keyboard.press("ArrowRight")
+    assert page.locator(".invariants .bad").count() == 0
+
+
+def test_cut_at_a_snapshot_has_its_own_reason_and_no_moment_of_the_budget(show, known):  # noqa: F811
+    page = show(known, at="#step=1")
+    row = page.locator(".step .rows tr").inner_text().split("\t")
+    assert [one.strip() for one in row] == [
+        "A", "8", "tokens 0 … 7 of 10", "cut: the chunk ends where a snapshot of the state is taken",
+    ]  # fmt: skip
+    page.keyboard.press("l")
+    page.locator(".step .rows", has_text="截断：这一段止于要保存状态快照的位置").wait_for()
+    assert "chunked-prefill" not in page.evaluate("momentsOf(nanovllm.runs[0]).map((one) => one.kind)")
+
+
+def test_events_of_slots_say_what_happens_and_lead_to_their_source(show, known):  # noqa: F811
+    page = show(known, at="#step=2")
+    said = "a snapshot of the state of A after 8 tokens, at the end of block 2, goes to slot 2"
+    assert page.locator(".events .is-snapshot .text").inner_text() == said
+    page.locator(".events .is-snapshot .source").click()
+    page.get_by_role("dialog").get_by_text("def take_snapshot(self, seq").first.wait_for()
+    page.keyboard.press("Escape")
+    page.evaluate("location.hash = 'step=3'")
+    page.locator("#step", has_text="Step 3 ").wait_for()
+    page.locator(".step").get_by_role("button", name="more").click()
+    assert page.locator(".events .is-slot .text").all_inner_texts() == [
+        "B.0 gets slot 3; the state in slot 2 is copied to it",
+        "B.1 gets slot 4; the state in slot 3 is copied to it",
+    ]
+
+
+def test_a_slot_leads_to_its_sequence_and_a_snapshot_to_its_block(show, known):  # noqa: F811
+    page = show(known, at="#step=4")
+    page.locator(".states button", has_text="B.0").click()
+    page.locator(".sequence", has_text="Its state, after 10 tokens, is in slot 3.").wait_for()
+    page.locator(".states .kept").click()
+    page.locator(".block h2", has_text="Block 2").wait_for()
+    assert "of the state after 8 tokens, in slot 2" in page.locator(".block").inner_text()
+    page.keyboard.press("Escape")
+    marked = [block for block in range(1, 7) if is_marked(page, block)]
+    assert marked == [2]
+    page.evaluate("location.hash = 'step=1'")
+    page.locator("#step", has_text="Step 1 ").wait_for()
+    assert not is_marked(page, 2)
+
+
+def is_marked(page, block):
+    """Whether the disc of a snapshot is in the lower left corner of a block's cell."""
+    return cell_color(page, block, 0.18, 0.8) == "#1b1e23"
+
+
+def test_scrubbing_does_not_move_what_is_below_the_slots(show, known):  # noqa: F811
+    page = show(known)
+    places = set()
+    for step in range(1, 10):
+        page.evaluate(f"location.hash = 'step={step}'")
+        page.locator("#step", has_text=f"Step {step} ").wait_for()
+        places.add(page.evaluate("document.querySelector('.timeline').offsetTop"))
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize(("width", "lang"), [(390, "zh"), (1440, "en")])
+def test_axe_finds_nothing_and_nothing_runs_over_the_side(show, known, width, lang):  # noqa: F811
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = show(known, at=f"#step=3&seq=2&block=2&lang={lang}&theme=light", width=width)
+    page.add_style_tag(content=".card, .scroll { content-visibility: visible !important; }")
+    for theme in ("light", "dark"):
+        page.locator(f":root[data-theme={theme}]").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        found = Axe().run(page, options={"rules": {"target-size": {"enabled": True}}}).response
+        assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found["violations"]] == []
+        page.keyboard.press("d")
+
+
+def test_pages_of_models_without_states_have_no_slots(show):  # noqa: F811
+    from tests.extras.trace_traffic import known_run
+
+    page = show(known_run()[0])
+    assert page.locator(".states").count() == 0
+    assert "snapshot" not in page.locator("#app").inner_text()
