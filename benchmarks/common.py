@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench import WORKLOADS
-from benchmarks.layer_shapes import ExpertShape, LatentShape
+from benchmarks.layer_shapes import DeltaShape, ExpertShape, LatentShape
 
 FOLDER = Path(__file__).parent
 QWEN3_06B = FOLDER / "configs" / "qwen3-0.6b"  # only a config.json; the weights are random
@@ -43,6 +43,7 @@ class ModelShape:
     vocab_size: int
     experts: ExpertShape | None = None
     latents: LatentShape | None = None
+    delta: DeltaShape | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelShape":
@@ -57,7 +58,12 @@ class ModelShape:
             vocab_size=raw["vocab_size"],
             experts=ExpertShape.from_config(raw),
             latents=LatentShape.from_config(raw),
+            delta=DeltaShape.from_config(raw),
         )
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - (self.delta.num_layers if self.delta is not None else 0)
 
     @property
     def body_params(self) -> int:
@@ -68,10 +74,15 @@ class ModelShape:
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         if self.latents is not None:
             attention = self.latents.params(self.hidden_size, self.num_heads)
+        mixers = self.num_layers * attention
+        if self.delta is not None:
+            gate = self.hidden_size * self.head_dim * self.num_heads
+            mixers = self.num_attention_layers * (attention + gate)
+            mixers += self.delta.num_layers * self.delta.params(self.hidden_size)
         dense, sparse = 3 * self.hidden_size * self.intermediate_size, 0
         if self.experts is not None:
             sparse = self.experts.num_layers * (self.experts.params(self.hidden_size) - dense)
-        return self.num_layers * (attention + dense) + sparse
+        return mixers + self.num_layers * dense + sparse
 
     @property
     def head_params(self) -> int:
@@ -83,13 +94,22 @@ class ModelShape:
         value."""
         if self.latents is not None:  # with keys and values of each head, which takes fewer FLOPs
             return self.num_layers * self.num_heads * 2 * self.latents.values_per_head
-        return self.num_layers * self.num_heads * 2 * 2 * self.head_dim
+        return self.num_attention_layers * self.num_heads * 2 * 2 * self.head_dim
 
     @property
     def kv_values_per_token(self) -> int:
         if self.latents is not None:
             return self.num_layers * (self.latents.rank + self.latents.rope_dim)
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
+        return self.num_attention_layers * 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def state_flops_per_token(self) -> int:
+        return self.delta.flops_per_token if self.delta is not None else 0
+
+    @property
+    def state_bytes_per_step(self) -> int:
+        """Bytes of recurrent states, in float32, that a step reads and writes for each sequence."""
+        return 2 * 4 * self.delta.state_values if self.delta is not None else 0
 
 
 def find_model(name: str, with_weights: bool) -> Path:

@@ -1,4 +1,4 @@
-"""Experts and latents in a config.json: how many weights a token goes through, and what a slot of the cache holds.
+"""Experts, latents and states in a config.json: how many weights a token goes through, and what a cache holds.
 
 Parts of `ModelShape` in `common.py`, and as it without nanovllm.
 """
@@ -70,3 +70,65 @@ class LatentShape:
         queries = hidden_size * q_size if self.q_rank is None else self.q_rank * (hidden_size + q_size)
         latent = hidden_size * (self.rank + self.rope_dim) + self.rank * num_heads * (self.nope_dim + self.value_dim)
         return queries + latent + num_heads * self.value_dim * hidden_size
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """The shape of Gated DeltaNet, whose layers keep a recurrent state instead of K and V, as in Qwen3.5."""
+
+    attends: tuple[bool, ...]
+    """Of each layer: whether it attends, with a gate on its output, instead of keeping a state."""
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @classmethod
+    def from_config(cls, raw: dict[str, Any]) -> "DeltaShape | None":
+        """None for a model without such layers."""
+        if raw.get("linear_num_value_heads") is None:
+            return None
+        interval = raw.get("full_attention_interval") or 4
+        types = raw.get("layer_types") or [
+            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(raw["num_hidden_layers"])
+        ]
+        return cls(
+            attends=tuple(one == "full_attention" for one in types),
+            num_key_heads=raw["linear_num_key_heads"],
+            num_value_heads=raw["linear_num_value_heads"],
+            key_dim=raw["linear_key_head_dim"],
+            value_dim=raw["linear_value_head_dim"],
+            conv_width=raw["linear_conv_kernel_dim"],
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """The layers that keep a state."""
+        return self.attends.count(False)
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.num_key_heads * self.key_dim + self.value_size
+
+    def params(self, hidden_size: int) -> int:
+        """Of one layer's matrix products: queries, keys and values; gate; strength and decay of each head; output."""
+        return hidden_size * (self.conv_channels + 2 * self.value_size + 2 * self.num_value_heads)
+
+    @property
+    def state_values(self) -> int:
+        """Of one sequence, in all layers, without the inputs of the convolution."""
+        return self.num_layers * self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def flops_per_token(self) -> int:
+        """In all layers: each value of the state takes part in three products, to correct, to write and to read."""
+        return 3 * 2 * self.state_values
+
+    def bytes_per_sequence(self, bytes_per_value: int) -> int:
+        """Return the size of a sequence's states, in float32, and of the newest inputs of the convolutions."""
+        return 4 * self.state_values + self.num_layers * (self.conv_width - 1) * self.conv_channels * bytes_per_value

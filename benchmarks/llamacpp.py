@@ -1,26 +1,26 @@
-"""Serve a workload with llama.cpp: its decode loop, driven as its server does, on a GGUF file of random weights.
+"""Serve a workload with llama.cpp: its decode loop, driven as its server does, on random weights.
 
 Every request is a sequence of one context. A step takes one token of each sequence that generates, then fills the batch
 with prompt tokens in order of arrival. A prefix that all prompts share is computed once, and llama.cpp shares it by
-reference. This file takes the most likely token. peers.py calls it; it needs llama-cpp-python and gguf.
+reference. This file takes the most likely token. `dummy_gguf.py` writes the weights. peers.py calls this file, which
+needs llama-cpp-python and gguf.
 """
 
 import argparse
 import ctypes
 import os
-import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gguf
 import llama_cpp
 import numpy as np
 import torch
 
-from benchmarks.common import ModelShape, Workload, read_config, resolve_dtype_name
+from benchmarks.common import ModelShape, Workload, package_version, resolve_dtype_name
+from benchmarks.dummy_gguf import architecture_of, dummy_gguf
 from benchmarks.roofline import shared_prefix_len
 
 MAX_SEQS = 256  # llama.cpp's own limit
@@ -30,12 +30,6 @@ CONTEXT_OPTIONS = {
     "flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "kv_unified": True,  # with a buffer per sequence it computes prompts of different lengths in many small pieces
 }
-WEIGHT_TYPES = {
-    "float32": gguf.GGMLQuantizationType.F32,
-    "float16": gguf.GGMLQuantizationType.F16,
-    "bfloat16": gguf.GGMLQuantizationType.BF16,
-}
-
 QUANTISED = {"int8": ("Q8_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0), "int4": ("Q4_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0)}
 
 
@@ -81,6 +75,9 @@ class Context:
             path = quantised_gguf(path, args.quantization)
         model_params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+        if not self.model:
+            version = package_version("llama-cpp-python")
+            raise ValueError(f"llama-cpp-python {version} cannot load the architecture {architecture_of(args.model)}")
         params = llama_cpp.llama_context_default_params()
         params.n_seq_max = num_seqs
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
@@ -179,18 +176,6 @@ def round_up(num_tokens: int) -> int:
     return -(-num_tokens // 256) * 256  # what llama.cpp pads its caches to
 
 
-def dummy_gguf(folder: Path, dtype: str, seed: int) -> Path:
-    """Return a GGUF file of the model's shape with random weights, written at the first call and kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "nanovllm-dummy-gguf"
-    path = cache / f"{folder.name}-{dtype}-{seed}.gguf"
-    if not path.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")  # an interrupted run must not look finished
-        write_dummy_gguf(part, folder, dtype, seed)
-        part.replace(path)
-    return path
-
-
 def quantised_gguf(path: Path, quantization: str) -> Path:
     """Quantise the file as llama.cpp's own command does. Q4_0 stores the tied embedding in six bits."""
     if quantization not in QUANTISED:
@@ -205,58 +190,3 @@ def quantised_gguf(path: Path, quantization: str) -> Path:
             raise RuntimeError(f"llama_model_quantize failed with {code}")
         part.replace(made)
     return made
-
-
-def write_dummy_gguf(path: Path, folder: Path, dtype: str, seed: int) -> None:
-    """Write a file like that of a converted Qwen3: matrices in `dtype`, norms in float32, a tied head, no tokenizer."""
-    shape, raw = ModelShape.from_folder(folder), read_config(folder)
-    if not raw.get("tie_word_embeddings"):
-        raise ValueError("--engine llamacpp writes dummy weights for models with tied embeddings only")
-    rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_context_length(raw["max_position_embeddings"])
-    writer.add_embedding_length(shape.hidden_size)
-    writer.add_block_count(shape.num_layers)
-    writer.add_feed_forward_length(shape.intermediate_size)
-    writer.add_head_count(shape.num_heads)
-    writer.add_head_count_kv(shape.num_kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
-    writer.add_rope_freq_base(raw["rope_theta"])
-    writer.add_vocab_size(shape.vocab_size)
-    writer.add_tokenizer_model("none")
-    for name, size in tensor_shapes(shape).items():
-        if len(size) == 1:
-            writer.add_tensor(name, np.ones(size, dtype=np.float32))
-            continue
-        weight = rng.standard_normal(size, dtype=np.float32) * np.float32(raw["initializer_range"])
-        kind = WEIGHT_TYPES[dtype]
-        writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a Qwen3's weights by their GGUF names; rows are outputs."""
-    hidden, wide = shape.hidden_size, shape.intermediate_size
-    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "attn_norm": (hidden,),
-        "attn_q": (q_size, hidden),
-        "attn_k": (kv_size, hidden),
-        "attn_v": (kv_size, hidden),
-        "attn_q_norm": (shape.head_dim,),
-        "attn_k_norm": (shape.head_dim,),
-        "attn_output": (hidden, q_size),
-        "ffn_norm": (hidden,),
-        "ffn_gate": (wide, hidden),
-        "ffn_up": (wide, hidden),
-        "ffn_down": (hidden, wide),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab_size, hidden)}
-    for i in range(shape.num_layers):
-        shapes |= {f"blk.{i}.{name}.weight": size for name, size in layer.items()}
-    return shapes | {"output_norm.weight": (hidden,)}

@@ -8,7 +8,8 @@ The roofline is a lower bound on the time, computed from two rates that this fil
 runs at the rate of the best matrix product, that memory is read at the rate of the best streaming read, that the two
 overlap perfectly, and that all requests are in every step from the first on. Only work that every exact engine must do
 is counted: a prefix that all prompts share is computed once and read once per step, logits are computed only for
-positions that are sampled, and norms, activations, sampling and the writing of results cost nothing.
+positions that are sampled, and norms, activations, sampling and the writing of results cost nothing. A recurrent state
+is read and written once per step.
 
 The counting depends only on its arguments, not on a device. On a GPU the rate of memory is that of a copy, which counts
 the bytes read and the bytes written. `benchmarks.offline` reports the fraction reached.
@@ -94,7 +95,7 @@ def roofline(
         contexts = [p + step for p, n in zip(prompt_lens, output_lens, strict=True) if n > step]
         flops = sum(token_flops(shape, context) + 2 * shape.head_params for context in contexts)
         kv_tokens = shared_len + sum(context - shared_len for context in contexts)
-        read_bytes = weight_bytes + kv_tokens * kv_token_bytes
+        read_bytes = weight_bytes + kv_tokens * kv_token_bytes + len(contexts) * shape.state_bytes_per_step
         compute_s, read_s = flops / rates.gemm_flops_per_s, read_bytes / rates.read_bytes_per_s
         decode_s += max(compute_s, read_s)
         memory_bound_steps += read_s > compute_s
@@ -133,12 +134,12 @@ def count_prefill_flops(shape: ModelShape, prompt_lens: Sequence[int], shared_le
 def range_flops(shape: ModelShape, start: int, end: int) -> int:
     """The tokens at positions start … end - 1; the one at position p attends to p + 1 tokens."""
     num_pairs = (end * (end + 1) - start * (start + 1)) // 2
-    return (end - start) * 2 * shape.body_params + num_pairs * shape.attention_flops_per_pair
+    return (end - start) * token_flops(shape, 0) + num_pairs * shape.attention_flops_per_pair
 
 
 def token_flops(shape: ModelShape, context: int) -> int:
     """One token through the layers, attending to `context` tokens, itself among them."""
-    return 2 * shape.body_params + context * shape.attention_flops_per_pair
+    return 2 * shape.body_params + shape.state_flops_per_token + context * shape.attention_flops_per_pair
 
 
 def shared_prefix_len(prompts: list[list[int]]) -> int:
