@@ -48,10 +48,13 @@ def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
     """Return the core's block manager, unless tokens may be unknown, or the model has states or only windows."""
     arguments = (parts.num_kv_blocks, parts.block_size, parts.config.enable_prefix_caching, observer)
     if parts.model_config.state_shape is not None:
-        from nanovllm.extras.states.slots import StateBlockManager
+        if parts.config.speculative_config is None:
+            from nanovllm.extras.states.slots import StateBlockManager as Blocks
+        else:
+            from nanovllm.extras.states.drafted_slots import DraftedStateBlockManager as Blocks
 
         pool: Any = parts.runner.kv_cache
-        return StateBlockManager(
+        return Blocks(
             *arguments,
             num_slots=pool.num_slots,
             bytes_per_slot=pool.bytes_per_slot,
@@ -90,14 +93,14 @@ def make_scheduler(
     policy = config.scheduling_policy
     chosen = policy if callable(policy) else POLICIES[policy]
     arguments = (*sizes, chosen, config.long_prefill_token_threshold, make_preemption(parts, blocks))
-    if has_states:
-        from nanovllm.extras.states.slots import StateScheduler
-
-        return StateScheduler(*arguments), launch
     if config.speculative_config is not None:
         from nanovllm.extras.speculation.start_speculation import make_speculation
 
         return make_speculation(parts, arguments, launch)
+    if has_states:
+        from nanovllm.extras.states.slots import StateScheduler
+
+        return StateScheduler(*arguments), launch
     if not parts.enable_overlap:
         return ExtendedScheduler(*arguments), launch
     from nanovllm.extras.overlap import Ahead, OverlappedScheduler

@@ -143,13 +143,14 @@ class GatedDeltaNet(nn.Module):
         beta = b.sigmoid().to(dtype)  # [num_tokens, num_heads]
         log_decay = -self.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + self.dt_bias)  # [num_tokens, num_heads]
         out = torch.empty(len(x), self.num_heads, self.value_dim, dtype=x.dtype, device=x.device)
+        step = (metadata.state_slots, metadata.state_sources, metadata.is_first)  # [num_seqs] each
         for seqs, rows in groups_of(metadata):
-            slots, is_first = metadata.state_slots[seqs], metadata.is_first[seqs]
-            tail, state = read_states(conv, slots, is_first), read_states(recurrent, slots, is_first)
+            slots, sources, is_first = (t[seqs] for t in step)
+            tail, state = read_states(conv, sources, is_first), read_states(recurrent, sources, is_first)
             inputs = qkv[rows].unflatten(0, (len(slots), -1))  # [num_seqs, n, num_channels]: one of the first two is 1
             mixed, conv[slots] = self.conv1d(inputs, tail)
             tokens = (*self.heads(F.silu(mixed).flatten(0, 1), dtype), log_decay[rows], beta[rows])
-            if rows.stop <= metadata.num_decodes:
+            if inputs.shape[1] == 1:  # decodes
                 new, recurrent[slots] = advance(state, *tokens)
             else:
                 new, recurrent[slots] = advance_by_chunks(state[0], *tokens)
@@ -182,8 +183,12 @@ def read_states(states: Tensor, slots: Tensor, is_first: Tensor) -> Tensor:
     return found.masked_fill_(is_first.view(-1, *[1] * (found.dim() - 1)), 0)
 
 
-def groups_of(metadata: StateMetadata) -> list[tuple[slice, slice]]:
-    """Return (sequences, rows) of what is computed at once: all decodes together, then each prefill chunk."""
+def groups_of(metadata: StateMetadata) -> list[tuple[Any, Any]]:
+    """Return (sequences, rows) of what is computed at once: decodes, then each prefill chunk.
+
+    All decodes are one group, unless some are drafts, which read the states of the rounds before.
+    """
     starts, nd = metadata.cu_seqlens_q.tolist(), metadata.num_decodes
     chunks = [(slice(i, i + 1), slice(starts[i], starts[i + 1])) for i in range(nd, len(starts) - 1)]
-    return [(slice(0, nd), slice(0, nd)), *chunks] if nd else chunks
+    rounds = metadata.rounds or ((slice(0, nd),) if nd else ())
+    return [*((rows, rows) for rows in rounds), *chunks]

@@ -126,8 +126,8 @@ class ShortConv(nn.Module):
         b, c, v = self.in_proj(x).chunk(3, dim=-1)  # [num_tokens, hidden_size] each
         inputs, mixed = b * v, torch.empty_like(x)
         for seqs, rows in groups_of(metadata):
-            slots = metadata.state_slots[seqs]
-            tail = read_states(states, slots, metadata.is_first[seqs])  # [num_seqs, width - 1, hidden_size]
+            slots, sources = metadata.state_slots[seqs], metadata.state_sources[seqs]
+            tail = read_states(states, sources, metadata.is_first[seqs])  # [num_seqs, width - 1, hidden_size]
             out, states[slots] = self.conv(inputs[rows].unflatten(0, (len(slots), -1)), tail)
             mixed[rows] = out.flatten(0, 1)
         return self.out_proj(c * mixed)

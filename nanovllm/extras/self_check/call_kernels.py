@@ -165,7 +165,8 @@ def call_gated_delta(library: Any, sizes: dict[str, Any]) -> None:
     projected = memory.drawn(num_tokens * stride).value or 0
     starts = (0, num_channels, num_channels + value_size, num_channels + value_size + num_heads)
     parts = [c_void_p(projected + start * sizes["element_bytes"]) for start in starts]
-    step = (memory.of_bytes(array("q", [2, 1]).tobytes()), memory.of_bytes(bytes([0, 1])))
+    slots = memory.of_bytes(array("q", [2, 1]).tobytes())  # written, and read
+    step = (slots, slots, memory.of_bytes(bytes([0, 1])))
     conv = memory.drawn(num_slots * (width - 1) * num_channels)
     recurrent = floats.drawn(num_slots * key_dim * value_size)
     tensors = (*step, memory.of_ints([0, 1, num_tokens]), conv, recurrent, memory.drawn(num_tokens * value_size))

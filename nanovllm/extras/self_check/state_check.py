@@ -16,12 +16,13 @@ from nanovllm.extras.self_check.comparison import WIDER, check_rows
 from nanovllm.extras.self_check.networks import kind_of, num_weights
 from nanovllm.extras.self_check.runner_check import SelfCheck
 from nanovllm.extras.self_check.steps import draw_vectors
-from nanovllm.extras.states.pool import StateMetadata, StateShape
+from nanovllm.extras.states.pool import StateMetadata, StateShape, slot_tensors
 
-STEPS = [  # (slot, computed tokens, new tokens) of each sequence: decodes first, then chunks of prompts
-    [(1, 0, 70)],
-    [(1, 70, 1), (2, 0, 1), (3, 0, 5)],
-    [(2, 1, 1), (1, 71, 9), (3, 5, 33)],
+STEPS = [  # (slot written, slot read, computed tokens, new tokens): decodes first, then chunks of prompts
+    [(1, 1, 0, 70)],
+    [(1, 1, 70, 1), (2, 2, 0, 1), (3, 3, 0, 5)],
+    [(2, 2, 1, 1), (1, 1, 71, 9), (3, 3, 5, 33)],
+    [(1, 1, 80, 1), (2, 1, 81, 1), (3, 2, 82, 1)],  # a token and two drafts
 ]
 NUM_SLOTS = 3
 
@@ -76,10 +77,10 @@ def run_state_layer(
     return torch.cat(outputs)
 
 
-def metadata_of(chunks: list[tuple[int, int, int]], device: torch.device) -> StateMetadata:
+def metadata_of(chunks: list[tuple[int, int, int, int]], device: torch.device) -> StateMetadata:
     """Return what a layer with states reads of a step's metadata. Chunks of one token are decodes."""
-    slots, starts, lens = torch.tensor(chunks, device=device).unbind(1)  # [num_seqs] each
+    slots, sources, starts, lens = torch.tensor(chunks, device=device).unbind(1)  # [num_seqs] each
     offsets = torch.cat((lens.new_zeros(1), lens.cumsum(0))).int()  # [num_seqs + 1]
     num_decodes, none = int((lens == 1).sum()), torch.empty(0)
     attention = (none, none, starts + lens, offsets, offsets, offsets, num_decodes, 0, 0, 0)
-    return StateMetadata(*attention, state_slots=slots.contiguous(), is_first=starts == 0)
+    return StateMetadata(*attention, is_first=starts == 0, **slot_tensors(slots.tolist(), sources.tolist(), device))

@@ -130,10 +130,7 @@ def find_draft_model(runner: ModelRunner, options: Speculation, num_kv_blocks: i
             f"{options.model} takes {shape.max_position_embeddings}"
         )
     if shape.state_shape is not None:
-        raise ValueError(
-            f"speculative_config['model'] must have K and V only: {options.model} has recurrent states, from which "
-            f"rejected drafts cannot be removed"
-        )
+        raise ValueError(f"speculative_config['model'] must have K and V only: {options.model} has recurrent states")
     if shape.kv_groups:
         raise ValueError(
             f"speculative_config['model'] must have K and V of one shape: the layers of {options.model} have several"

@@ -45,7 +45,10 @@ def make_speculation(
     ready: Ready | None = getattr(keeper, "speculation", None)
     if ready is None:
         ready = keeper.speculation = get_ready(parts)
-    scheduler = SpeculativeScheduler(
+    kind = SpeculativeScheduler
+    if parts.model_config.state_shape is not None:
+        from nanovllm.extras.states.drafted_slots import DraftedStateScheduler as kind
+    scheduler = kind(
         *arguments,
         proposer=ready.proposer,
         max_drafts=ready.options.num_speculative_tokens,

@@ -12,7 +12,8 @@ not depend on the sequence's length. Slot 0 is the null slot: rows of padding re
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,10 +42,36 @@ class StateShape:
 
 @dataclass(frozen=True)
 class StateMetadata(AttentionMetadata):
-    """The metadata of a step, with the slot of each sequence's state."""
+    """The metadata of a step, with the slots of each sequence's state."""
 
-    state_slots: Tensor  # [num_seqs] int64
+    state_slots: Tensor  # [num_seqs] int64, where the state after each chunk is written
+    state_sources: Tensor  # [num_seqs] int64, where the state before it is read: another slot if the chunk is a draft
     is_first: Tensor  # [num_seqs] bool: the chunk begins its sequence, so it starts from a state of zeros
+    rounds: tuple[Tensor, ...] = ()  # decodes by the round that can compute them; none if no chunk is a draft
+
+
+def slot_tensors(slots: list[int], sources: list[int], device: torch.device | None = None) -> dict[str, Any]:
+    """Return the fields of `StateMetadata` for chunks that write to `slots` and read from `sources`."""
+    as_tensor = partial(torch.tensor, device=device)
+    rounds = tuple(map(as_tensor, find_rounds(slots, sources)))
+    return {"state_slots": as_tensor(slots), "state_sources": as_tensor(sources), "rounds": rounds}
+
+
+def find_rounds(slots: list[int], sources: list[int]) -> list[list[int]]:
+    """Group the rows of a step so that each one reads a state that an earlier group has written.
+
+    slots [4, 2, 5, 6], sources [4, 2, 2, 5] -> [[0, 1], [2], [3]]; no groups if each row reads its own slot
+    """
+    rounds: list[list[int]] = []
+    if slots == sources:
+        return rounds
+    depth = 0
+    for row, (slot, source) in enumerate(zip(slots, sources, strict=True)):
+        depth = 0 if slot == source else depth + 1
+        if depth == len(rounds):
+            rounds.append([])
+        rounds[depth].append(row)
+    return rounds
 
 
 class StateCaches(NamedTuple):

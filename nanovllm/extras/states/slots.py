@@ -66,7 +66,8 @@ class StateMoves(list[tuple[int, int]]):
     """A step's block copies, with the copies of states, and the slot of each chunk's sequence.
 
     `state_copies` are (source, destination) slots. They are done one after the other, because a slot that is copied to
-    may be copied from later. A step overwrites the states of its sequences, so it can only be run again if
+    may be copied from later. `sources` are the slots from which the chunks read: their own, unless they are drafts
+    (`drafted_slots.py`). A step overwrites the states of its sequences, so it can only be run again if
     `keeps_states` is set: the states before it are kept, and `is_again` brings them back.
     """
 
@@ -77,16 +78,18 @@ class StateMoves(list[tuple[int, int]]):
         slots: list[int],
         keeps_states: bool = False,
         is_again: bool = False,
+        sources: list[int] | None = None,
     ) -> None:
         super().__init__(copies)
         self.state_copies = state_copies
         self.slots = slots
+        self.sources = slots if sources is None else sources
         self.keeps_states = keeps_states
         self.is_again = is_again
 
     def again(self) -> "StateMoves":
         """Return what is to be done before the same step runs once more (`isolation.py`)."""
-        return StateMoves([], [], self.slots, is_again=True)
+        return StateMoves([], [], self.slots, is_again=True, sources=self.sources)
 
 
 class SnapshotCache(PrefixCache):
@@ -219,11 +222,11 @@ class StateBlockManager(BlockManager):
         self._regular.pop(seq, None)
 
     def next_snapshot(self, seq: Any) -> int:
-        """Return the number of computed tokens at which the next snapshot of `seq` is due, or its number of tokens."""
+        """Return how many tokens of `seq` are computed when its next snapshot is due, or the most that it may have."""
         num_computed, due = seq.num_computed_tokens, [self.end_of(seq), self._branches.get(seq, 0)]
         if span := self.snapshot_interval * self.block_size:
             due.append((num_computed // span + 1) * span)
-        return min([one for one in due if one > num_computed], default=seq.num_tokens)
+        return min([one for one in due if one > num_computed], default=seq.max_num_tokens)
 
     def end_of(self, seq: Any) -> int:
         """Return how many tokens of the prompt of `seq` the same prompt could find in the cache."""

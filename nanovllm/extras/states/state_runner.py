@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.states.pool import StateKVCache, StateMetadata
+from nanovllm.extras.full_runner import MAX_DRAFTED_ROWS, ModelRunner
+from nanovllm.extras.speculation.speculation_options import read_options
+from nanovllm.extras.states.pool import StateKVCache, StateMetadata, slot_tensors
 from nanovllm.extras.states.slots import NULL_SLOT, StateMoves
 from nanovllm.layers.attention import AttentionMetadata
 
@@ -26,7 +26,6 @@ REFUSED = {  # option -> the values that work, of which the first is the default
     "kv_transfer_config": (None,),
     "kv_cache_dtype": ("auto",),
     "quantization": (None,),
-    "speculative_config": (None,),
     "enable_cuda_graphs": (None, False),
     "enable_overlap": (None, False),
     "load_format": ("auto", "safetensors", "dummy"),
@@ -43,6 +42,11 @@ def check_options(config: Config) -> None:
                 f"{name} must be {' or '.join(map(repr, allowed))} for a model with recurrent states, got {value!r}: "
                 f"it handles K and V only"
             )
+    if config.speculative_config is not None and read_options(config.speculative_config).model is not None:
+        raise ValueError(
+            "speculative_config['model'] must be None for a model with recurrent states, whose pool leaves no memory "
+            "for a draft model; take the method 'ngram'"
+        )
 
 
 class StateRunner(ModelRunner):
@@ -60,8 +64,8 @@ class StateRunner(ModelRunner):
     def forward(self, batch: Batch) -> Tensor:
         copies = batch.copies
         num_seqs = len(batch.metadata.seq_lens)
-        slots = copies.slots if isinstance(copies, StateMoves) else [NULL_SLOT] * num_seqs
-        metadata = with_states(batch.metadata, slots)
+        moves = copies if isinstance(copies, StateMoves) else StateMoves([], [], [NULL_SLOT] * num_seqs)
+        metadata = with_states(batch.metadata, moves.slots, moves.sources)
         return self.model(batch.input_ids, batch.positions, metadata, self.kv_cache.caches)
 
     def describe(self) -> str:
@@ -74,13 +78,13 @@ class StateRunner(ModelRunner):
         return StateKVCache(self.backend, num_layers, self.dtype, self.device, shape.state_shape)
 
     def num_blocks_that_fit(self) -> int:
-        """Return the number of blocks, and set the number of slots: one for each sequence that may run, and snapshots.
+        """Return the number of blocks, and set the number of slots: for sequences that may run, snapshots and drafts.
 
         Unless the number of blocks is configured, at most half of the memory is for states. If this is too little for
         `max_num_seqs` states, fewer sequences run at the same time.
         """
         config, cache = self.config, self.kv_cache
-        wanted = config.max_num_seqs * (2 if config.enable_prefix_caching else 1)
+        wanted = config.max_num_seqs * (2 if config.enable_prefix_caching else 1) + num_draft_slots(config)
         cache.num_slots = wanted
         if config.num_kv_blocks is not None:
             return config.num_kv_blocks
@@ -103,8 +107,16 @@ class StateRunner(ModelRunner):
         return min(num_blocks, max_num_seqs * -(-self.max_model_len // self.backend.block_size))
 
 
-def with_states(metadata: AttentionMetadata, slots: list[int]) -> StateMetadata:
-    """Return the metadata of a step with the slots of its sequences, on the same device."""
+def num_draft_slots(config: Config) -> int:
+    """Return for how many drafts of a step there are slots in addition to those of sequences and snapshots."""
+    if config.speculative_config is None:
+        return 0
+    most: int = read_options(config.speculative_config).num_speculative_tokens
+    return min(config.max_num_seqs * most, MAX_DRAFTED_ROWS)
+
+
+def with_states(metadata: AttentionMetadata, slots: list[int], sources: list[int]) -> StateMetadata:
+    """Return the metadata of a step with the slots that its chunks write and read, on the same device."""
     lens = metadata.cu_seqlens_q.diff()  # [num_seqs], new tokens
     is_first = metadata.seq_lens == lens  # [num_seqs]
-    return StateMetadata(**vars(metadata), state_slots=torch.tensor(slots, device=lens.device), is_first=is_first)
+    return StateMetadata(**vars(metadata), is_first=is_first, **slot_tensors(slots, sources, lens.device))

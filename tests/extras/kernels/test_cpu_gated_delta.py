@@ -71,6 +71,19 @@ def test_a_token_has_the_same_bits_in_every_chunk_and_batch(processor_without_ti
     assert all(torch.equal(one[4], other[4]) for one, other in zip(pools, others, strict=True))
 
 
+@pytest.mark.parametrize("sizes", SIZES)
+def test_drafts_have_the_bits_of_decodes(processor_without_tiles, dtype, sizes):
+    """Slots 1 and 4 have drafts, which write to 2 and 3, and to 5. Each state and output is that of single decodes."""
+    _, fast = make_layers(sizes, dtype)
+    drafted, plain = make_pools(sizes, dtype), make_pools(sizes, dtype)
+    x, chunks = randn(6, HIDDEN, dtype=dtype), [(1, 5, 1), (2, 6, 1), (3, 7, 1), (0, 3, 1), (4, 8, 1), (5, 9, 1)]
+    out = fast(x, *drafted, metadata_of(chunks, 6, sources=[1, 1, 2, 0, 4, 4]))
+    for slot, rows in ((1, range(3)), (0, [3]), (4, [4, 5])):
+        for row in rows:
+            assert torch.equal(out[row], fast(x[row : row + 1], *plain, metadata_of([(slot, 9, 1)], 1))[0])
+            assert all(torch.equal(one[chunks[row][0]], other[slot]) for one, other in zip(drafted, plain, strict=True))
+
+
 def test_a_weak_gate_and_a_strong_decay_stay_finite(dtype):
     """softplus is the identity above 20, and a decay of e^-90 forgets everything."""
     layer, fast = make_layers(SIZES[0], dtype)

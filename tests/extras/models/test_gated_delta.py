@@ -8,7 +8,7 @@ import torch
 from nanovllm.batch import offsets
 from nanovllm.extras.models.gated_delta import GatedDeltaNet, advance, advance_by_chunks
 from nanovllm.extras.models.qwen3_5 import read_qwen3_5_config
-from nanovllm.extras.states.pool import StateMetadata
+from nanovllm.extras.states.pool import StateMetadata, slot_tensors
 from tests.extras.models.hybrid_checkpoints import make_config, set_weights_that_matter
 
 theirs = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
@@ -74,13 +74,17 @@ def test_chunks_are_those_of_transformers(function):
 # ---- the layer
 
 
-def metadata_of(chunks, num_decodes):
-    """chunks: for each sequence (slot, start, number of new tokens); a layer without K and V reads nothing else."""
+def metadata_of(chunks, num_decodes, sources=None):
+    """Return the metadata of a step; a layer without K and V reads nothing else.
+
+    chunks: for each sequence (slot, start, number of new tokens); sources: the slots that are read, if others
+    """
     slots, starts, lens = (torch.tensor(column) for column in zip(*chunks, strict=True))
     cu = torch.from_numpy(offsets(lens.numpy()))
     none = torch.empty(0)
     attention = (none, none, starts + lens, cu, cu, cu, num_decodes, 0, 0, 0)
-    return StateMetadata(*attention, state_slots=slots, is_first=starts == 0)
+    written = slots.tolist()
+    return StateMetadata(*attention, is_first=starts == 0, **slot_tensors(written, sources or written))
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +132,17 @@ def test_padding_reaches_only_the_null_slot(layers):
     for pool in (conv, recurrent):
         assert pool[2].any()
         assert not pool[[1, 3, 4]].any()
+
+
+def test_drafts_are_decodes_one_after_the_other(layers):
+    """Slot 4 has one token, slot 1 a token and two drafts, which write to 2 and 3. Each state is kept."""
+    layer, _, pools = layers
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
+    chunks = [(4, 9, 1), (1, 5, 1), (2, 6, 1), (3, 7, 1)]
+    drafted, plain = ([torch.randn(t.shape, generator=torch.Generator().manual_seed(1)) for t in pools] for _ in "ab")
+    out = layer(x, *drafted, metadata_of(chunks, 4, sources=[4, 1, 1, 2]))
+    torch.testing.assert_close(out[:1], layer(x[:1], *plain, metadata_of(chunks[:1], 1)))
+    for i in (1, 2, 3):
+        torch.testing.assert_close(out[i : i + 1], layer(x[i : i + 1], *plain, metadata_of([(1, 4 + i, 1)], 1)))
+        for one, other in zip(drafted, plain, strict=True):
+            torch.testing.assert_close(one[i], other[1])

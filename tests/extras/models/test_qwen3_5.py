@@ -368,7 +368,7 @@ def test_fields_that_would_be_computed_wrongly_are_refused(fields, message):
         {"kv_offloading_size": 1.0},
         {"kv_cache_dtype": "fp8"},
         {"quantization": "int8"},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"speculative_config": {"model": "a smaller one", "num_speculative_tokens": 3}},
         {"enable_overlap": True},
         {"tensor_parallel_size": 2},
         {"enable_cuda_graphs": True},

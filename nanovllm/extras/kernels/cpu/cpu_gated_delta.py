@@ -45,7 +45,7 @@ class CpuGatedDeltaNet(nn.Module):
         """Compute the layer: [num_tokens, hidden_size] -> the same shape. Reads and writes the sequences' states."""
         parts = self.in_proj(x)  # q, k and v; z; b; a: [num_tokens, …] each, parts of one tensor
         y = torch.empty(len(x), self.value_size, dtype=x.dtype)
-        step = (metadata.state_slots, metadata.is_first, metadata.cu_seqlens_q)
+        step = (metadata.state_slots, metadata.state_sources, metadata.is_first, metadata.cu_seqlens_q)
         pointers = (t.data_ptr() for t in (*parts, *step, conv, recurrent, y))
         self.library.gated_delta(byref(self.struct), *pointers, len(metadata.state_slots), parts[0].stride(0))
         return self.out_proj(y)

@@ -35,14 +35,14 @@ struct delta_layer {
 struct delta {
     struct delta_layer layer;
     const element *qkv, *z, *b, *a;  // the projections of each token, tokens `stride` elements apart
-    const int64_t *slots;            // [num_seqs]
+    const int64_t *slots, *sources;  // [num_seqs]: where states are written, and where they are read
     const bool *is_first;            // [num_seqs]: the chunk begins its sequence
     const int32_t *cu_seqlens_q;     // [num_seqs + 1]
     element *conv;                   // [num_slots + 1, width - 1, num_channels]
     float *recurrent;                // [num_slots + 1, num_heads, key_dim, value_dim]
     element *y;                      // [num_tokens, num_heads, value_dim]
     float *buffers;                  // of all threads
-    long stride, num_channels;
+    long stride, num_channels, num_seqs;
 };
 
 // The tokens `first` … `first + count - 1` of the batch, which are of sequence `seq`, whose chunk begins at `start`.
@@ -62,7 +62,7 @@ static inline floats input_at(const struct delta *d, long seq, long position, lo
     if (position >= 0) return load(d->qkv + (d->cu_seqlens_q[seq] + position) * d->stride + channel);
     if (d->is_first[seq]) return (floats){0};
     const long width = d->layer.width;
-    return load(d->conv + (d->slots[seq] * (width - 1) + width - 1 + position) * d->num_channels + channel);
+    return load(d->conv + (d->sources[seq] * (width - 1) + width - 1 + position) * d->num_channels + channel);
 }
 
 // Compute out: [count, size] = silu(convolution) of the channels from `channel` on, rounded twice, as in PyTorch.
@@ -126,17 +126,18 @@ static void compute_gates(const struct delta *d, const struct delta_tile *t, lon
     }
 }
 
-// Advance `num` vectors of columns of a state, rows `size` floats apart, by all tokens of the tile. With the old state S,
-// the output is q^T (a S + k w^T) = a S^T q + (q · k) w, so that S is read once for S^T k and S^T q.
+// Advance `num` vectors of columns of the state `from`, rows `size` floats apart, by all tokens of the tile, and write
+// them to `state`, which may be the same. With the old state S, the output is q^T (a S + k w^T) = a S^T q + (q · k) w,
+// so that S is read once for S^T k and S^T q.
 static inline __attribute__((always_inline)) void advance_columns(
-    const struct delta_tile *t, float *state, float *v, long key_dim, long size, const int num) {
-    for (long i = 0; i < t->count; i++, v += size) {
+    const struct delta_tile *t, const float *from, float *state, float *v, long key_dim, long size, const int num) {
+    for (long i = 0; i < t->count; i++, v += size, from = state) {
         const float *q = t->q + i * key_dim, *k = t->k + i * key_dim;
         lanes stored[COLUMNS / REGISTER_LANES] = {{0}}, seen[COLUMNS / REGISTER_LANES] = {{0}};
         for (long row = 0; row < key_dim; row++)
             for (int c = 0; c < num; c++) {
                 lanes s;
-                memcpy(&s, state + row * size + c * REGISTER_LANES, sizeof s);
+                memcpy(&s, from + row * size + c * REGISTER_LANES, sizeof s);
                 stored[c] += s * k[row];
                 seen[c] += s * q[row];
             }
@@ -150,7 +151,7 @@ static inline __attribute__((always_inline)) void advance_columns(
         for (long row = 0; row < key_dim; row++)
             for (int c = 0; c < num; c++) {
                 lanes s;
-                memcpy(&s, state + row * size + c * REGISTER_LANES, sizeof s);
+                memcpy(&s, from + row * size + c * REGISTER_LANES, sizeof s);
                 s = s * t->decay[i] + stored[c] * k[row];
                 memcpy(state + row * size + c * REGISTER_LANES, &s, sizeof s);
             }
@@ -182,14 +183,18 @@ static void write_outputs(const struct delta *d, const struct delta_tile *t, lon
 static void advance_head(const struct delta *d, const struct delta_tile *t, long head, long channel) {
     const struct delta_layer *l = &d->layer;
     const long size = l->value_dim;
-    float *state = d->recurrent + (d->slots[t->seq] * l->num_heads + head) * l->key_dim * size;
-    if (t->first == t->start && d->is_first[t->seq]) memset(state, 0, l->key_dim * size * sizeof *state);
+    const long state_size = l->key_dim * size;
+    float *state = d->recurrent + (d->slots[t->seq] * l->num_heads + head) * state_size;
+    const float *from = state;  // but the first tile reads what was before the chunk
+    if (t->first == t->start) from = d->recurrent + (d->sources[t->seq] * l->num_heads + head) * state_size;
+    if (t->first == t->start && d->is_first[t->seq]) from = memset(state, 0, state_size * sizeof *state);
     convolve(d, t, channel, size, t->v);
     compute_gates(d, t, head);
     long column = 0;
     for (; column + COLUMNS <= size; column += COLUMNS)
-        advance_columns(t, state + column, t->v + column, l->key_dim, size, COLUMNS / REGISTER_LANES);
-    if (column < size) advance_columns(t, state + column, t->v + column, l->key_dim, size, LANES / REGISTER_LANES);
+        advance_columns(t, from + column, state + column, t->v + column, l->key_dim, size, COLUMNS / REGISTER_LANES);
+    if (column < size)
+        advance_columns(t, from + column, state + column, t->v + column, l->key_dim, size, LANES / REGISTER_LANES);
     write_outputs(d, t, head);
 }
 
@@ -218,22 +223,29 @@ static void advance_sequence(const struct delta *d, long seq, long key_head, flo
     keep_tail(d, seq, v_channel, group * value_dim);
 }
 
+// Return whether a chunk is a draft: it reads the state that the chunk before it writes.
+static bool is_draft(const struct delta *d, long seq) { return d->sources[seq] != d->slots[seq]; }
+
 static void advance_sequences(const void *arguments, long first, long last, int thread) {
     const struct delta *d = arguments;
     float *buffer = d->buffers + thread * delta_buffer_floats(&d->layer);
-    for (long item = first; item < last; item++)
-        advance_sequence(d, item / d->layer.num_key_heads, item % d->layer.num_key_heads, buffer);
+    for (long item = first; item < last; item++) {
+        long seq = item / d->layer.num_key_heads;
+        if (is_draft(d, seq)) continue;  // it comes after the chunk that it follows, below
+        do advance_sequence(d, seq, item % d->layer.num_key_heads, buffer);
+        while (++seq < d->num_seqs && is_draft(d, seq));
+    }
 }
 
 // Compute y from the projections, and advance the states of the sequences: see `struct delta`. Return DONE or NO_MEMORY.
 int gated_delta(const struct delta_layer *l, const element *qkv, const element *z, const element *b, const element *a,
-                const int64_t *slots, const bool *is_first, const int32_t *cu_seqlens_q, element *conv,
-                float *recurrent, element *y, long num_seqs, long stride) {
+                const int64_t *slots, const int64_t *sources, const bool *is_first, const int32_t *cu_seqlens_q,
+                element *conv, float *recurrent, element *y, long num_seqs, long stride) {
     float *buffers = allocate(count_threads() * delta_buffer_floats(l) * sizeof *buffers);
     if (!buffers) return NO_MEMORY;
     const long num_channels = 2 * l->num_key_heads * l->key_dim + l->num_heads * l->value_dim;
-    const struct delta d = {*l, qkv, z, b, a, slots, is_first, cu_seqlens_q, conv, recurrent, y, buffers,
-                            stride, num_channels};
+    const struct delta d = {*l, qkv, z, b, a, slots, sources, is_first, cu_seqlens_q, conv, recurrent, y,
+                            buffers, stride, num_channels, num_seqs};
     parallel_for(advance_sequences, &d, num_seqs * l->num_key_heads, 1, LONG_MAX);
     free(buffers);
     return DONE;

@@ -66,7 +66,7 @@ FUNCTIONS_OF_LAYERS = {  # argument types: pointers, then sizes, then the rest
     "sigmoid": [c_void_p, c_long],
     "store_latents": [c_void_p] * 3 + [c_long] * 2,
     "attend_latents": [c_void_p] * 6 + [c_long] * 7 + [c_float] * 2,
-    "gated_delta": [c_void_p] * 11 + [c_long] * 2,
+    "gated_delta": [c_void_p] * 12 + [c_long] * 2,
     "head_linear": [c_void_p] * 3 + [c_long] * 4,
     "all_reduce": [c_void_p] * 2 + [c_long],
     "broadcast": [c_void_p] * 2 + [c_long],
