@@ -28,7 +28,12 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
     """
     kind: Callable[[Config, Path], ModelRunner] = ModelRunner
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
-    if shape.state_shape is not None:
+    if (config.speculative_config or {}).get("method") == "mtp":
+        from nanovllm.extras.speculation.mtp_runner import MtpRunner as kind
+        from nanovllm.extras.speculation.mtp_runner import check_head
+
+        check_head(config, folder, shape)
+    elif shape.state_shape is not None:
         from nanovllm.extras.states.state_runner import StateRunner as kind
     elif shape.kv_groups:
         from nanovllm.extras.kv_groups.group_runner import GroupRunner as kind

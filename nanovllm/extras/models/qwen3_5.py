@@ -6,7 +6,8 @@ The mixer of most layers is Gated DeltaNet (`gated_delta.py`), which keeps one s
 others is attention as in Qwen3, with two differences: only the first part of each head is rotated, and a gate
 multiplies the output. Weights of norms are stored as differences from one.
 
-The vision part of a checkpoint is not loaded, and neither are the layers for multi-token prediction.
+The vision part of a checkpoint is not loaded. The head for multi-token prediction (`mtp.py`) is loaded if it makes
+drafts.
 """
 
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from nanovllm.checks import check_int, check_number
 from nanovllm.extras.models.decoder import CausalLM, DecoderModel
 from nanovllm.extras.models.gated_delta import GatedDeltaNet
 from nanovllm.extras.models.gemma3 import UnitOffsetRMSNorm
+from nanovllm.extras.models.mtp import MtpHead
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.models.read_config import read_common, read_rope
 from nanovllm.extras.models.window_layers import FULL, layer_types_of
 from nanovllm.extras.option_checks import first_given
 from nanovllm.extras.states.pool import StateCaches, StateMetadata, StateShape
-from nanovllm.layers.attention import Attention, TorchAttention
+from nanovllm.layers.attention import Attention, AttentionMetadata, TorchAttention
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.rotary import ApplyRotary
@@ -45,6 +47,7 @@ class Qwen3_5Config(NetworkConfig):
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
     linear_conv_kernel_dim: int = 4
+    has_mtp: bool = False  # whether the head for multi-token prediction is loaded; config.json does not say so
 
 
 def read_qwen3_5_config(raw: dict[str, Any]) -> Qwen3_5Config:
@@ -174,10 +177,25 @@ class Qwen3_5ForCausalLM(CausalLM):
     layer_class = Qwen3_5DecoderLayer
     model_class = Qwen3_5Model
 
-    @staticmethod
-    def is_unused(name: str) -> bool:
-        """Return whether a tensor belongs to the vision part, or to multi-token prediction."""
-        return name.startswith(("model.visual.", "visual.", "mtp."))
+    def __init__(self, config: Qwen3_5Config, backend: TorchAttention) -> None:
+        super().__init__(config, backend)
+        self.mtp = MtpHead(config, backend, self.layer_class) if config.has_mtp else None
+
+    def predict(
+        self, input_ids: Tensor, positions: Tensor, hidden: Tensor, kv: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Compute the hidden states of the head for multi-token prediction: [num_tokens, hidden_size]
+
+        hidden: [num_tokens, hidden_size], of the tokens before `input_ids`; kv: the K and V of the head
+        """
+        assert self.mtp is not None
+        cos, sin = self.model.rotary((positions - 1).clamp(min=0), hidden.dtype)
+        head: Tensor = self.mtp(self.model.embed_tokens(input_ids), hidden, cos, sin, kv, metadata)
+        return head
+
+    def is_unused(self, name: str) -> bool:
+        """Return whether a tensor belongs to the vision part, or to a head that is not used."""
+        return name.startswith(("model.visual.", "visual.")) or (self.mtp is None and name.startswith("mtp."))
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):

@@ -61,12 +61,16 @@ class DraftModel:
         return drafts
 
     def _draw(self, growing: list[tuple[int, Sequence]], drafts: list[list[int]]) -> list[int]:
-        """Return the next token of each sequence after its drafts so far, which a copy of the sequence holds."""
+        """Return the next token of each sequence after its drafts so far."""
+        return self.runner.run(self._make_batch(growing, drafts)).wait().token_ids
+
+    def _make_batch(self, growing: list[tuple[int, Sequence]], drafts: list[list[int]]) -> Batch:
+        """Return a batch with the newest token of each sequence. Copies of the sequences hold their drafts so far."""
         assert self._scheduler is not None
         seqs = [with_tokens(seq, drafts[i]) for i, seq in growing]
         count = len(seqs)
         step = Step([(seq, seq.num_known_tokens - 1, 1) for seq in seqs], count, count, seqs, [*range(count)])
-        return self.runner.run(build_batch(step, self._scheduler.block_manager.block_tables)).wait().token_ids
+        return build_batch(step, self._scheduler.block_manager.block_tables)
 
     def compute_along(self, runner: ModelRunner) -> None:
         """Wrap the `compute` of the large model's runner: this model computes each batch too, for its K and V."""

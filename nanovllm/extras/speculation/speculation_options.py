@@ -11,7 +11,7 @@ from nanovllm.extras.option_checks import check_optional_str
 if TYPE_CHECKING:
     from nanovllm.extras.all_options import Config
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "mtp")
 DEFAULT_LOOKUP = 5  # tokens, as in vLLM
 
 
@@ -20,7 +20,7 @@ class Speculation:
     """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""
 
     method: Any = None
-    """`ngram`, `draft_model`, or an object with the method of `Proposer` (`scheduler.py`). With `model`, None is
+    """`ngram`, `draft_model`, `mtp`, or an object with the method of `Proposer` (`scheduler.py`). With `model`, None is
     `draft_model`."""
     num_speculative_tokens: Any = None
     """Most drafts for one sequence in a step."""
@@ -36,7 +36,7 @@ class Speculation:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS and not hasattr(self.method, "propose"):
-            allowed = "'ngram', 'draft_model' or an object with a method propose"
+            allowed = "'ngram', 'draft_model', 'mtp' or an object with a method propose"
             raise ValueError(f"speculative_config['method'] must be {allowed}, got {self.method!r}")
         check_int(name_of("num_speculative_tokens"), self.num_speculative_tokens, 1, maximum=64)
         for name in ("prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size"):
@@ -84,10 +84,13 @@ def check_speculation(config: "Config") -> None:
         raise ValueError(
             "enable_overlap must be None or False with speculative_config: the next drafts follow the newest token"
         )
-    if options.model is not None and config.preemption_mode == "swap":
-        raise ValueError("preemption_mode must be 'recompute' with a draft model, whose K and V are not swapped")
-    if options.model is not None and max(config.tensor_parallel_size, config.nnodes) > 1:
+    if options.model is None and options.method != "mtp":
+        return
+    drafter = "a draft model" if options.method == "draft_model" else "the method 'mtp'"
+    if config.preemption_mode == "swap":
+        raise ValueError(f"preemption_mode must be 'recompute' with {drafter}, whose K and V are not swapped")
+    if max(config.tensor_parallel_size, config.nnodes) > 1:
         raise ValueError(
-            f"tensor_parallel_size must be 1 with a draft model, got {config.tensor_parallel_size}; "
+            f"tensor_parallel_size must be 1 with {drafter}, got {config.tensor_parallel_size}; "
             f"the method 'ngram' works with any number of ranks"
         )

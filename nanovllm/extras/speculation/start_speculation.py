@@ -84,6 +84,11 @@ def make_proposer(parts: "Parts", options: Speculation) -> Proposer:
         if parts.kv_store is not None:
             parts.kv_store.add_draft(proposer.runner)
         return proposer
+    if options.method == "mtp":
+        from nanovllm.extras.speculation.mtp_drafts import MtpDrafts
+
+        runner: Any = parts.runner
+        return MtpDrafts(runner)
     return options.method
 
 

@@ -58,6 +58,14 @@ class DraftedStateBlockManager(StateBlockManager):
         """Return the slots that the newest token of `seq` and its drafts write to. A draft reads the slot before."""
         return [self.slot_of(seq), *self._draft_slots.get(seq, ())]
 
+    def slot_to_read(self, seq: Any) -> int:
+        """Return the slot that has the state of `seq` between two steps: its own, or one that the next step copies."""
+        slot = self.slot_of(seq)
+        for source, destination in reversed(self._copies_for_next):
+            if destination == slot:
+                slot = source
+        return slot
+
     def keep_state(self, seq: Any, num_accepted: int) -> None:
         """Let `seq` own the slot with the state after its last accepted draft, and free the others."""
         slots = self.slots_of_rows(seq)

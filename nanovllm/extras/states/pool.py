@@ -90,7 +90,7 @@ class StateKVCache(KVCache):
     ) -> None:
         self.state_shape = shape
         self.num_slots = 0
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._kept: tuple[Tensor, ...] | None = None
         super().__init__(backend, num_layers, dtype, device)
 
     @property
@@ -100,6 +100,11 @@ class StateKVCache(KVCache):
     @property
     def caches(self) -> StateCaches:
         return StateCaches(self.tensor, self.conv, self.recurrent)
+
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        """The tensors of the pool, whose second dimension is the slots."""
+        return self.conv, self.recurrent
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
@@ -115,7 +120,7 @@ class StateKVCache(KVCache):
         super().copy_blocks(copies)
         if isinstance(copies, StateMoves):
             for source, destination in copies.state_copies:
-                for states in (self.conv, self.recurrent):
+                for states in self.states:
                     states[:, destination] = states[:, source]
             if copies.is_again:
                 self._bring_back(copies.slots)
@@ -124,10 +129,11 @@ class StateKVCache(KVCache):
 
     def _keep(self, slots: list[int]) -> None:
         """Keep a copy of the states in `slots`, and forget what was kept before."""
-        self._kept = (self.conv[:, slots], self.recurrent[:, slots]) if slots else None
+        self._kept = tuple(states[:, slots] for states in self.states) if slots else None
 
     def _bring_back(self, slots: list[int]) -> None:
         if self._kept is None:
             raise RuntimeError("a step that has overwritten its states cannot be run again: no request asked for more "
                                "than the model's own tokens, so the states before it were not kept")  # fmt: skip
-        self.conv[:, slots], self.recurrent[:, slots] = self._kept
+        for states, kept in zip(self.states, self._kept, strict=True):
+            states[:, slots] = kept

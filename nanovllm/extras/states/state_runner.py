@@ -45,7 +45,7 @@ def check_options(config: Config) -> None:
     if config.speculative_config is not None and read_options(config.speculative_config).model is not None:
         raise ValueError(
             "speculative_config['model'] must be None for a model with recurrent states, whose pool leaves no memory "
-            "for a draft model; take the method 'ngram'"
+            "for a draft model; take the method 'ngram' or 'mtp'"
         )
 
 
@@ -65,7 +65,10 @@ class StateRunner(ModelRunner):
         copies = batch.copies
         num_seqs = len(batch.metadata.seq_lens)
         moves = copies if isinstance(copies, StateMoves) else StateMoves([], [], [NULL_SLOT] * num_seqs)
-        metadata = with_states(batch.metadata, moves.slots, moves.sources)
+        return self.compute_hidden(batch, with_states(batch.metadata, moves.slots, moves.sources))
+
+    def compute_hidden(self, batch: Batch, metadata: StateMetadata) -> Tensor:
+        """Run the model -> [num_tokens, hidden_size]"""
         return self.model(batch.input_ids, batch.positions, metadata, self.kv_cache.caches)
 
     def describe(self) -> str:
