@@ -1,5 +1,6 @@
 """States beside pages: what models keep for each sequence, instead of K and V for each token.
 
-`slots.py` decides which sequence owns which slot: integers only. `pool.py` holds the states as tensors.
-`state_runner.py` runs models that have states, and refuses options that do not work with them. Read `slots.py` first.
+`slots.py` decides which sequence owns which slot: integers only. `drafted_slots.py` adds slots for drafts. `pool.py`
+holds the states as tensors. `state_runner.py` runs models that have states, and refuses options that do not work with
+them. Read `slots.py` first.
 """

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from nanovllm import Config, SamplingParams
+from nanovllm import LLM, Config, SamplingParams
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.states.drafted_slots import DraftedStateBlockManager
 from tests.conftest import every_second
@@ -248,4 +248,16 @@ def test_a_grammar_beside_drafts(tmp_path, with_tokenizer):
     llm = make_llm(tmp_path, speculative_config=drafting(knowing))
     found = llm.generate(prompts, [form, free], use_tqdm=False)
     assert [one.outputs[0].text for one in found] == [one.outputs[0].text for one in plain]
+    assert llm.get_stats().num_accepted_tokens > 0
+
+
+def test_the_kernels_give_the_bits_that_they_give_without_drafts(hybrids):
+    """In bfloat16, where other roundings would change log-probabilities and tokens."""
+    options = {"dtype": "bfloat16", "device": "cpu", "attention_backend": "cpu", "num_kv_blocks": 40, "max_num_seqs": 8}
+    found = []
+    for config in (None, drafting(Knowing(texts_of(hybrids), 0.8))):
+        llm = LLM(hybrids.make()[0], speculative_config=config, **options)
+        outputs = llm.generate(hybrids.prompts(), GREEDY, use_tqdm=False)
+        found.append([(one.outputs[0].token_ids, logprobs(one.outputs[0])) for one in outputs])
+    assert found[0] == found[1]
     assert llm.get_stats().num_accepted_tokens > 0
