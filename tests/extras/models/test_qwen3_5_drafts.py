@@ -87,7 +87,7 @@ def test_tokens_are_those_of_transformers(hybrids, backend, budget, block_size, 
     assert (stats.num_draft_tokens > 0) == (budget > 1)  # a step has no more rows than the budget
     if budget > 1:
         kept = stats.num_accepted_tokens / stats.num_draft_tokens
-        assert kept in ((0,) if share_right == 0 else (1,) if share_right == 1 else (pytest.approx(0.6, abs=0.35),))
+        assert (kept == share_right) if share_right in (0, 1) else (0 < kept < 1)
     if pool == "large" and budget > 1:
         assert stats.prefix_cache_hit_tokens > 0
 
