@@ -129,6 +129,9 @@ def make_preemption(parts: "Parts", blocks: BlockManager) -> Any:
     """Return what happens to the K and V of preempted sequences; None computes them again."""
     if parts.config.preemption_mode == "recompute":
         return None
-    from nanovllm.extras.swap.host_blocks import make_swap
-
-    return make_swap(parts.runner.kv_cache, blocks)
+    make: Callable[[Any, Any], Any]
+    if parts.model_config.state_shape is not None:
+        from nanovllm.extras.states.state_swap import make_swap as make
+    else:
+        from nanovllm.extras.swap.host_blocks import make_swap as make
+    return make(parts.runner.kv_cache, blocks)

@@ -8,6 +8,8 @@ from nanovllm import prefix_cache
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.states.slots import SnapshotCache, StateBlockManager, StateScheduler
+from nanovllm.extras.states.state_swap import StateSwapSpace
+from nanovllm.extras.swap.space import SwapSpace
 from nanovllm.extras.window_blocks import WindowBlockManager
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm.scheduler import Scheduler
@@ -219,9 +221,56 @@ def a_hit_computes_in_the_snapshot(replace):
     def try_admit(self, seq, num_reserved=0):
         is_admitted = right(self, seq, num_reserved)
         if is_admitted and seq.num_computed_tokens:
-            source, slot = self._copies_of_hits.pop()
+            source, slot = self._copies_for_this.pop()
             self.prefix_cache.free_slots.append(slot)
             self._slots[seq] = source
         return is_admitted
 
     replace(StateBlockManager, "try_admit", try_admit)
+
+
+# ---- states in host memory
+
+
+def a_state_is_not_copied_out(replace):
+    replace(StateBlockManager, "copy_out", lambda self, seq, host_slot: None)
+
+
+def a_state_is_not_copied_back(replace):
+    """The sequence gets a slot, and computes with what another sequence has left there."""
+
+    def copy_in(self, seq, host_slot):
+        self._slots[seq] = self.prefix_cache.take_slot()
+
+    replace(StateBlockManager, "copy_in", copy_in)
+
+
+def a_state_is_copied_out_before_the_copy_of_its_fork(replace):
+    """The copy for a fork or a snapshot, which is due, comes after those of this step."""
+    right = StateScheduler.schedule
+
+    def schedule(self):
+        num_earlier = len(self.block_manager._copies_for_next)
+        step = right(self)
+        if step.chunks:
+            copies = step.copies.state_copies
+            copies[:] = copies[num_earlier:] + copies[:num_earlier]
+        return step
+
+    replace(StateScheduler, "schedule", schedule)
+
+
+def a_host_slot_is_not_freed(replace):
+    replace(StateSwapSpace, "drop", SwapSpace.drop)
+
+
+def states_stay_when_blocks_are_swapped(replace):
+    """Only the blocks are swapped, and nobody looks whether there is a host slot."""
+
+    def try_swap_out(self, seq):
+        if not SwapSpace.try_swap_out(self, seq):
+            return False
+        self._slots[seq] = self._free_slots.pop() if self._free_slots else -1
+        return True
+
+    replace(StateSwapSpace, "try_swap_out", try_swap_out)

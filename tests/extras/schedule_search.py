@@ -31,6 +31,7 @@ from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.ordered_queues import order_queues
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.states.slots import StateBlockManager, StateScheduler
+from nanovllm.extras.states.state_swap import StateSwap, StateSwapSpace
 from nanovllm.extras.trace.recorder import Recorder
 from nanovllm.extras.trace.recording import TraceFile
 from nanovllm.extras.window_blocks import WindowBlockManager
@@ -41,6 +42,7 @@ from tests.fake_kv_cache import WriterCheck, check_cached_blocks, table_of, toke
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN = 5, 2, 3, 8
 NUM_SLOTS = 3  # of states: none is left for a snapshot while three sequences run
+NUM_HOST_BLOCKS, NUM_HOST_SLOTS = 3, 1  # the second sequence that is preempted is computed again
 WINDOW = 3
 MAX_STEPS_WITHOUT_TOKEN = 40  # more than all tokens of all sequences, computed one by one
 
@@ -68,7 +70,8 @@ def next_token(prefix: Prompt, sample_index: int) -> int:
 class Setting:
     """Which parts run, and which requests may come.
 
-    kind: "core" has the core's parts, "windows" a block manager for windows, "states" one with slots for states.
+    kind: "core" has the core's parts, "windows" a block manager for windows, "states" one with slots for states,
+    "swapped states" also a swap space.
     """
 
     kind: str
@@ -78,14 +81,19 @@ class Setting:
     max_forks: int = 0  # between two steps; not with "core", whose queues keep no order for such children
     snapshot_interval: int = 1
 
+    @property
+    def has_states(self) -> bool:
+        return self.kind in ("states", "swapped states")
+
     def make_scheduler(self, observer: Observer) -> Scheduler:
         """Return an empty scheduler, put together as in `nanovllm/extras/assembly.py`."""
         arguments = (NUM_BLOCKS, BLOCK_SIZE, True, observer)
         limits = (MAX_NUM_SEQS, self.budget, MAX_MODEL_LEN)
-        if self.kind == "states":
+        if self.has_states:
             manager = StateBlockManager(*arguments, num_slots=NUM_SLOTS)
             manager.snapshot_interval = self.snapshot_interval
-            scheduler = StateScheduler(manager, *limits)
+            swap = StateSwap(manager, StateSwapSpace(NUM_HOST_BLOCKS, NUM_HOST_SLOTS, manager))
+            scheduler = StateScheduler(manager, *limits, preemption=swap if self.kind == "swapped states" else None)
         elif self.kind == "windows":
             manager = WindowBlockManager(*arguments, window=WINDOW, max_chunk_len=self.budget)
             scheduler = Scheduler(manager, *limits)
@@ -131,6 +139,7 @@ class World:
         observer.on_start(self.manager)
         self.cache = FullFakeKVCache(BLOCK_SIZE, WINDOW if setting.kind == "windows" else None)
         self.pool: dict[int, Prompt] = {}  # slot -> the tokens that its state has read
+        self.space: StateSwapSpace | None = getattr(getattr(self.scheduler, "preemption", None), "space", None)
         self.seqs: list[Sequence] = []
         self.num_added = self.num_forks = self.num_steps_without_token = 0
 
@@ -217,12 +226,13 @@ class World:
         self.check_chunks(step)
         writes = [(seq, start, start + num_new) for seq, start, num_new in step.chunks]
         writers.check(writes, BLOCK_SIZE)
-        self.cache.copy(step.copies)
+        moves = getattr(step.copies, "block_moves", step.copies)
+        self.cache.move(getattr(moves, "swap_outs", ()), getattr(moves, "swap_ins", ()), moves)
         for write in writes:
             self.cache.write(*write)
         for seq, _, stop in writes:
             self.cache.check(seq, stop)
-        if self.setting.kind == "states":
+        if self.setting.has_states:
             self.compute_states(step)
         due = [(one, self.cache.slot(seq, stop - 1)) for seq, _, stop in writes if stop == len(before[seq][0])
                for one in (seq, *before[seq][1])]  # fmt: skip
@@ -278,9 +288,13 @@ class World:
             kept.update((table[i // size], i % size) for i in range(min(seq.num_computed_tokens, len(table) * size)))
         self.cache.slots = {slot: held for slot, held in self.cache.slots.items() if slot in kept}
         self.cache.starts = {seq: start for seq, start in self.cache.starts.items() if seq in running}
-        if self.setting.kind == "states":
+        if self.setting.has_states:
             needed = {*self.manager._slots.values(), *self.manager.prefix_cache.snapshots.values()}
             needed.update(source for source, _ in self.manager._copies_for_next)
+            if self.space is not None:
+                needed.update(self.space._slots.values())
+                held = {block_id for block_ids in self.space._held.values() for block_id in block_ids}
+                self.cache.host_slots = {slot: one for slot, one in self.cache.host_slots.items() if slot[0] in held}
             self.pool = {slot: tokens for slot, tokens in self.pool.items() if slot in needed}
 
     def check(self) -> None:
@@ -289,16 +303,32 @@ class World:
         living = sorted(map(id, (*running, *waiting, *unborn)))
         assert living == sorted(map(id, self.seqs)), "a sequence is lost, or lives on"
         assert sum(1 + len(seq.children) for seq in running) <= MAX_NUM_SEQS, "too many sequences run"
-        assert not any(seq.block_table.length or seq.num_computed_tokens for seq in (*waiting, *unborn)), (
-            "a sequence that waits owns blocks"
-        )
+        swapped = [] if self.space is None else list(self.space._held)
+        for seq in (*waiting, *unborn):
+            assert not seq.block_table.length, "a sequence that waits owns blocks"
+            assert not seq.num_computed_tokens or seq in swapped, "a sequence that waits has lost its K and V"
         assert not self.manager._copies, "blocks are still to be copied"
         check_ownership(self.manager, running)
         check_cached_blocks(self.manager, self.cache)
         for seq in running:
             self.cache.check(seq, seq.num_computed_tokens)
-        if self.setting.kind == "states":
+        if self.setting.has_states:
             self.check_states()
+        if self.space is not None:
+            self.check_space(self.space)
+
+    def check_space(self, space: StateSwapSpace) -> None:
+        """Each host block and host slot has one use, and holds what its sequence has computed."""
+        assert set(space._slots) == set(space._held) <= set(self.scheduler.waiting), "those that wait are swapped out"
+        blocks = [*space._free, *(block_id for block_ids in space._held.values() for block_id in block_ids)]
+        assert sorted(blocks) == list(range(NUM_HOST_BLOCKS)), "a host block is leaked, or has two uses"
+        slots = [*space._free_slots, *space._slots.values()]
+        assert sorted(slots) == list(range(-NUM_HOST_SLOTS, 0)), "a host slot is leaked, or has two uses"
+        for seq, slot in space._slots.items():
+            self.cache.check_host(seq, seq.num_computed_tokens, space.host_block_ids(seq))
+            computed = tuple(tokens_of(seq)[: seq.num_computed_tokens])
+            assert computed, f"{name_of(seq)} is swapped out, but nothing of it is computed"
+            assert self.pool.get(slot) == computed, f"{name_of(seq)} has another state in host memory"
 
     def check_states(self) -> None:
         """Each slot has one use, and holds the right state as soon as the copies that are due are done."""
@@ -306,7 +336,7 @@ class World:
         assert set(manager._slots) == set(self.scheduler.running), "those that run own slots"
         every = [*manager._slots.values(), *cache.free_slots, *cache.snapshots.values()]
         assert sorted(every) == list(range(1, NUM_SLOTS + 1)), "a slot is leaked, or has two uses"
-        assert not manager._copies_of_hits, "states of hits are still to be copied"
+        assert not manager._copies_for_this, "states are still to be copied"
         pool = dict(self.pool)
         for source, destination in manager._copies_for_next:
             self.move_state(pool, source, destination)
@@ -339,15 +369,22 @@ class World:
         )
         known = tuple((block, names.serial(one.serial), names.serial(one.parent_serial), held)
                       for block, one, held in cached)  # fmt: skip
-        states = self.describe_states(names) if self.setting.kind == "states" else ()
+        states = self.describe_states(names) if self.setting.has_states else ()
         return self.num_added, self.num_forks, self.num_steps_without_token, queues, free, known, states
 
     def describe(self, seq: Sequence, request: int, names: "Names") -> tuple:
         return (
             request, seq.sample_index, len(seq.children), tuple(tokens_of(seq)), seq.num_computed_tokens,
-            seq.num_prompt_tokens if self.setting.kind == "states" else 0, seq.has_shared_tail,
+            seq.num_prompt_tokens if self.setting.has_states else 0, seq.has_shared_tail,
             tuple(map(names.block, table_of(seq))), seq.num_registered_blocks, names.serial(seq.parent_serial),
+            self.describe_swapped(seq, names),
         )  # fmt: skip
+
+    def describe_swapped(self, seq: Sequence, names: "Names") -> tuple:
+        """Return the place of a sequence in host memory. What is there, `check` has compared with its tokens."""
+        if self.space is None or seq not in self.space:
+            return ()
+        return names.slot(self.space._slots[seq]), tuple(map(names.host_block, self.space.host_block_ids(seq)))
 
     def describe_states(self, names: "Names") -> tuple:
         cache, slot = self.manager.prefix_cache, names.slot
@@ -356,6 +393,8 @@ class World:
             tuple((names.serial(serial), slot(one)) for serial, one in cache.snapshots.items()),
             tuple(map(slot, cache.free_slots)),
             tuple((slot(source), slot(destination)) for source, destination in self.manager._copies_for_next),
+            () if self.space is None else tuple(map(slot, self.space._free_slots)),
+            () if self.space is None else tuple(map(names.host_block, self.space._free)),
         )
 
 
@@ -364,9 +403,13 @@ class Names:
 
     def __init__(self):
         self._blocks, self._serials, self._slots = {0: 0}, {0: 0}, {0: 0}
+        self._host_blocks: dict[int, int] = {}
 
     def block(self, block_id):
         return self._blocks.setdefault(block_id, len(self._blocks))
+
+    def host_block(self, block_id):
+        return self._host_blocks.setdefault(block_id, len(self._host_blocks))
 
     def serial(self, serial):
         return self._serials.setdefault(serial, len(self._serials))

@@ -6,12 +6,13 @@ import pytest
 
 from nanovllm.extras.full_observer import Observer
 from nanovllm.extras.states.slots import SnapshotCache
+from nanovllm.extras.states.state_swap import StateSwapSpace
 from nanovllm.extras.trace import view
 from tests.extras import schedule_faults as faults
 from tests.extras.schedule_search import OTHER_TEXT, TEXT, Counterexample, Setting, World, record, search
 
-KINDS = ["core", "windows", "states"]
-SWEPT_KINDS = [*[pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2]], "states"]
+KINDS = ["core", "windows", "states", "swapped states"]
+SWEPT_KINDS = [kind if kind == "states" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 FEW = ((TEXT[:5], 1), (TEXT[:3], 2), (OTHER_TEXT, 1))
 REQUESTS = {  # budget -> the requests that may come, each up to three times
     1: ((TEXT[:1], 1), (TEXT[:3], 2), (OTHER_TEXT, 1)),
@@ -36,7 +37,7 @@ def test_no_schedule_is_wrong(kind, budget):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["windows", "states"])
+@pytest.mark.parametrize("kind", KINDS[1:])
 def test_no_schedule_with_a_fork_between_two_steps_is_wrong(kind):
     assert search(Setting(kind, 4, FEW, max_requests=2, max_forks=1), 6).num_states > 100
 
@@ -67,9 +68,12 @@ def test_the_search_meets_everything_that_can_happen(monkeypatch):
     watch(Observer, "on_give_back", "a block behind the window")
     watch(SnapshotCache, "take_slot", "a dropped snapshot", lambda cache: not cache.free_slots)
     watch(World, "fork", "a fork between two steps")
+    watch(Observer, "on_swap_out", "a swap")
+    watch(StateSwapSpace, "swap_in", "a sequence that comes back")
+    watch(StateSwapSpace, "try_swap_out", "no host slot", lambda space, seq: not space._free_slots)
     for kind in KINDS:
         search(Setting(kind, 4, FEW, max_forks=int(kind != "core"), max_requests=2), 6)
-    assert len(seen) == 9, seen
+    assert len(seen) == 12, seen
 
 
 @pytest.mark.parametrize("kind", SWEPT_KINDS)
@@ -128,6 +132,11 @@ FAULTS = [  # a fault, the parts that it is planted in, and the fewest actions t
     (faults.a_slot_is_not_freed, "states", 3),
     (faults.samples_need_a_slot_too_many, "states", 2),
     (faults.a_step_without_chunks_drops_the_copies, "states", 4),
+    (faults.a_state_is_not_copied_out, "swapped states", 5),
+    (faults.a_state_is_not_copied_back, "swapped states", 7),
+    (faults.a_state_is_copied_out_before_the_copy_of_its_fork, "swapped states", 4),
+    (faults.a_host_slot_is_not_freed, "swapped states", 6),
+    (faults.states_stay_when_blocks_are_swapped, "swapped states", 5),
 ]
 
 
@@ -148,6 +157,7 @@ def test_a_counterexample_is_a_recording_that_can_be_viewed(kind, monkeypatch, t
         "core": faults.copies_are_not_part_of_the_step,
         "windows": faults.the_window_is_one_token_too_short,
         "states": faults.hits_are_copied_before_their_snapshots_are_taken,
+        "swapped states": faults.a_state_is_copied_out_before_the_copy_of_its_fork,
     }[kind]
     plant(monkeypatch.setattr)
     with pytest.raises(Counterexample) as caught:

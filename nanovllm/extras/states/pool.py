@@ -117,15 +117,20 @@ class StateKVCache(KVCache):
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, and the states that `StateMoves` names."""
-        super().copy_blocks(copies)
-        if isinstance(copies, StateMoves):
-            for source, destination in copies.state_copies:
-                for states in self.states:
-                    states[:, destination] = states[:, source]
-            if copies.is_again:
-                self._bring_back(copies.slots)
-            else:
-                self._keep(copies.slots if copies.keeps_states else [])
+        if not isinstance(copies, StateMoves):
+            super().copy_blocks(copies)
+            return
+        super().copy_blocks(copies.block_moves)
+        for source, destination in copies.state_copies:
+            self.copy_state(source, destination)
+        if copies.is_again:
+            self._bring_back(copies.slots)
+        else:
+            self._keep(copies.slots if copies.keeps_states else [])
+
+    def copy_state(self, source: int, destination: int) -> None:
+        for states in self.states:
+            states[:, destination] = states[:, source]
 
     def _keep(self, slots: list[int]) -> None:
         """Keep a copy of the states in `slots`, and forget what was kept before."""

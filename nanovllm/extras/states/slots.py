@@ -6,7 +6,8 @@ blocks, whose number grows, and one slot, which it owns from its admission on. B
     admission     needs a slot, and blocks for all tokens. A request for n samples needs n slots
     fork          the child gets a slot of its own, and the parent's state is copied to it. K and V are shared: a state
                   is overwritten by each token, so it cannot be
-    preemption    frees both. The sequence is computed again, from a prefix hit or from a state of zeros
+    preemption    frees both. The sequence is computed again, from a prefix hit or from a state of zeros. With swap, its
+                  K, V and state are copied to host memory and back (`state_swap.py`)
     end, abort    free both
 
 A and its child B, with blocks of 4. The chunk with the last token of A's prompt is scheduled in step 1. Step 1 computes
@@ -66,9 +67,12 @@ class StateMoves(list[tuple[int, int]]):
     """A step's block copies, with the copies of states, and the slot of each chunk's sequence.
 
     `state_copies` are (source, destination) slots. They are done one after the other, because a slot that is copied to
-    may be copied from later. `sources` are the slots from which the chunks read: their own, unless they are drafts
-    (`drafted_slots.py`). A step overwrites the states of its sequences, so it can only be run again if
-    `keeps_states` is set: the states before it are kept, and `is_again` brings them back.
+    may be copied from later. Negative numbers are slots in host memory. `block_moves` are the block copies as they were
+    given: a `SwapMoves` with swap, also if `copies` is a `StateMoves`. `sources` are the slots from which the chunks
+    read: their own, unless they are drafts (`drafted_slots.py`).
+
+    A step overwrites the states of its sequences, so it can only be run again if `keeps_states` is set: the states
+    before it are kept, and `is_again` brings them back.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class StateMoves(list[tuple[int, int]]):
         sources: list[int] | None = None,
     ) -> None:
         super().__init__(copies)
+        self.block_moves = getattr(copies, "block_moves", copies)
         self.state_copies = state_copies
         self.slots = slots
         self.sources = slots if sources is None else sources
@@ -164,7 +169,7 @@ class StateBlockManager(BlockManager):
         self._slots: dict[Any, int] = {}  # of each sequence that owns blocks
         self._branches: dict[Any, int] = {}  # of these sequences: the tokens whose blocks were cached at admission
         self._regular: dict[Any, int] = {}  # the serial of the last snapshot that each has taken at an interval
-        self._copies_of_hits: SlotCopies = []
+        self._copies_for_this: SlotCopies = []
         self._copies_for_next: SlotCopies = []
 
     @property
@@ -185,12 +190,8 @@ class StateBlockManager(BlockManager):
         return self._slots[seq]
 
     def try_admit(self, seq: Any, num_reserved: int = 0) -> bool:
-        """Give `seq` a slot if there is one, and room for all of its tokens. False, and no change, otherwise.
-
-        Its children will need slots too, as will the children of running sequences that have not started yet.
-        """
-        num_promised = sum([len(other.children) for other in self._slots])
-        if 1 + len(seq.children) + num_promised > self.num_free_slots or not super().try_admit(seq, num_reserved):
+        """Give `seq` a slot if there is one, and room for all of its tokens. False, and no change, otherwise."""
+        if not self.has_slots_for(seq) or not super().try_admit(seq, num_reserved):
             return False
         self._branches[seq] = self.prefix_cache.num_found * self.block_size
         if not seq.num_computed_tokens:
@@ -199,8 +200,24 @@ class StateBlockManager(BlockManager):
         self.prefix_cache.snapshots.move_to_end(seq.parent_serial)
         source = self.prefix_cache.snapshots[seq.parent_serial]
         # if this drops the last snapshot, which is the one that was hit, its slot already holds the right state
-        self._copies_of_hits.append((source, self._take_slot(seq, source)))
+        self._copies_for_this.append((source, self._take_slot(seq, source)))
         return True
+
+    def has_slots_for(self, seq: Any) -> bool:
+        """Return whether there are slots for `seq` and its children.
+
+        The children of running sequences that have not started yet will need slots too.
+        """
+        num_promised = sum([len(other.children) for other in self._slots])
+        return 1 + len(seq.children) + num_promised <= self.num_free_slots
+
+    def copy_out(self, seq: Any, host_slot: int) -> None:
+        """Copy the state of `seq`, which is about to be preempted, to host memory before this step computes."""
+        self._copies_for_this.append((self._slots[seq], host_slot))
+
+    def copy_in(self, seq: Any, host_slot: int) -> None:
+        """Give `seq` a slot, and copy its state back from host memory before this step computes."""
+        self._copies_for_this.append((host_slot, self._take_slot(seq, host_slot)))
 
     def fork(self, parent: Any, child: Any) -> None:
         """Let `child` share the blocks of `parent`, and copy the state before the next step."""
@@ -261,20 +278,23 @@ class StateBlockManager(BlockManager):
 
         `schedule` calls this method before it forks, because a fork copies the state that this step computes.
         """
-        return StateMoves(super().take_copies(), self.take_state_copies() + self.take_copies_of_hits(), [])
+        return StateMoves(super().take_copies(), self.take_state_copies() + self.take_copies_for_this(), [])
 
     def take_state_copies(self) -> SlotCopies:
         """Return (source, destination) of states to be copied before the step that is scheduled next."""
         copies, self._copies_for_next = self._copies_for_next, []
         return copies
 
-    def take_copies_of_hits(self) -> SlotCopies:
-        """Return (snapshot, slot) of sequences that have just been admitted, to be copied before they are computed."""
-        copies, self._copies_of_hits = self._copies_of_hits, []
+    def take_copies_for_this(self) -> SlotCopies:
+        """Return (source, destination) of states to be copied before this step computes: preemptions, then admissions.
+
+        A slot that one sequence gives up may be the next one's, so the copies are in the order of these decisions.
+        """
+        copies, self._copies_for_this = self._copies_for_this, []
         return copies
 
     def forget_copies(self) -> None:
-        self._copies_for_next, self._copies_of_hits = [], []
+        self._copies_for_next, self._copies_for_this = [], []
         self.prefix_cache.forget_snapshots()
 
     def put_back(self, copies: SlotCopies) -> None:

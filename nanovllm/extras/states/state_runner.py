@@ -21,7 +21,6 @@ from nanovllm.layers.attention import AttentionMetadata
 logger = logging.getLogger(__name__)
 
 REFUSED = {  # option -> the values that work, of which the first is the default
-    "preemption_mode": ("recompute",),
     "kv_offloading_size": (None,),
     "kv_transfer_config": (None,),
     "kv_cache_dtype": ("auto",),
@@ -78,7 +77,12 @@ class StateRunner(ModelRunner):
     def make_kv_cache(self) -> StateKVCache:
         shape: Any = self.shape
         num_layers = shape.num_hidden_layers - shape.state_shape.num_layers
-        return StateKVCache(self.backend, num_layers, self.dtype, self.device, shape.state_shape)
+        arguments = (self.backend, num_layers, self.dtype, self.device, shape.state_shape)
+        if not self.config.swap_space_bytes:
+            return StateKVCache(*arguments)
+        from nanovllm.extras.states.host_states import SwappingStateKVCache
+
+        return SwappingStateKVCache(*arguments, self.config.swap_space_bytes, self.config.max_num_seqs)
 
     def num_blocks_that_fit(self) -> int:
         """Return the number of blocks, and set the number of slots: for sequences that may run, snapshots and drafts.

@@ -40,10 +40,7 @@ class SwappingKVCache(KVCache):
 
     def copy_blocks(self, copies: BlockPairs) -> None:
         if isinstance(copies, SwapMoves):
-            if copies.swap_outs:
-                self.host_blocks.copy_out(self.tensor, copies.swap_outs)
-            if copies.swap_ins:
-                self.host_blocks.copy_in(self.tensor, copies.swap_ins)
+            self.host_blocks.copy_both(self.tensor, copies)
         super().copy_blocks(copies)
 
 
@@ -64,6 +61,13 @@ class HostBlocks:
         shape = (num_blocks, *kv_cache.shape[:2], *kv_cache.shape[3:])
         self.tensor = torch.empty(shape, dtype=kv_cache.dtype, pin_memory=is_cuda)
         self._stream = torch.cuda.Stream(kv_cache.device) if is_cuda else None
+
+    def copy_both(self, kv_cache: torch.Tensor, moves: SwapMoves) -> None:
+        """Copy the blocks of a step out, and then in."""
+        if moves.swap_outs:
+            self.copy_out(kv_cache, moves.swap_outs)
+        if moves.swap_ins:
+            self.copy_in(kv_cache, moves.swap_ins)
 
     def copy_out(self, kv_cache: torch.Tensor, pairs: BlockPairs) -> None:
         """Copy pairs (device block, host block). The blocks are gathered before this step writes to the cache."""

@@ -109,9 +109,13 @@ class Swap(Recompute):
     def drop(self, seq: Any) -> None:
         self.space.drop(seq)
 
-    def take_moves(self) -> SwapMoves:
+    def take_moves(self) -> BlockPairs:
+        return self.with_swaps(super().take_moves())
+
+    def with_swaps(self, copies: BlockPairs) -> BlockPairs:
+        """Return a step's copies on the device with those that swap out and in."""
         self._left, self._leaving = self._leaving, []
-        return SwapMoves(super().take_moves(), *self.space.take_moves())
+        return SwapMoves(copies, *self.space.take_moves())
 
     def roll_back(self) -> None:
         """Let sequences that the newest step has swapped out be computed again."""

@@ -364,7 +364,6 @@ def test_fields_that_would_be_computed_wrongly_are_refused(fields, message):
 @pytest.mark.parametrize(
     "options",
     [
-        {"preemption_mode": "swap", "swap_space_bytes": 1 << 20},
         {"kv_offloading_size": 1.0},
         {"kv_cache_dtype": "fp8"},
         {"quantization": "int8"},

@@ -14,19 +14,24 @@ from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.roll_back import roll_back
 from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateScheduler
+from nanovllm.extras.states.state_swap import StateSwap, StateSwapSpace
 
 
 class Run:
     """A scheduler whose model is a function of the tokens that a state has seen."""
 
-    def __init__(self, rng, has_cache=True, observer=None):
+    def __init__(self, rng, has_cache=True, observer=None, has_swap=False):
         self.rng = rng
         num_slots, num_blocks, budget = rng.randint(3, 9), rng.randint(5, 16), rng.randint(1, 9)
         self.blocks = StateBlockManager(num_blocks, 2, has_cache, observer or SchedulingStats(), num_slots=num_slots)
         self.blocks.snapshot_interval = rng.choice([0, 1, 2, 64])
-        self.scheduler = StateScheduler(self.blocks, rng.randint(3, num_slots), budget, 12)
+        self.space = preemption = None
+        if has_swap:
+            self.space = StateSwapSpace(rng.randint(1, 12), rng.randint(1, 4), self.blocks)
+            preemption = StateSwap(self.blocks, self.space)
+        self.scheduler = StateScheduler(self.blocks, rng.randint(3, num_slots), budget, 12, preemption=preemption)
         self.texts = [[rng.randrange(50) for _ in range(7)] for _ in range(3)]
-        self.pool = [None] * (num_slots + 1)
+        self.pool = {}
         self.num_added = self.num_ended = 0
         self.outputs = {}
 
@@ -60,7 +65,7 @@ class Run:
         moves = step.copies
         assert isinstance(moves, StateMoves)
         for source, destination in moves.state_copies:
-            self.pool[destination] = self.pool[source]
+            self.pool[destination] = self.pool.get(source)
         assert len(set(moves.slots)) == len(step.chunks), "no slot is used twice"
         for (seq, start, num_new_tokens), slot in zip(step.chunks, moves.slots, strict=True):
             assert slot > 0, "the null slot is for padding"
@@ -95,13 +100,13 @@ def next_token(seq):
     return (sum(seq.token_ids.view().tolist()) + 7 * seq.sample_index) % 50
 
 
-@pytest.mark.parametrize("has_cache", [True, False], ids=["snapshots", "no cache"])
+@pytest.mark.parametrize("kind", ["snapshots", "no cache", "swap"])
 @pytest.mark.parametrize(
     "seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
 )
-def test_each_chunk_finds_its_state(seed, has_cache):
+def test_each_chunk_finds_its_state(seed, kind):
     """Seen to fail with copies of this step's forks, hits without a snapshot, and snapshots of failed steps."""
-    run = Run(random.Random(seed), has_cache)
+    run = Run(random.Random(seed), has_cache=kind != "no cache", has_swap=kind == "swap")
     for _ in range(120):
         run.act()
         check_owners(run)
@@ -112,7 +117,7 @@ def test_each_chunk_finds_its_state(seed, has_cache):
     assert not run.scheduler.waiting
     assert run.blocks.num_free_slots == run.blocks.num_slots
     assert run.blocks.num_used_blocks == 0
-    if not has_cache:
+    if kind == "no cache":
         assert run.blocks.num_snapshots == run.blocks.observer.prefix_cache_hit_tokens == 0
 
 
@@ -125,6 +130,17 @@ def check_owners(run):
     everything = [*slots, *cache.free_slots, *cache.snapshots.values()]
     assert sorted(everything) == list(range(1, run.blocks.num_slots + 1)), "each slot has one use"
     assert set(cache.snapshots) <= {cached.serial for cached in cache._by_id.values()}, "of cached blocks"
+    if run.space is not None:
+        check_swapped(run)
+
+
+def check_swapped(run):
+    """Each host slot has one use, and holds the state after the tokens that its waiting sequence has computed."""
+    space = run.space
+    assert set(space._slots) == set(space._held) <= set(run.scheduler.waiting)
+    assert sorted([*space._free_slots, *space._slots.values()]) == list(range(-space.num_slots, 0))
+    for seq, slot in space._slots.items():
+        assert run.pool[slot] == seq.token_ids.view(0, seq.num_computed_tokens).tolist()
 
 
 def test_a_request_waits_until_all_of_its_samples_have_slots():
