@@ -28,7 +28,10 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
     """
     kind: Callable[[Config, Path], ModelRunner] = ModelRunner
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
-    if (config.speculative_config or {}).get("method") == "mtp":
+    is_shared = max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1
+    if shape.state_shape is not None and is_shared:
+        from nanovllm.extras.states.state_ranks import start_state_ranks as kind
+    elif (config.speculative_config or {}).get("method") == "mtp":
         from nanovllm.extras.speculation.mtp_runner import MtpRunner as kind
         from nanovllm.extras.speculation.mtp_runner import check_head
 
@@ -37,7 +40,7 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
         from nanovllm.extras.states.state_runner import StateRunner as kind
     elif shape.kv_groups:
         from nanovllm.extras.kv_groups.group_runner import GroupRunner as kind
-    elif max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
+    elif is_shared:
         from nanovllm.extras.parallel.start_ranks import start_ranks as kind
     elif (config.speculative_config or {}).get("model") is not None:
         from nanovllm.extras.speculation.drafted_runner import DraftedRunner as kind

@@ -27,7 +27,10 @@ from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.weights import BARE
 from nanovllm.layers.linear import Embedding, FusedLinear
 
-DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
+DIVIDED = (
+    *("num_attention_heads", "intermediate_size", "moe_intermediate_size"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
 
 
 def share_of(shape: NetworkConfig, size: int) -> NetworkConfig:
@@ -35,12 +38,14 @@ def share_of(shape: NetworkConfig, size: int) -> NetworkConfig:
 
     The vocabulary need not be divided: the last rank's share is filled up with zeros.
     """
-    sizes = {name: getattr(shape, name) for name in DIVIDED if hasattr(shape, name)}
-    for name, value in sizes.items():
+    found = {name: getattr(shape, name) for name in DIVIDED if hasattr(shape, name)}
+    for name, value in found.items():
         if value % size:
             raise ValueError(f"tensor_parallel_size {size} must divide {name}, config.json has {value}")
-    sizes = {name: value // size for name, value in sizes.items()}
+    sizes: dict[str, Any] = {name: value // size for name, value in found.items()}
     sizes["num_key_value_heads"] = num_kv_heads_of(shape, size)
+    if shape.state_shape is not None:
+        sizes["state_shape"] = shape.state_shape.share_of(size)
     return replace(shape, **sizes, vocab_size=-(-shape.vocab_size // size))
 
 
@@ -55,6 +60,20 @@ def num_kv_heads_of(shape: NetworkConfig, size: int) -> int:
             f"config.json has {num_kv_heads}"
         )
     return max(1, num_kv_heads // size)
+
+
+def rows_of(network: nn.Module, path: str) -> list[int]:
+    """Return the numbers of rows of a layer that are cut each by itself: none if its tensors are cut as a whole."""
+    layer, (parent, _, name) = network.get_submodule(path), path.rpartition(".")
+    if isinstance(layer, FusedLinear):
+        return [n for part, rows in layer.parts.items() for n in stacked_in(network, parent, part, rows)]
+    return stacked_in(network, parent, name)
+
+
+def stacked_in(network: nn.Module, parent: str, name: str, *default: int) -> list[int]:
+    """Return the numbers of rows that one tensor of a checkpoint stacks, if the layer `parent` says so."""
+    stacked: dict[str, tuple[int, ...]] = getattr(network.get_submodule(parent), "stacked", {})
+    return list(stacked.get(name, default))
 
 
 class Cut(NamedTuple):
@@ -93,18 +112,30 @@ class Cutter(NamedTuple):
         for path, module in whole.named_modules(remove_duplicate=False):
             for name, parameter in module.named_parameters(recurse=False):
                 shapes = tuple(parameter.shape), tuple(getattr(shares[path], name).shape)
-                yield path, module, name, self.cut(module, shares[path], name, *shapes)
+                rows = rows_of(whole, path), rows_of(share, path)
+                yield path, module, name, self.cut(module, shares[path], name, *shapes, rows)
 
-    def cut(self, layer: Any, share: Any, name: str, whole: tuple[int, ...], part: tuple[int, ...]) -> Cut:
-        """Return the cut of the parameter `name`: its shape is `whole` in `layer`, and `part` in `share`."""
+    def cut(
+        self,
+        layer: Any,
+        share: Any,
+        name: str,
+        whole: tuple[int, ...],
+        part: tuple[int, ...],
+        rows: tuple[list[int], list[int]],
+    ) -> Cut:
+        """Return the cut of the parameter `name`: its shape is `whole` in `layer`, and `part` in `share`.
+
+        rows: of both layers, the numbers of rows that are cut each by itself (`rows_of`)
+        """
         if isinstance(layer, Embedding):  # by vocabulary; the last ranks' rows may end behind it
             start, stop = (min((self.rank + i) * part[0], whole[0]) for i in (0, 1))
             return Cut(whole, part, 0, ((start, stop),))
         if name == "bias" and self.rank and layer.weight.shape[1] != share.weight.shape[1]:
             return Cut(whole, part, 0, ())  # the ranks' products are summed, so only rank 0 adds the bias
         dim = next((dim for dim in range(len(whole)) if whole[dim] != part[dim]), 0)
-        if isinstance(layer, FusedLinear) and dim == 0:  # part by part
-            return Cut(whole, part, 0, self.spans_of_parts(list(layer.parts.values()), list(share.parts.values())))
+        if rows[0] and dim == 0:
+            return Cut(whole, part, 0, self.spans_of_parts(*rows))
         return Cut(whole, part, dim, (self.span(whole[dim], part[dim]),))
 
     def span(self, whole: int, part: int) -> tuple[int, int]:
@@ -132,10 +163,15 @@ class Cutter(NamedTuple):
             if isinstance(layer, FusedLinear) and not getattr(layer, "is_stored_fused", False):
                 ours: Any = share.get_submodule(path)
                 parent, rest = path.rpartition(".")[0], cut.whole[1:]
-                for part, rows in layer.parts.items():
-                    shapes = (rows, *rest), (ours.parts[part], *cut.part[1:])
+                for part, num_rows in layer.parts.items():
+                    shapes = (num_rows, *rest), (ours.parts[part], *cut.part[1:])
                     dim = 0 if shapes[0][0] != shapes[1][0] else cut.dim
                     spans = (self.span(shapes[0][dim], shapes[1][dim]),) if cut.spans else ()
+                    if spans and not dim:
+                        stacked = (
+                            stacked_in(one, parent, part, n[0]) for one, n in zip((whole, share), shapes, strict=True)
+                        )
+                        spans = self.spans_of_parts(*stacked)
                     cuts[f"{parent}.{part}.{name}"] = Cut(*shapes, dim, spans)
             else:
                 cuts[f"{path}.{name}"] = cut

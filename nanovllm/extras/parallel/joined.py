@@ -19,7 +19,8 @@ from torch import nn
 
 from nanovllm.extras.parallel.communicator import Communicator
 
-HALVES = ("self_attn", "mlp", "block_sparse_moe")  # names of a decoder layer's two halves, in all architectures
+# names of the two halves of a decoder layer, in all architectures
+HALVES = ("self_attn", "linear_attn", "mlp", "block_sparse_moe")
 
 
 def join(model: Any, communicator: Communicator, vocab_size: int, hears_tokens: bool) -> None:

@@ -7,6 +7,7 @@
     block tables    [num_seqs, max_num_blocks]
     sequence lengths, and offsets of the sequences' rows
     logits indices  [num_samples]     rows whose logits are computed
+    states          with recurrent states, the slot of each sequence, and pairs of slots: copies of states
     moves           pairs of blocks: copies, and with swap those out to host memory and in from it
     loads, saves    with a K/V store, its blocks: each with its place in the KV cache, key and tokens
 
@@ -50,6 +51,9 @@ class Header(NamedTuple):
     max_seqlen_k: int = 0
     num_prefix_tokens: int = 0
     hidden_size: int = 0
+    num_state_copies: int = -1  # without recurrent states
+    keeps_states: int = 0
+    is_again: int = 0
     num_copies: int = 0
     num_swap_outs: int = -1  # without swap
     num_swap_ins: int = -1
@@ -64,12 +68,13 @@ def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False) -> np.nda
     """Pack `batch`, on the host, into one array of int32. Without `has_draw` no logits are computed."""
     metadata = batch.metadata
     logits_indices = batch.logits_indices.numpy() if has_draw else np.empty(0, np.int32)
-    moves = moves_of(batch.copies)
+    moves, (states, numbers) = moves_of(batch.copies), states_of(batch.copies)
     arrays = [
         batch.input_ids.numpy(),
         batch.positions.numpy(),
         *(getattr(metadata, name).numpy() for name in ARRAYS),
         logits_indices,
+        *states,
         *(np.array(pairs, dtype=np.int32) for pairs in moves.values()),
     ]
     sizes = {
@@ -80,6 +85,7 @@ def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False) -> np.nda
         "is_plain": wants_only_tokens(batch.sampling),
         "is_replayed": is_replayed,
         **{name: getattr(metadata, name) for name in NUMBERS},
+        **numbers,
         **{f"num_{name}": len(pairs) for name, pairs in moves.items()},
     }
     header = Header(STEP, sum(array.size for array in arrays), **sizes)
@@ -114,10 +120,15 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
     arrays: dict[str, Any] = {name: take(*shapes[name]) for name in ARRAYS}
     metadata = AttentionMetadata(**arrays, **{name: getattr(header, name) for name in NUMBERS})
     logits_indices = take(header.num_samples)
+    has_states = header.num_state_copies >= 0
+    slots = take(num_seqs if has_states else 0).tolist()
+    state_copies = list(map(tuple, take(max(0, header.num_state_copies), 2).tolist()))
     *counts, num_loads, num_saves = header[-5:]
     moves = make_moves(*[list(map(tuple, take(count, 2).tolist())) for count in counts if count >= 0])
     if num_saves >= 0:
         moves = with_store(moves, num_loads, rest.view(num_loads + num_saves, -1).numpy())
+    if has_states:
+        moves = with_states(moves, state_copies, slots, header)
     greedy = SamplingBatch(torch.zeros(header.num_samples))
     if not header.is_plain:
         greedy = ProcessedSampling(torch.zeros(header.num_samples), num_logprobs=0)
@@ -126,11 +137,11 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
 
 def moves_of(copies: list[Any]) -> dict[str, list[Any]]:
     """Return the moves of blocks of a step: copies on the device, and those of swap and of a store if there are any."""
-    moves: Any = copies
-    found = {"copies": copies}
-    if hasattr(copies, "swap_outs"):
+    moves: Any = getattr(copies, "block_moves", copies)  # of a step with states
+    found = {"copies": moves}
+    if hasattr(moves, "swap_outs"):
         found |= {"swap_outs": moves.swap_outs, "swap_ins": moves.swap_ins}
-    if hasattr(copies, "saves"):
+    if hasattr(moves, "saves"):
         for kind in ("loads", "saves"):
             found[kind] = [(block_id, *values_of(name)) for name, block_id in getattr(moves, kind)]
     return found
@@ -142,6 +153,24 @@ def make_moves(copies: list[Any], *of_swap: list[Any]) -> list[Any]:
     from nanovllm.extras.swap.space import SwapMoves
 
     return SwapMoves(copies, *of_swap)
+
+
+# ---- recurrent states
+
+
+def states_of(copies: Any) -> tuple[list[np.ndarray], dict[str, int]]:
+    """Return what a message has of a `StateMoves`: arrays of slots and copies, and numbers of the header."""
+    if not hasattr(copies, "state_copies"):
+        return [], {}
+    arrays = [np.array(values, dtype=np.int32) for values in (copies.slots, copies.state_copies)]
+    flags = {"keeps_states": copies.keeps_states, "is_again": copies.is_again}
+    return arrays, {"num_state_copies": len(copies.state_copies), **flags}
+
+
+def with_states(moves: list[Any], state_copies: list[Any], slots: list[int], header: Header) -> list[Any]:
+    from nanovllm.extras.states.slots import StateMoves
+
+    return StateMoves(moves, state_copies, slots, bool(header.keeps_states), bool(header.is_again))
 
 
 # ---- the K/V store

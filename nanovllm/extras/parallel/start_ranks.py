@@ -52,8 +52,11 @@ class Plan(NamedTuple):
     """The most decodes that all ranks record CUDA graphs for. Workers do not use drafts."""
 
 
-def start_ranks(config: Config, folder: Path) -> ModelRunner:
-    """Start all ranks, and return the runner of rank 0. Raises ValueError, before a process starts, if it cannot."""
+def start_ranks(config: Config, folder: Path, kind: "type[RankRunner] | None" = None) -> ModelRunner:
+    """Start all ranks, and return the runner of rank 0. Raises ValueError, before a process starts, if it cannot.
+
+    kind: the class of the runners, by default `RankRunner`. `worker.py` finds the same one for the other ranks.
+    """
     check_nodes(config)
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     if shape.quantization_config is not None or config.load_format == "gguf":
@@ -68,7 +71,7 @@ def start_ranks(config: Config, folder: Path) -> ModelRunner:
     if config.node_rank:
         run_node(config)
     with private_folder() if config.nnodes == 1 else nullcontext("") as private:
-        runner, driver = start_all(config, shape, private)
+        runner, driver = start_all(config, shape, private, kind or RankRunner)
     driven: Any = runner
     driven.driver = driver
     return runner
@@ -79,7 +82,9 @@ def private_folder() -> AbstractContextManager[str]:
     return tempfile.TemporaryDirectory(prefix="nanovllm-", ignore_cleanup_errors=True)
 
 
-def start_all(config: Config, shape: NetworkConfig, private: str) -> tuple["RankRunner", Driver]:
+def start_all(
+    config: Config, shape: NetworkConfig, private: str, kind: "type[RankRunner]"
+) -> tuple["RankRunner", Driver]:
     """Start all ranks; those of one machine meet in the folder `private`. Returns rank 0's runner, and its driver."""
     size, clock = config.tensor_parallel_size, LapClock()
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
@@ -98,7 +103,7 @@ def start_all(config: Config, shape: NetworkConfig, private: str) -> tuple["Rank
         communicator = peers.wait_for(partial(connect, meeting, 0, size, device, dtype, store))
         peers.tell_failure(lambda failure: communicator.abort())
         clock.lap("ranks")
-        runner = RankRunner(config, communicator, has_overlap, peers.check, clock)
+        runner = kind(config, communicator, has_overlap, peers.check, clock)
         peers.wait_until_ready()
     except BaseException as error:
         peers.stop()
@@ -111,13 +116,16 @@ def start_all(config: Config, shape: NetworkConfig, private: str) -> tuple["Rank
     return runner, Driver(runner, peers, communicator)
 
 
-def start_worker(plan: Plan, host: str | None) -> tuple["RankRunner", Communicator]:
+def start_worker(
+    plan: Plan, host: str | None, find_kind: Callable[[NetworkConfig], "type[RankRunner]"]
+) -> tuple["RankRunner", Communicator]:
     """Start a rank above 0. `host` is this machine's address for the others; None is machine 0's."""
     config, meeting = Config(**plan.config), Meeting(*plan.meeting)
     _, shape = read_model_config(Path(config.model), config.hf_overrides, config.max_model_len)
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
     communicator = connect(meeting, plan.rank, config.tensor_parallel_size, device, dtype, None, host)
-    return RankRunner(config, communicator, plan.hears_tokens, max_rows=plan.max_rows), communicator
+    kind = find_kind(shape)
+    return kind(config, communicator, plan.hears_tokens, max_rows=plan.max_rows), communicator
 
 
 class RankRunner(ModelRunner):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm.extras.parallel.messages import (
     HEADER_BYTES,
@@ -37,13 +38,23 @@ def work(
     """Run a rank above 0. Raises ConnectionError when rank 0 has closed the socket, or the rank's own error."""
     try:
         plan = Plan(*receive_json(driver))
-        runner, communicator = start_worker(plan, None if driver.family == socket.AF_UNIX else driver.getsockname()[0])
+        host = None if driver.family == socket.AF_UNIX else driver.getsockname()[0]
+        runner, communicator = start_worker(plan, host, find_kind)
         on_ready()
         send_json(driver, {"ready": True})
         serve(runner, communicator, driver, at_exit)
     except CommunicationError:
         time.sleep(REASON_S)  # another rank has ended: rank 0 hears why from that one, and then ends this one
         raise
+
+
+def find_kind(shape: NetworkConfig) -> type[RankRunner]:
+    """Return the class of the ranks' runners, which is that of rank 0 (`assembly.py`)."""
+    if shape.state_shape is None:
+        return RankRunner
+    from nanovllm.extras.states.state_ranks import StateRankRunner
+
+    return StateRankRunner
 
 
 def serve(

@@ -3,4 +3,6 @@
 `slots.py` decides which sequence owns which slot: integers only. `drafted_slots.py` adds slots for drafts. `pool.py`
 holds the states as tensors. `state_runner.py` runs models that have states, and refuses options that do not work with
 them. Read `slots.py` first.
+
+`state_swap.py` and `host_states.py` do the same for slots in host memory, and `state_ranks.py` is for several ranks.
 """

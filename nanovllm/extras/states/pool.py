@@ -34,6 +34,11 @@ class StateShape:
     recurrent: tuple[int, int, int] = (0, 0, 0)
     """[num_heads, key_dim, value_dim] float32. Zeros if layers have only a convolution."""
 
+    def share_of(self, size: int) -> "StateShape":
+        """Return the shape of one of `size` ranks. Channels and heads are divided by the number of ranks."""
+        (width, num_channels), (num_heads, *dims) = self.conv, self.recurrent
+        return StateShape(self.num_layers, (width, num_channels // size), (num_heads // size, dims[0], dims[1]))
+
     def bytes_per_slot(self, dtype: torch.dtype) -> int:
         """Return the size of one sequence's state in all layers. `dtype` is the model's."""
         per_layer = math.prod(self.conv) * dtype.itemsize + math.prod(self.recurrent) * torch.float32.itemsize

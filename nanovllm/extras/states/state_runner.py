@@ -28,9 +28,10 @@ REFUSED = {  # option -> the values that work, of which the first is the default
     "enable_cuda_graphs": (None, False),
     "enable_overlap": (None, False),
     "load_format": ("auto", "safetensors", "dummy"),
-    "tensor_parallel_size": (1,),
     "nnodes": (1,),
 }
+
+NOT_YET = {"enable_cuda_graphs": False, "enable_overlap": False}  # on CUDA, other models have both by default
 
 
 def check_options(config: Config) -> None:
@@ -56,9 +57,9 @@ class StateRunner(ModelRunner):
 
     kv_cache: StateKVCache
 
-    def __init__(self, config: Config, folder: Path, **options: Any) -> None:
+    def __init__(self, config: Config, folder: Path, *arguments: Any, **options: Any) -> None:
         check_options(config)
-        super().__init__(replace(config, enable_cuda_graphs=False, enable_overlap=False), folder, **options)
+        super().__init__(replace(config, **NOT_YET), folder, *arguments, **options)
 
     def forward(self, batch: Batch) -> Tensor:
         copies = batch.copies

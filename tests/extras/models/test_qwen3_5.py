@@ -369,7 +369,6 @@ def test_fields_that_would_be_computed_wrongly_are_refused(fields, message):
         {"quantization": "int8"},
         {"speculative_config": {"model": "a smaller one", "num_speculative_tokens": 3}},
         {"enable_overlap": True},
-        {"tensor_parallel_size": 2},
         {"enable_cuda_graphs": True},
         {"load_format": "gguf"},
     ],

@@ -36,6 +36,7 @@ from nanovllm.extras.parallel.messages import (
 )
 from nanovllm.extras.processed_batch import ProcessedSampling
 from nanovllm.extras.runner_hooks import draw_arguments
+from nanovllm.extras.states.slots import StateMoves
 from nanovllm.extras.swap.space import SwapMoves
 from nanovllm.layers.attention import AttentionMetadata
 from tests.conftest import examples
@@ -47,6 +48,8 @@ NAMED = st.lists(st.tuples(NAMES, st.integers(0, 2**31 - 1)), min_size=1, max_si
 SWAP_MOVES = st.builds(SwapMoves, PAIRS, PAIRS, PAIRS)
 STORE_MOVES = st.builds(StoreMoves, st.one_of(PAIRS, SWAP_MOVES), NAMED, NAMED, st.just({}))
 MOVES = st.one_of(PAIRS, SWAP_MOVES, STORE_MOVES)
+SLOTS = st.integers(-9, 2**31 - 1)  # those in host memory are negative
+STATE_COPIES = st.lists(st.tuples(SLOTS, SLOTS), max_size=4)
 
 
 @st.composite
@@ -77,7 +80,11 @@ def batches(draw):
     sampling = SamplingBatch(temperatures)
     if draw(st.booleans()):
         sampling = ProcessedSampling(temperatures, num_logprobs=draw(st.sampled_from([None, 0, 5])))
-    return Batch(array(n), array(n), metadata, array(num_samples), sampling, draw(MOVES))
+    moves = draw(MOVES)
+    if draw(st.booleans()):
+        slots = draw(st.lists(SLOTS, min_size=num_seqs, max_size=num_seqs))
+        moves = StateMoves(moves, draw(STATE_COPIES), slots, draw(st.booleans()), draw(st.booleans()))
+    return Batch(array(n), array(n), metadata, array(num_samples), sampling, moves)
 
 
 def sent(message):
@@ -124,8 +131,12 @@ def test_a_batch_arrives_as_it_was(batch, has_draw):
     assert type(found) is Batch, "no readers"
     assert type(found.copies) is type(batch.copies)
     assert moves_of(found.copies) == moves_of(batch.copies)
+    for name in ("state_copies", "slots", "keeps_states", "is_again"):
+        assert getattr(found.copies, name, None) == getattr(batch.copies, name, None)
+    ours, theirs = (getattr(copies, "block_moves", copies) for copies in (found.copies, batch.copies))
+    assert type(ours) is type(theirs)
     for kind in ("loads", "saves"):
-        assert getattr(found.copies, kind, None) == getattr(batch.copies, kind, None)
+        assert getattr(ours, kind, None) == getattr(theirs, kind, None)
     assert num_logprobs(found) is None if num_logprobs(batch) is None else num_logprobs(found) is not None
     assert draw_arguments(found.sampling)[1:] == (None,) * 4
     assert not found.sampling.temperatures.any()
@@ -152,7 +163,7 @@ def test_256_decodes_are_some_kilobytes():
     metadata = AttentionMetadata(ids, torch.zeros(n, 64, dtype=torch.int32), ids, offsets, ids[:1], ids[:1], n, 0, 0, 0)
     message = pack_step(Batch(ids, ids, metadata, ids, SamplingBatch(torch.zeros(n), None), []), True)
     num_values = len(Header._fields) + 5 * n + 64 * n + (n + 1) + 2
-    assert message.nbytes == 4 * num_values == 71_764
+    assert message.nbytes == 4 * num_values == 71_776
 
 
 def test_a_line_of_json_leaves_what_follows():
