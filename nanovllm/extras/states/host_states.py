@@ -16,8 +16,8 @@ from nanovllm.layers.attention import TorchAttention
 class SwappingStateKVCache(StateKVCache):
     """A `StateKVCache` that divides `swap_space_bytes` of host memory between states and blocks.
 
-    States get half of it, but no more than one for each of `max_num_seqs`; blocks get the rest. Raises ValueError if one
-    of each does not fit.
+    States get half of it, but no more than one for each of `max_num_seqs`; blocks get the rest. Raises ValueError if
+    one of each does not fit.
     """
 
     def __init__(
