@@ -166,12 +166,9 @@ class Cutter(NamedTuple):
                 for part, num_rows in layer.parts.items():
                     shapes = (num_rows, *rest), (ours.parts[part], *cut.part[1:])
                     dim = 0 if shapes[0][0] != shapes[1][0] else cut.dim
-                    spans = (self.span(shapes[0][dim], shapes[1][dim]),) if cut.spans else ()
-                    if spans and not dim:
-                        stacked = (
-                            stacked_in(one, parent, part, n[0]) for one, n in zip((whole, share), shapes, strict=True)
-                        )
-                        spans = self.spans_of_parts(*stacked)
+                    rows = stacked_in(whole, parent, part, num_rows), stacked_in(share, parent, part, ours.parts[part])
+                    sizes = ([shapes[0][dim]], [shapes[1][dim]]) if dim else rows
+                    spans = self.spans_of_parts(*sizes) if cut.spans else ()
                     cuts[f"{parent}.{part}.{name}"] = Cut(*shapes, dim, spans)
             else:
                 cuts[f"{path}.{name}"] = cut

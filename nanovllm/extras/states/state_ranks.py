@@ -8,13 +8,12 @@ Rank 0 decides which sequence owns which slot, and sends the slots and the copie
 (`parallel/messages.py`). `StateShape.share_of` divides the shape of a state, and `parallel/cut.py` the weights.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.parallel.start_ranks import RankRunner, start_ranks
-from nanovllm.extras.states.state_runner import NOT_YET, StateRunner, check_options
+from nanovllm.extras.states.state_runner import StateRunner, without_graphs
 
 
 class StateRankRunner(RankRunner, StateRunner):
@@ -27,5 +26,9 @@ class StateRankRunner(RankRunner, StateRunner):
 
 def start_state_ranks(config: Config, folder: Path) -> ModelRunner:
     """Start all ranks, and return the runner of rank 0. Raises ValueError, before a process starts, if it cannot."""
-    check_options(config)
-    return start_ranks(replace(config, **NOT_YET), folder, StateRankRunner)
+    if config.speculative_config is not None:
+        raise ValueError(
+            f"speculative_config must be None for a model with recurrent states and tensor_parallel_size > 1, got "
+            f"{config.speculative_config!r}: rank 0 sends no slots of drafts; take one rank, or no speculation"
+        )
+    return start_ranks(without_graphs(config), folder, StateRankRunner)

@@ -31,8 +31,6 @@ REFUSED = {  # option -> the values that work, of which the first is the default
     "nnodes": (1,),
 }
 
-NOT_YET = {"enable_cuda_graphs": False, "enable_overlap": False}  # on CUDA, other models have both by default
-
 
 def check_options(config: Config) -> None:
     """Raise ValueError for an option that would compute wrongly with states, or that nobody has tested with them."""
@@ -49,6 +47,12 @@ def check_options(config: Config) -> None:
         )
 
 
+def without_graphs(config: Config) -> Config:
+    """Return checked options without CUDA graphs and overlap, which other models have by default on CUDA."""
+    check_options(config)
+    return replace(config, enable_cuda_graphs=False, enable_overlap=False)
+
+
 class StateRunner(ModelRunner):
     """Runs steps as `ModelRunner` does, and gives the model the slots of the step's sequences.
 
@@ -58,8 +62,7 @@ class StateRunner(ModelRunner):
     kv_cache: StateKVCache
 
     def __init__(self, config: Config, folder: Path, *arguments: Any, **options: Any) -> None:
-        check_options(config)
-        super().__init__(replace(config, **NOT_YET), folder, *arguments, **options)
+        super().__init__(without_graphs(config), folder, *arguments, **options)
 
     def forward(self, batch: Batch) -> Tensor:
         copies = batch.copies
