@@ -24,7 +24,6 @@ REFUSED = {  # option -> the values that work, of which the first is the default
     "kv_offloading_size": (None,),
     "kv_transfer_config": (None,),
     "kv_cache_dtype": ("auto",),
-    "quantization": (None,),
     "enable_cuda_graphs": (None, False),
     "enable_overlap": (None, False),
     "load_format": ("auto", "safetensors", "dummy"),

@@ -43,6 +43,7 @@ ENGINES = {
     },
 }
 DEFAULT_CASES = [("Qwen3_5", "plain", 2, "swap"), ("Qwen3_5Moe", "plain", 2, "cpu")]
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
 SAMPLED = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
 
 
@@ -134,6 +135,20 @@ def test_all_ranks_have_as_many_slots(hybrids, quick_ranks, monkeypatch):
         assert found == [found[0]] * 2
         assert found[0][1:] == (100_000 // 2 // size - 1, llm.engine.scheduler.max_num_seqs) == (2, 2)
         check_greedy(llm, hybrids.prompts()[:3], greedy_of(one, hybrids.prompts()[:3]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_ranks_quantise_their_own_weights(hybrids, rank_threads, backend):
+    """A rank has other groups of inputs than the whole layer, so only scores of the first tokens are compared."""
+    options = {"attention_backend": backend, "block_size": 16, "num_kv_blocks": 60, "quantization": "int8"}
+    found = []
+    for size in (1, 2):
+        with make_llm(hybrids.make()[0], tensor_parallel_size=size, **options) as llm:
+            found.append([scores[0] for _, scores in greedy_of(llm, hybrids.prompts())])
+    assert found[1] == pytest.approx(found[0], abs=0.3)
+    exact = [scores[0] for _, scores in hybrids.greedy()]
+    assert found[1] == pytest.approx(exact, abs=0.3)
 
 
 class FailingError(Exception):
@@ -239,7 +254,8 @@ def test_a_rank_reads_its_part_of_a_file(hybrids):
     [
         ({"tensor_parallel_size": 4}, "tensor_parallel_size 4 must divide linear_num_key_heads, config.json has 2"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 must divide num_attention_heads, config.json has 4"),
-        ({"tensor_parallel_size": 2, "quantization": "int8"}, "quantization must be None for a model with recurrent"),
+        ({"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}, "kv_cache_dtype must be .auto. for a model with"),
+        ({"tensor_parallel_size": 2, "speculative_config": DRAFTS}, "speculative_config must be None for a model with"),
         ({"tensor_parallel_size": 2, "nnodes": 2}, "nnodes must be 1 for a model with recurrent states"),
     ],
 )  # fmt: skip
