@@ -1,11 +1,10 @@
 """A KV cache with states, and with blocks and states in host memory for preempted sequences.
 
 `state_swap.py` decides which sequence owns which host slot. A host slot -1, -2, … is the first, second, … of this
-memory. Blocks and states are copied as in `swap/host_blocks.py`, which is the same code.
+memory. Blocks and states are copied by the code of `swap/host_blocks.py`.
 """
 
 import torch
-from torch import Tensor
 
 from nanovllm.extras.states.pool import StateKVCache, StateShape
 from nanovllm.extras.swap.host_blocks import HostBlocks
@@ -42,11 +41,7 @@ class SwappingStateKVCache(StateKVCache):
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
         self.host_blocks = HostBlocks(self.tensor, self.num_swap_blocks)
-        self.host_states = [HostBlocks(states, self.num_swap_slots) for states in self.states_as_blocks()]
-
-    def states_as_blocks(self) -> tuple[Tensor, Tensor]:
-        """Return views of the pool in the form of a KV cache: [1, num_state_layers, num_slots + 1, …] each."""
-        return self.conv[None], self.recurrent[None]
+        self.host_states = [HostBlocks(states[None], self.num_swap_slots) for states in self.states]
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         moves = getattr(copies, "block_moves", None)
@@ -55,10 +50,12 @@ class SwappingStateKVCache(StateKVCache):
         super().copy_blocks(copies)
 
     def copy_state(self, source: int, destination: int) -> None:
-        for states, host in zip(self.states_as_blocks(), self.host_states, strict=True):
+        if source >= 0 and destination >= 0:
+            super().copy_state(source, destination)
+            return
+        for states, host in zip(self.states, self.host_states, strict=True):
+            blocks = states[None]  # in the form of a KV cache: [1, num_state_layers, num_slots + 1, …]
             if destination < 0:
-                host.copy_out(states, [(source, -1 - destination)])
-            elif source < 0:
-                host.copy_in(states, [(-1 - source, destination)])
+                host.copy_out(blocks, [(source, -1 - destination)])
             else:
-                states[:, :, destination] = states[:, :, source]
+                host.copy_in(blocks, [(-1 - source, destination)])
