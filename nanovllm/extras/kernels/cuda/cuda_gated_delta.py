@@ -28,7 +28,7 @@ class TritonGatedDeltaNet(nn.Module):
 
     def forward(self, x: torch.Tensor, conv: torch.Tensor, recurrent: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Compute the layer: [num_tokens, hidden_size] -> the same shape. Reads and writes the sequences' states."""
-        if metadata.rounds:  # a draft reads the state of the row before it, which these kernels compute at the same time
+        if metadata.rounds:  # a draft reads the state after the row before it, which is computed at the same time
             return self.compute_drafts(x, conv, recurrent, metadata)
         qkv, z, b, a = self.in_proj(x)  # [num_tokens, …] each, parts of one tensor
         mixed = causal_conv(qkv, conv, self.conv1d.weight, metadata)  # [num_tokens, num_channels]
