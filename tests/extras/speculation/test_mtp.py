@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
+from nanovllm.extras.isolation import IsolatingEngine
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.models.test_qwen3_5 import GREEDY, TINY_POOLS, check_all_free, check_greedy, logprobs, make_llm
 
@@ -125,9 +126,9 @@ def make_predicting_llm(folder, most=3, **options):
     return make_llm(folder, speculative_config=predicting(most), **options)
 
 
-def record_draws(llm):
+def record_draws(engine):
     """Returns a list that gets (known tokens, drafts so far, next draft, hidden state of the head) of each draw."""
-    proposer, draws = llm.engine.scheduler.proposer, []
+    proposer, draws = engine.scheduler.proposer, []
     draw = proposer._draw
 
     def recorded(growing, drafts):
@@ -169,7 +170,7 @@ def test_drafts_are_those_of_the_reference(heads, options, is_trained):
     """The second time prompts begin with hits. The outputs are those of `transformers`."""
     folder, model, head = heads.make(is_trained)
     llm = make_predicting_llm(folder, **options)
-    draws = record_draws(llm)
+    draws = record_draws(llm.engine)
     prompts, expected = heads.hybrids.prompts(), heads.hybrids.greedy()
     check_greedy(llm, prompts, expected)
     num_first = len(draws)
@@ -186,7 +187,7 @@ def test_a_conversation_has_the_drafts_of_the_reference(heads):
     """Each prompt is found as far as a snapshot, in which the hidden state before the next token is kept."""
     folder, model, head = heads.make()
     llm = make_predicting_llm(folder, state_snapshot_interval=2)
-    draws, plain, prompt = record_draws(llm), make_llm(folder), heads.hybrids.prompts()[2]
+    draws, plain, prompt = record_draws(llm.engine), make_llm(folder), heads.hybrids.prompts()[2]
     for turn in range(3):
         output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
         expected = plain.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
@@ -213,7 +214,7 @@ def test_samples_are_those_without_drafts(heads, options):
     ]
     plain = make_llm(folder, **options).generate(prompts, params, use_tqdm=False)
     llm = make_predicting_llm(folder, **options)
-    draws = record_draws(llm)
+    draws = record_draws(llm.engine)
     for output, expected in zip(llm.generate(prompts, params, use_tqdm=False), plain, strict=True):
         for one, other in zip(output.outputs, expected.outputs, strict=True):
             assert one.token_ids == other.token_ids
@@ -223,12 +224,41 @@ def test_samples_are_those_without_drafts(heads, options):
     check_all_free(llm)
 
 
+class FailingError(Exception):
+    pass
+
+
+def test_a_request_that_fails_does_not_change_the_hidden_states_of_others(heads):
+    """The failed step runs again, with the hidden states before it."""
+    folder, model, head = heads.make()
+    engine = IsolatingEngine(
+        Config(model=folder, device="cpu", dtype="float32", attention_backend="torch", block_size=4, num_kv_blocks=120,
+               max_num_seqs=8, speculative_config=predicting())
+    )  # fmt: skip
+
+    def fail(output_token_ids, logits):
+        if len(output_token_ids) == 3:
+            raise FailingError
+        return logits
+
+    draws = record_draws(engine)
+    for i, prompt in enumerate(heads.hybrids.prompts()):
+        engine.add_request(str(i), prompt, GREEDY)
+    engine.add_request("bad", [1, 2, 3], SamplingParams(temperature=0, max_tokens=9, logits_processors=[fail]))
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {one.request_id: one.outputs[0].token_ids for one in engine.step().outputs}
+    assert engine.take_failures().keys() == {"bad"}
+    assert [outputs[str(i)] for i in range(6)] == [token_ids for token_ids, _ in heads.hybrids.greedy()]
+    check_draws(model, head, draws)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["tied", "yarn", "every fourth layer attends"])
 def test_variants_have_the_drafts_of_the_reference(heads, variant):
     folder, model, head = heads.make(True, variant)
     llm = make_predicting_llm(folder)
-    draws = record_draws(llm)
+    draws = record_draws(llm.engine)
     check_greedy(llm, heads.hybrids.prompts(), heads.hybrids.greedy(variant))
     check_draws(model, head, draws)
 
@@ -241,7 +271,7 @@ def test_a_model_with_experts_has_the_drafts_of_the_reference(tmp_path):
     assert "mtp.layers.0.mlp.experts.gate_up_proj" in load_file(folder / "model.safetensors")
     for backend in ("torch", "cpu"):
         llm = make_predicting_llm(folder, attention_backend=backend, block_size=16)
-        draws = record_draws(llm)
+        draws = record_draws(llm.engine)
         check_greedy(llm, heads.hybrids.prompts(), heads.hybrids.greedy())
         check_draws(model, head, draws)
         assert llm.get_stats().num_draft_tokens > 0
