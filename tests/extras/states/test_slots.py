@@ -31,7 +31,8 @@ class Run:
             preemption = StateSwap(self.blocks, self.space)
         self.scheduler = StateScheduler(self.blocks, rng.randint(3, num_slots), budget, 12, preemption=preemption)
         self.texts = [[rng.randrange(50) for _ in range(7)] for _ in range(3)]
-        self.pool = {}
+        # the slots in host memory, which have negative numbers, are at its end
+        self.pool = [None] * (num_slots + 1 + (num_host_slots or 0))
         self.num_added = self.num_ended = 0
         self.outputs = {}
 
@@ -65,7 +66,7 @@ class Run:
         moves = step.copies
         assert isinstance(moves, StateMoves)
         for source, destination in moves.state_copies:
-            self.pool[destination] = self.pool.get(source)
+            self.pool[destination] = self.pool[source]
         assert len(set(moves.slots)) == len(step.chunks), "no slot is used twice"
         for (seq, start, num_new_tokens), slot in zip(step.chunks, moves.slots, strict=True):
             assert slot > 0, "the null slot is for padding"
