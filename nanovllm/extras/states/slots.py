@@ -323,7 +323,7 @@ class StateScheduler(ExtendedScheduler):
         seqs: list[Any] = [seq for seq, _, _ in step.chunks]
         for seq in seqs:
             blocks.take_snapshot(seq)
-        moves.slots = [blocks.slot_of(seq) for seq in seqs]
+        moves.slots = moves.sources = [blocks.slot_of(seq) for seq in seqs]
         moves.keeps_states = not all([seq.is_plain for seq in seqs])  # what a request asks for may make the step fail
         return step
 

@@ -49,7 +49,7 @@ class Run(test_slots.Run):
     """Traffic of `test_slots.py`, whose steps may have several rows of a sequence."""
 
     def __init__(self, rng, num_slots, num_blocks, budget, has_cache):
-        super().__init__(rng, num_slots, num_blocks, budget, has_cache)
+        super().__init__(rng, (num_slots, num_blocks, budget), has_cache)
         self.blocks = DraftedStateBlockManager(num_blocks, 2, has_cache, SchedulingStats(), num_slots=num_slots)
         self.blocks.snapshot_interval = rng.choice([0, 1, 2, 64])
         proposer = Guesser(rng.choice([0, 0.5, 0.8, 1]), rng.random())

@@ -20,9 +20,9 @@ from nanovllm.extras.states.state_swap import StateSwap, StateSwapSpace
 class Run:
     """A scheduler whose model is a function of the tokens that a state has seen."""
 
-    def __init__(self, rng, has_cache=True, observer=None, has_swap=False):
+    def __init__(self, rng, sizes=None, has_cache=True, observer=None, has_swap=False):
         self.rng = rng
-        num_slots, num_blocks, budget = rng.randint(3, 9), rng.randint(5, 16), rng.randint(1, 9)
+        num_slots, num_blocks, budget = sizes or (rng.randint(3, 9), rng.randint(5, 16), rng.randint(1, 9))
         self.blocks = StateBlockManager(num_blocks, 2, has_cache, observer or SchedulingStats(), num_slots=num_slots)
         self.blocks.snapshot_interval = rng.choice([0, 1, 2, 64])
         self.space = preemption = None
@@ -32,7 +32,7 @@ class Run:
         self.scheduler = StateScheduler(self.blocks, rng.randint(3, num_slots), budget, 12, preemption=preemption)
         self.texts = [[rng.randrange(50) for _ in range(7)] for _ in range(3)]
         # the slots in host memory, which have negative numbers, are at its end
-        self.pool = [None] * (num_slots + 1 + (num_host_slots or 0))
+        self.pool = [None] * (num_slots + 1 + (self.space.num_slots if self.space else 0))
         self.num_added = self.num_ended = 0
         self.outputs = {}
 
