@@ -110,7 +110,8 @@ class DraftedStateScheduler(SpeculativeScheduler, StateScheduler):
         return advanced
 
     def finish(self, seq: Any, finish_reason: str, stop_reason: int | str | None = None) -> None:
-        if 0 < seq.num_computed_tokens < seq.num_known_tokens:  # its drafts are verified, if it had any
+        is_verified = 0 < seq.num_computed_tokens < seq.num_known_tokens  # its drafts are, if it had any
+        if is_verified and seq.block_table.length:  # else it is swapped out
             self.block_manager.settle(seq)
         super().finish(seq, finish_reason, stop_reason)
 

@@ -14,11 +14,13 @@ import pytest
 
 from nanovllm.extras.full_observer import SchedulingStats
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.ordered_queues import fcfs
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.roll_back import roll_back
 from nanovllm.extras.states.drafted_slots import DraftedStateBlockManager, DraftedStateScheduler
 from nanovllm.extras.states.pool import find_rounds
 from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateScheduler
+from nanovllm.extras.states.state_swap import StateSwap, StateSwapSpace
 from tests.extras.states import test_slots
 from tests.extras.states.test_slots import check_owners, next_token
 
@@ -40,20 +42,27 @@ class Guesser:
         return drafts
 
 
-def make_scheduler(blocks, max_num_seqs, budget, proposer, max_model_len=30, max_drafts=4):
-    return DraftedStateScheduler(blocks, max_num_seqs, budget, max_model_len, proposer=proposer, max_drafts=max_drafts,
-                                 max_rows=24, max_seqs=99, vocab_size=50)  # fmt: skip
+def make_scheduler(blocks, max_num_seqs, budget, proposer, max_model_len=30, max_drafts=4, preemption=None):
+    order = (fcfs, 0, preemption)
+    return DraftedStateScheduler(blocks, max_num_seqs, budget, max_model_len, *order, proposer=proposer,
+                                 max_drafts=max_drafts, max_rows=24, max_seqs=99, vocab_size=50)  # fmt: skip
 
 
 class Run(test_slots.Run):
     """Traffic of `test_slots.py`, whose steps may have several rows of a sequence."""
 
-    def __init__(self, rng, num_slots, num_blocks, budget, has_cache):
+    def __init__(self, rng, num_slots, num_blocks, budget, has_cache, has_swap=False):
         super().__init__(rng, (num_slots, num_blocks, budget), has_cache)
         self.blocks = DraftedStateBlockManager(num_blocks, 2, has_cache, SchedulingStats(), num_slots=num_slots)
         self.blocks.snapshot_interval = rng.choice([0, 1, 2, 64])
         proposer = Guesser(rng.choice([0, 0.5, 0.8, 1]), rng.random())
-        self.scheduler = make_scheduler(self.blocks, rng.randint(3, num_slots), budget, proposer, 24)
+        preemption = None
+        if has_swap:
+            self.space = StateSwapSpace(rng.randint(1, 12), rng.randint(1, 4), self.blocks)
+            self.pool += [None] * self.space.num_slots
+            preemption = StateSwap(self.blocks, self.space)
+        max_num_seqs = rng.randint(3, num_slots)
+        self.scheduler = make_scheduler(self.blocks, max_num_seqs, budget, proposer, 24, preemption=preemption)
         self.seqs = []
         self.num_drafts = self.num_accepted = 0
 
@@ -91,13 +100,13 @@ class Run(test_slots.Run):
         self.num_accepted += sum(seq.num_known_tokens - num - 1 for seq, num in num_known.items())
 
 
-@pytest.mark.parametrize("has_cache", [True, False], ids=["snapshots", "no cache"])
+@pytest.mark.parametrize("kind", ["snapshots", "no cache", "swap"])
 @pytest.mark.parametrize(
-    "seed", [seed if seed < 6 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(150)]
+    "seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(150)]
 )
-def test_each_row_finds_its_state(seed, has_cache):
+def test_each_row_finds_its_state(seed, kind):
     rng = random.Random(seed)
-    run = Run(rng, rng.randint(3, 12), rng.randint(6, 20), rng.randint(1, 9), has_cache)
+    run = Run(rng, rng.randint(3, 12), rng.randint(6, 20), rng.randint(1, 9), kind != "no cache", kind == "swap")
     for _ in range(200):
         what = rng.random()
         if what < 0.15:
