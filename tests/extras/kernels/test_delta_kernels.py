@@ -282,7 +282,7 @@ def test_padding_reaches_only_the_null_slot():
 
 
 def test_heads_that_no_thread_can_hold_are_left_alone():
-    layer, other = make_layers((1, 1, 264, 16, 4), torch.float32)
+    layer, other = make_layers((1, 1, 136, 16, 4), torch.float32)
     assert other is layer
 
 

@@ -36,6 +36,13 @@ def test_no_false_alarm(fresh_cache, hybrids, dtype):  # noqa: F811
     assert len(list(fresh_cache.glob("checked-*.json"))) == 1
 
 
+def test_a_model_without_recurrent_states_passes(fresh_cache, tmp_path):  # noqa: F811
+    """Its states are the inputs of convolutions, which no kernel computes."""
+    llm = make_llm(HybridCheckpoints(tmp_path, "Lfm2").make()[0], dtype="bfloat16", self_check="strict")
+    assert way_of(llm) == "C kernels"
+    assert len(list(fresh_cache.glob("checked-*.json"))) == 1
+
+
 def forget_more(kernel):
     kernel.weights[1].mul_(1.5)
 

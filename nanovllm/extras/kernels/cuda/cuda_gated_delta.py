@@ -12,7 +12,7 @@ from nanovllm.extras.kernels.classes import is_one
 from nanovllm.extras.kernels.cuda.delta_kernels import causal_conv, gated_delta, gated_norm
 
 GATED_DELTA_NET = "extras.models.gated_delta.GatedDeltaNet"
-MAX_KEY_DIM = 256  # a thread holds this many rows of a state in registers, half of them for 128
+MAX_KEY_DIM = 128  # larger states would spill registers
 
 
 class TritonGatedDeltaNet(nn.Module):
