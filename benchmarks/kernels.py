@@ -6,8 +6,8 @@ A decode reads all K and V once and computes little, so its limit is the speed o
 copy. The limit of a prefill is the speed of the tensor cores. The output of each kernel is checked against a float32
 reference before it is timed. Each call is recorded in a CUDA graph, so that the host's launches cost nothing, and
 replayed with a cold L2 cache. `--sweep` tries alternatives to the choices of
-`nanovllm/extras/kernels/cuda/kernel_launch.py`. `kernel_layers.py` measures the rest of a
-layer, and `kernel_states.py` layers with recurrent states.
+`nanovllm/extras/kernels/cuda/kernel_launch.py`. `kernel_layers.py` measures the rest of a layer, and `kernel_states.py`
+layers with recurrent states.
 """
 
 import argparse
