@@ -54,6 +54,9 @@ class Config(config.Config):
     state_snapshot_interval: int = checked(64, check_int, minimum=0)
     """Blocks from one snapshot of a recurrent state to the next one of the sequence, for prefix hits; 0 takes snapshots
     only at the ends of prompts and where prompts branch (`states/slots.py`)."""
+    disable_hybrid_kv_cache_manager: bool = checked(False, check_bool)
+    """Whether all layers share one block table, even if some see a window and others all tokens; otherwise each group
+    of them has its own, and gives back blocks behind the window (`kv_groups/layer_groups.py`)."""
     explain_prefix_misses: bool = checked(False, check_bool)
     """Whether metrics say why prompt tokens were not in the prefix cache; it remembers evicted blocks."""
     enable_cuda_graphs: bool | None = checked(None, check_optional_bool)

@@ -44,16 +44,24 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
         from nanovllm.extras.parallel.start_ranks import start_ranks as kind
     elif (config.speculative_config or {}).get("model") is not None:
         from nanovllm.extras.speculation.drafted_runner import DraftedRunner as kind
+    tables = ""
+    if len(set(shape.attention_options)) > 1:  # layers with and without a window
+        from nanovllm.extras.kv_groups.grouped_runner import GroupedLayersRunner
+        from nanovllm.extras.kv_groups.layer_groups import describe_tables, has_groups
+
+        tables = describe_tables(config, shape)
+        kind = GroupedLayersRunner if has_groups(config, shape) else kind
     if config.attention_backend != "torch" or not config.enforce_eager:  # not only PyTorch's layers
         from nanovllm.extras.self_check.fallbacks import start
 
         kind = partial(start, kind)
     runner = kind(config, folder)
+    runner.description = tables + runner.description
     return runner, replace(config, max_num_seqs=runner.config.max_num_seqs)  # fewer, if there is memory for fewer
 
 
 def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
-    """Return the core's block manager, unless tokens may be unknown, or the model has states or only windows."""
+    """Return the core's block manager, unless tokens may be unknown, or the model has states or windows."""
     arguments = (parts.num_kv_blocks, parts.block_size, parts.config.enable_prefix_caching, observer)
     if parts.model_config.state_shape is not None:
         if parts.config.speculative_config is None:
@@ -68,11 +76,17 @@ def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
             bytes_per_slot=pool.bytes_per_slot,
             snapshot_interval=parts.config.state_snapshot_interval,
         )
+    max_chunk_len = parts.config.long_prefill_token_threshold or parts.max_num_batched_tokens
+    groups: Any = getattr(parts.runner, "layer_groups", None)
+    if groups is not None:
+        from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
+
+        sizes = {"num_groups": groups.num_groups, "window": groups.window, "max_chunk_len": max_chunk_len}
+        return GroupedBlockManager(*arguments, **sizes)
     window = parts.model_config.widest_window
     if window is not None:
         from nanovllm.extras.window_blocks import WindowBlockManager
 
-        max_chunk_len = parts.config.long_prefill_token_threshold or parts.max_num_batched_tokens
         return WindowBlockManager(*arguments, window=window, max_chunk_len=max_chunk_len)
     if parts.enable_overlap or parts.config.speculative_config is not None:
         from nanovllm.extras.known_tokens import KnownTokensBlockManager
@@ -135,6 +149,8 @@ def make_preemption(parts: "Parts", blocks: BlockManager) -> Any:
     make: Callable[[Any, Any], Any]
     if parts.model_config.state_shape is not None:
         from nanovllm.extras.states.state_swap import make_swap as make
+    elif hasattr(blocks, "num_groups"):  # of layers
+        from nanovllm.extras.kv_groups.grouped_swap import make_swap as make
     else:
         from nanovllm.extras.swap.host_blocks import make_swap as make
     return make(parts.runner.kv_cache, blocks)

@@ -8,12 +8,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import engine
 from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
+from nanovllm.block_tables import BlockTables
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
 from nanovllm.extras.full_observer import Observer, SchedulingStats
@@ -127,10 +129,11 @@ class LLMEngine(engine.LLMEngine):
         clock = self._clock
         clock.lap("schedule_time_s")
         note_admitted(self.requests, step, clock.now)
-        build, chunks = build_batch, step.chunks  # the core's, unless a sequence asks for more
-        if not all([seq.is_plain for seq, _, _ in chunks]):  # type: ignore[attr-defined]
+        build, tables = build_batch, self.scheduler.block_manager.block_tables
+        # the core's, unless a sequence asks for more, or groups of layers have tables of their own
+        if type(tables) is not BlockTables or not all([seq.is_plain for seq, _, _ in step.chunks]):  # type: ignore[attr-defined]
             from nanovllm.extras.processed_batch import build_batch as build
-        batch = build(step, self.scheduler.block_manager.block_tables)
+        batch = build(step, tables)
         clock.lap("build_time_s")
         return self.runner.run(batch)
 
@@ -301,6 +304,8 @@ class LLMEngine(engine.LLMEngine):
 
     def make_runner(self, folder: Path) -> PlainRunner:
         check_process()
+        if self._watcher is not None:  # its events name the blocks of one table
+            self.config = replace(self.config, disable_hybrid_kv_cache_manager=True)
         self._is_plain = is_plain(self.config, folder)
         if self._is_plain:
             runner = PlainRunner(self.config, folder)

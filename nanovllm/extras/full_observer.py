@@ -37,7 +37,7 @@ class Observer(observer.Observer):
         """`seq`, which is about to be preempted, has its K and V copied to these blocks in host memory."""
 
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
-        """`seq` gives up blocks behind the window of all layers. In its block table the null block replaces them."""
+        """`seq` gives up blocks behind the window of its layers. In a block table the null block replaces them."""
 
     def on_load_blocks(self, seq: Sequence, by_tier: dict[str, list[int]], num_tokens: int) -> None:
         """The K/V store fills blocks of `seq` before the step: `num_tokens` of its tokens are not computed.
@@ -76,7 +76,7 @@ class Counts(observer.Stats):
     """Counters over an engine's life. The observer counts decisions, the engine requests and steps."""
 
     num_window_blocks: int = 0
-    """Blocks that sequences have given back because they were behind the window of all layers."""
+    """Blocks that sequences have given back because they were behind the window of all layers, or of a group."""
     num_swaps: int = 0
     """Preemptions that copied K and V to host memory."""
     num_finished: int = 0
@@ -146,7 +146,8 @@ class SchedulingStats(Counts, Observer):
 
     def on_schedule(self, step: Step, running: list[Sequence], blocks: "BlockManager") -> None:
         num_used_blocks, size = blocks.num_used_blocks, blocks.block_size
-        num_stored = num_used_blocks * size - count_empty_slots(running, size)
+        num_groups = getattr(blocks, "num_groups", 1)  # of layers, each of which has a last block of every sequence
+        num_stored = num_used_blocks * size - num_groups * count_empty_slots(running, size)
         self._in_flight.append((num_stored, num_used_blocks * size, num_used_blocks, self.new_blocks))
         self.new_blocks = set()
 

@@ -154,9 +154,14 @@ class ModelRunner(PlainRunner):
         seed = config.seed if config.load_format == "dummy" else None
         return load(self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder, seed)
 
+    @property
+    def num_cached_layers(self) -> int:
+        """The layers for which a block of the KV cache has room."""
+        return self.shape.num_hidden_layers  # type: ignore[no-any-return]
+
     def make_kv_cache(self) -> KVCache:
         dtype = getattr(self.backend, "kv_cache_dtype", None) or self.dtype
-        arguments: tuple[Any, ...] = (self.backend, self.shape.num_hidden_layers, dtype, self.device)
+        arguments: tuple[Any, ...] = (self.backend, self.num_cached_layers, dtype, self.device)
         kind: Any = KVCache
         if self.config.swap_space_bytes:
             from nanovllm.extras.swap.host_blocks import SwappingKVCache as kind

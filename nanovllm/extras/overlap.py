@@ -69,10 +69,12 @@ class OverlappedScheduler(ExtendedScheduler):
         if any([needs_token(seq) for seq in self.in_flight[-1].samples]):
             return False
         blocks, running = self.block_manager, self.running
+        num_groups = getattr(blocks, "num_groups", 1)  # of layers, with blocks of their own (`kv_groups/`)
         # each sequence fills the rest of one block and copies one at most, besides the blocks that the budget fills
-        if blocks.num_free_blocks >= self.max_num_batched_tokens // blocks.block_size + 2 * len(running):
+        num_blocks = self.max_num_batched_tokens // blocks.block_size + 2 * len(running)
+        if blocks.num_free_blocks >= num_groups * num_blocks:
             return True
-        needed = [max(0, blocks.num_missing_blocks(seq)) + seq.has_shared_tail for seq in running]
+        needed = [max(0, blocks.num_missing_blocks(seq)) + num_groups * seq.has_shared_tail for seq in running]
         return sum(needed) <= blocks.num_free_blocks
 
 

@@ -145,6 +145,7 @@ def is_plain(config: Config, folder: Path) -> bool:
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     is_plain_model = shape.quantization_config is None and shape.latent_rank is None and shape.widest_window is None
     is_plain_model = is_plain_model and shape.state_shape is None and not shape.kv_groups
+    is_plain_model = is_plain_model and len(set(shape.attention_options)) < 2  # layers with and without a window
     return is_plain_model and resolve_device(config.device).type == "cpu"
 
 

@@ -30,6 +30,9 @@ class ReadBatch(Batch):
 def build_batch(step: Step, block_tables: BlockTables) -> Batch:
     """Return the tensors of a step, as the core's `build_batch` does, with all that its sequences ask for."""
     built = batch.build_batch(step, block_tables)
+    add_groups = getattr(block_tables, "add_groups", None)  # of `GroupedBlockTables`
+    if add_groups is not None:
+        built = add_groups(step, built)
     chunks: list[Any] = step.chunks
     if all([seq.is_plain for seq, _, _ in chunks]):
         return built

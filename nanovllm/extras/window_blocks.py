@@ -18,7 +18,8 @@ What the rest of the engine makes of it:
     swap            Only blocks of its own are copied to host memory and back; the null entries stay null.
     admission       A sequence needs room for its window and one step's tokens, not for all of its tokens.
 
-`assembly.py` makes this block manager for such models. If one layer sees all tokens, no block is ever given back.
+`assembly.py` makes this block manager for such models. If some layers see all tokens, `kv_groups/` gives back the
+blocks of the others.
 """
 
 import sys

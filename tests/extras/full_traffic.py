@@ -160,6 +160,11 @@ class Run(scheduling_traffic.Run):
         return (KnownTokensBlockManager if self.has_unknown_tokens else BlockManager)(*arguments)
 
     @property
+    def keeps_all_blocks(self):
+        """Whether a block table has a block for each of its sequence's tokens, and there is no other table."""
+        return self.window is None
+
+    @property
     def has_unknown_tokens(self):
         return self.overlap
 
@@ -171,9 +176,12 @@ class Run(scheduling_traffic.Run):
             return scheduler
         preemption = Recompute(self.manager)
         if self.num_swap_blocks is not None:
-            self.swap_space = SwapSpace(self.num_swap_blocks, self.manager.block_size)
+            self.swap_space = self.make_swap_space()
             preemption = Swap(self.manager, self.swap_space)
         return self.make_extended_scheduler(*arguments, self.policy, self.threshold, preemption)
+
+    def make_swap_space(self):
+        return SwapSpace(self.num_swap_blocks, self.manager.block_size)
 
     def make_extended_scheduler(self, *arguments):
         return (OverlappedScheduler if self.overlap else ExtendedScheduler)(*arguments)
@@ -301,10 +309,22 @@ class Run(scheduling_traffic.Run):
 
     def check_scheduled(self, out):
         super().check_scheduled(out)
-        owners, size = self.scheduler.running, self.manager.block_size
-        slots = {slot for slot in stored_slots(owners, size) if slot[0]}  # behind a window there is the null block
-        blocks = {block_id for seq in owners for block_id in table_of(seq)} - {0}
-        assert self.stats.uses.get(id(out), (0, 0)) == (len(slots), len(blocks) * size) or not out.chunks
+        slots, blocks = self.in_use()
+        num_slots = len(blocks) * self.manager.block_size
+        assert self.stats.uses.get(id(out), (0, 0)) == (len(slots), num_slots) or not out.chunks
+
+    def in_use(self):
+        """The slots that hold a token of a running sequence, and its blocks."""
+        owners = self.scheduler.running
+        slots = {slot for slot in stored_slots(owners, self.manager.block_size) if slot[0]}
+        return slots, {block_id for seq in owners for block_id in table_of(seq)} - {0}  # null blocks behind a window
+
+    def num_needed(self, seq):
+        """The blocks that `seq` may still need."""
+        num_missing = -(-seq.num_tokens // self.manager.block_size) - len(table_of(seq))
+        if self.window is not None:
+            num_missing = self.manager.num_missing_blocks(seq)
+        return max(0, num_missing) + seq.has_shared_tail
 
     def check_state(self):
         super().check_state()
@@ -382,12 +402,8 @@ class Before(scheduling_traffic.Before):
         """Whether nothing could be scheduled before the step in flight has landed; then nothing has changed."""
         if not self.run.flights:
             return False
-        size, free = self.run.manager.block_size, self.run.manager.num_free_blocks
-        missing = [-(-seq.num_tokens // size) - len(table_of(seq)) for seq in self.run.scheduler.running]
-        if self.run.window is not None:
-            missing = [self.run.manager.num_missing_blocks(seq) for seq in self.run.scheduler.running]
-        needed = sum(max(0, n) for n in missing) + sum(seq.has_shared_tail for seq in self.run.scheduler.running)
-        if self.askers or (not out.chunks and needed > free):
+        needed = sum(self.run.num_needed(seq) for seq in self.run.scheduler.running)
+        if self.askers or (not out.chunks and needed > self.run.manager.num_free_blocks):
             assert out == Step()
             assert {seq: table_of(seq) for seq in self.running} == self.tables
             return True
@@ -398,7 +414,7 @@ class Before(scheduling_traffic.Before):
             super().check_queues(out, admitted)
 
     def check_preempted(self, out, admitted):
-        if self.run.window is None:
+        if self.run.keeps_all_blocks:
             self.check_swaps(out, admitted)
 
     def check_swaps(self, out, admitted):

@@ -7,6 +7,8 @@ the test says where each must be found, and after how many actions.
 from nanovllm import prefix_cache
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.kv_groups import grouped_blocks
+from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager, GroupedPrefixCache
 from nanovllm.extras.states.slots import SnapshotCache, StateBlockManager, StateScheduler
 from nanovllm.extras.states.state_swap import StateSwapSpace
 from nanovllm.extras.swap.space import SwapSpace
@@ -274,3 +276,66 @@ def states_stay_when_blocks_are_swapped(replace):
         return True
 
     replace(StateSwapSpace, "try_swap_out", try_swap_out)
+
+
+# ---- groups of layers
+
+
+def a_group_keeps_a_token_too_few(replace):
+    def num_blocks_behind(position, window, block_size):
+        return max(0, position - window + 2) // block_size
+
+    replace(grouped_blocks, "num_blocks_behind", num_blocks_behind)
+
+
+def blocks_of_one_group_are_not_freed(replace):
+    right = grouped_blocks.owned_by_windows
+    replace(grouped_blocks, "owned_by_windows", lambda entries: right(entries[:1]))
+
+
+def a_fork_shares_only_the_blocks_of_the_first_group(replace):
+    replace(GroupedBlockManager, "fork", BlockManager.fork)
+
+
+def blocks_of_windows_are_written_without_a_copy(replace):
+    replace(GroupedBlockManager, "_copy_tail", BlockManager._copy_tail)
+
+
+def a_hit_needs_only_the_last_block_of_its_window(replace):
+    def find(self, seq):
+        hits = PrefixCache.find(self, seq)
+        while hits and hits[-1].serial not in self.windows:
+            hits.pop()
+        return hits
+
+    replace(GroupedPrefixCache, "find", find)
+
+
+def a_window_outlives_the_block_that_is_found(replace):
+    """The blocks of windows are still known when the block of group 0 with the same tokens is evicted."""
+    right = GroupedPrefixCache.forget
+
+    def forget(self, block_id):
+        if block_id in self._by_id:
+            PrefixCache.forget(self, block_id)
+        else:
+            right(self, block_id)
+
+    replace(GroupedPrefixCache, "forget", forget)
+
+
+def an_evicted_block_of_a_window_can_still_be_found(replace):
+    replace(GroupedPrefixCache, "forget", PrefixCache.forget)
+
+
+def room_is_counted_for_one_group(replace):
+    replace(GroupedBlockManager, "num_missing_blocks", BlockManager.num_missing_blocks)
+
+
+def found_blocks_of_windows_stay_in_the_free_queue(replace):
+    def set_windows(self, seq, i, blocks):
+        self.block_tables.windows_of(seq.block_table)[:, i] = blocks
+        for block_id in blocks:
+            self._ref_counts[block_id] += 1
+
+    replace(GroupedBlockManager, "_set_windows", set_windows)

@@ -28,6 +28,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.extras.extended_scheduler import fork_anytime
 from nanovllm.extras.full_observer import Observer
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm.extras.ordered_queues import order_queues
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.states.slots import StateBlockManager, StateScheduler
@@ -38,12 +39,21 @@ from nanovllm.extras.window_blocks import WindowBlockManager
 from nanovllm.scheduler import Scheduler
 from tests import scheduling_traffic
 from tests.extras.full_fake_kv_cache import FullFakeKVCache, check_ownership
+from tests.extras.grouped_fake_kv_cache import (
+    GroupedFakeKVCache,
+    all_blocks,
+    check_cached_windows,
+    check_grouped_ownership,
+    window_tables,
+)
 from tests.fake_kv_cache import WriterCheck, check_cached_blocks, table_of, tokens_of
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN = 5, 2, 3, 8
 NUM_SLOTS = 3  # of states: none is left for a snapshot while three sequences run
 NUM_HOST_BLOCKS, NUM_HOST_SLOTS = 3, 1  # the second sequence that is preempted is computed again
 WINDOW = 3
+NUM_GROUPS, NUM_BLOCKS_OF_GROUPS = 3, 12  # of layers: one sees all tokens, two see a window
+WINDOW_OF_GROUPS = 4  # so that a hit may need two blocks of a window
 MAX_STEPS_WITHOUT_TOKEN = 40  # more than all tokens of all sequences, computed one by one
 
 TEXT = (1, 2, 3, 4, 5)
@@ -70,8 +80,8 @@ def next_token(prefix: Prompt, sample_index: int) -> int:
 class Setting:
     """Which parts run, and which requests may come.
 
-    kind: "core" has the core's parts, "windows" a block manager for windows, "states" one with slots for states,
-    "swapped states" also a swap space.
+    kind: "core" has the core's parts, "windows" a block manager for windows, "groups" one for groups of layers with and
+    without a window, "states" one with slots for states, "swapped states" also a swap space.
     """
 
     kind: str
@@ -94,8 +104,12 @@ class Setting:
             manager.snapshot_interval = self.snapshot_interval
             swap = StateSwap(manager, StateSwapSpace(NUM_HOST_BLOCKS, NUM_HOST_SLOTS, manager))
             scheduler = StateScheduler(manager, *limits, preemption=swap if self.kind == "swapped states" else None)
-        elif self.kind == "windows":
-            manager = WindowBlockManager(*arguments, window=WINDOW, max_chunk_len=self.budget)
+        elif self.kind in ("windows", "groups"):
+            if self.kind == "windows":
+                manager = WindowBlockManager(*arguments, window=WINDOW, max_chunk_len=self.budget)
+            else:
+                sizes = {"num_groups": NUM_GROUPS, "window": WINDOW_OF_GROUPS, "max_chunk_len": self.budget}
+                manager = GroupedBlockManager(NUM_BLOCKS_OF_GROUPS, *arguments[1:], **sizes)
             scheduler = Scheduler(manager, *limits)
             order_queues(scheduler)
         else:
@@ -137,7 +151,10 @@ class World:
         self.scheduler = setting.make_scheduler(observer)
         self.manager = self.scheduler.block_manager
         observer.on_start(self.manager)
-        self.cache = FullFakeKVCache(BLOCK_SIZE, WINDOW if setting.kind == "windows" else None)
+        if setting.kind == "groups":
+            self.cache: FullFakeKVCache = GroupedFakeKVCache(BLOCK_SIZE, WINDOW_OF_GROUPS, self.manager.block_tables)
+        else:
+            self.cache = FullFakeKVCache(BLOCK_SIZE, WINDOW if setting.kind == "windows" else None)
         self.pool: dict[int, Prompt] = {}  # slot -> the tokens that its state has read
         self.space: StateSwapSpace | None = getattr(getattr(self.scheduler, "preemption", None), "space", None)
         self.seqs: list[Sequence] = []
@@ -286,6 +303,10 @@ class World:
         for seq in running:
             table = table_of(seq)
             kept.update((table[i // size], i % size) for i in range(min(seq.num_computed_tokens, len(table) * size)))
+        if self.setting.kind == "groups":
+            tables, cached = self.manager.block_tables, self.manager.prefix_cache._serials_of
+            blocks = set(cached).union(*[all_blocks(tables, seq) for seq in running])
+            kept.update((block_id, i) for block_id in blocks for i in range(size))
         self.cache.slots = {slot: held for slot, held in self.cache.slots.items() if slot in kept}
         self.cache.starts = {seq: start for seq, start in self.cache.starts.items() if seq in running}
         if self.setting.has_states:
@@ -308,7 +329,11 @@ class World:
             assert not seq.block_table.length, "a sequence that waits owns blocks"
             assert not seq.num_computed_tokens or seq in swapped, "a sequence that waits has lost its K and V"
         assert not self.manager._copies, "blocks are still to be copied"
-        check_ownership(self.manager, running)
+        if self.setting.kind == "groups":
+            check_grouped_ownership(self.manager, running)
+            check_cached_windows(self.manager, self.cache)
+        else:
+            check_ownership(self.manager, running)
         check_cached_blocks(self.manager, self.cache)
         for seq in running:
             self.cache.check(seq, seq.num_computed_tokens)
@@ -367,8 +392,9 @@ class World:
             (names.block(block_id), one, self.cache.slots[block_id, BLOCK_SIZE - 1])
             for block_id, one in cache._by_id.items()
         )
-        known = tuple((block, names.serial(one.serial), names.serial(one.parent_serial), held)
-                      for block, one, held in cached)  # fmt: skip
+        windows = cache.windows if self.setting.kind == "groups" else {}
+        known = tuple((block, names.serial(one.serial), names.serial(one.parent_serial), held,
+                       *map(names.block, windows.get(one.serial, ()))) for block, one, held in cached)  # fmt: skip
         states = self.describe_states(names) if self.setting.has_states else ()
         return self.num_added, self.num_forks, self.num_steps_without_token, queues, free, known, states
 
@@ -378,6 +404,7 @@ class World:
             seq.num_prompt_tokens if self.setting.has_states else 0, seq.has_shared_tail,
             tuple(map(names.block, table_of(seq))), seq.num_registered_blocks, names.serial(seq.parent_serial),
             self.describe_swapped(seq, names),
+            *(tuple(map(names.block, table)) for table in self.tables_of_windows(seq)),
         )  # fmt: skip
 
     def describe_swapped(self, seq: Sequence, names: "Names") -> tuple:
@@ -385,6 +412,9 @@ class World:
         if self.space is None or seq not in self.space:
             return ()
         return names.slot(self.space._slots[seq]), tuple(map(names.host_block, self.space.host_block_ids(seq)))
+
+    def tables_of_windows(self, seq: Sequence) -> list[list[int]]:
+        return window_tables(self.manager.block_tables, seq) if self.setting.kind == "groups" else []
 
     def describe_states(self, names: "Names") -> tuple:
         cache, slot = self.manager.prefix_cache, names.slot

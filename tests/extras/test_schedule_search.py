@@ -5,14 +5,17 @@ import json
 import pytest
 
 from nanovllm.extras.full_observer import Observer
+from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager, GroupedPrefixCache
 from nanovllm.extras.states.slots import SnapshotCache
 from nanovllm.extras.states.state_swap import StateSwapSpace
 from nanovllm.extras.trace import view
+from nanovllm.prefix_cache import PrefixCache
 from tests.extras import schedule_faults as faults
 from tests.extras.schedule_search import OTHER_TEXT, TEXT, Counterexample, Setting, World, record, search
 
-KINDS = ["core", "windows", "states", "swapped states"]
+KINDS = ["core", "windows", "groups", "states", "swapped states"]
 SWEPT_KINDS = [kind if kind == "states" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+SWEPT_RECORDED_KINDS = [*SWEPT_KINDS[:2], *SWEPT_KINDS[3:]]  # a recording has one block table for each sequence
 FEW = ((TEXT[:5], 1), (TEXT[:3], 2), (OTHER_TEXT, 1))
 REQUESTS = {  # budget -> the requests that may come, each up to three times
     1: ((TEXT[:1], 1), (TEXT[:3], 2), (OTHER_TEXT, 1)),
@@ -45,6 +48,11 @@ def test_no_schedule_with_a_fork_between_two_steps_is_wrong(kind):
 # ---- what the search would miss
 
 
+def lacks_window(cache, seq):
+    """Whether a block is cached that `seq` could use, if groups with a window had theirs."""
+    return any(hit.serial not in cache.windows for hit in PrefixCache.find(cache, seq))
+
+
 @pytest.mark.slow
 def test_the_search_meets_everything_that_can_happen(monkeypatch):
     seen = set()
@@ -67,13 +75,15 @@ def test_the_search_meets_everything_that_can_happen(monkeypatch):
     watch(Observer, "on_take_block", "an eviction", lambda _, seq, block_id, is_evicted: is_evicted)
     watch(Observer, "on_give_back", "a block behind the window")
     watch(SnapshotCache, "take_slot", "a dropped snapshot", lambda cache: not cache.free_slots)
+    watch(GroupedBlockManager, "_give_back", "blocks behind the window of groups")
+    watch(GroupedPrefixCache, "find", "a prefix whose window is not cached", lacks_window)
     watch(World, "fork", "a fork between two steps")
     watch(Observer, "on_swap_out", "a swap")
     watch(StateSwapSpace, "swap_in", "a sequence that comes back")
     watch(StateSwapSpace, "try_swap_out", "no host slot", lambda space, seq: not space._free_slots)
     for kind in KINDS:
         search(Setting(kind, 4, FEW, max_forks=int(kind != "core"), max_requests=2), 6)
-    assert len(seen) == 12, seen
+    assert len(seen) == 14, seen
 
 
 @pytest.mark.parametrize("kind", SWEPT_KINDS)
@@ -123,6 +133,15 @@ FAULTS = [  # a fault, the parts that it is planted in, and the fewest actions t
     (faults.samples_that_will_fork_take_no_places, "core", 3),
     (faults.the_window_is_one_token_too_short, "windows", 3),
     (faults.blocks_behind_the_window_are_not_freed, "windows", 3),
+    (faults.a_group_keeps_a_token_too_few, "groups", 3),
+    (faults.blocks_of_one_group_are_not_freed, "groups", 3),
+    (faults.a_fork_shares_only_the_blocks_of_the_first_group, "groups", 2),
+    (faults.blocks_of_windows_are_written_without_a_copy, "groups", 3),
+    (faults.found_blocks_of_windows_stay_in_the_free_queue, "groups", 5),
+    (faults.room_is_counted_for_one_group, "groups", 4),
+    (faults.a_hit_needs_only_the_last_block_of_its_window, "groups", 8),
+    (faults.a_window_outlives_the_block_that_is_found, "groups", 6),
+    (faults.an_evicted_block_of_a_window_can_still_be_found, "groups", 6),
     (faults.states_are_copied_a_step_too_early, "states", 2),
     (faults.hits_are_copied_before_their_snapshots_are_taken, "states", 4),
     (faults.a_snapshot_outlives_its_block, "states", 7),
@@ -151,7 +170,7 @@ def test_a_planted_fault_is_found(plant, kind, num_actions, monkeypatch):
     assert len(caught.value.actions) == num_actions, caught.value
 
 
-@pytest.mark.parametrize("kind", SWEPT_KINDS)
+@pytest.mark.parametrize("kind", SWEPT_RECORDED_KINDS)
 def test_a_counterexample_is_a_recording_that_can_be_viewed(kind, monkeypatch, tmp_path, capsys):
     plant = {
         "core": faults.copies_are_not_part_of_the_step,

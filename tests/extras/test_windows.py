@@ -50,6 +50,7 @@ def test_a_model_with_a_layer_that_sees_all_keeps_all_blocks():
                 enable_prefix_caching=True, long_prefill_token_threshold=0, speculative_config=speculation
             ),
             model_config=SimpleNamespace(widest_window=window, state_shape=None),
+            runner=None,
             enable_overlap=overlap,
             max_num_batched_tokens=16,
             num_kv_blocks=8,

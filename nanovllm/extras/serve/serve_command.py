@@ -126,7 +126,9 @@ def url_of(listening: socket.socket, scheme: str) -> str:
 def announcement(llm: AsyncLLM, options: ServerOptions, url: str) -> str:
     """Return the text that is printed when the server is ready: names, capacity, and a command to try it."""
     engine = llm.engine
-    num_tokens, most = engine.parts.num_kv_blocks * engine.parts.block_size, engine.config.max_num_seqs
+    num_groups = getattr(engine.scheduler.block_manager, "num_groups", 1)  # of layers, each of which needs blocks
+    num_tokens = engine.parts.num_kv_blocks // num_groups * engine.parts.block_size
+    most = engine.config.max_num_seqs
     concurrency = min(num_tokens / engine.parts.max_model_len, most)
     has_chat = getattr(engine.tokenizer, "chat_template", None) is not None
     return f"""\

@@ -21,6 +21,8 @@ def shrink(blocks: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
     """
     table, num_blocks = seq.block_table, -(-num_tokens // blocks.block_size)
     given_back = table.view(num_blocks)[::-1].tolist()
+    if hasattr(blocks, "num_groups"):  # of layers
+        given_back += blocks.take_windows(seq, num_blocks)
     for block_id in given_back:
         blocks._disown(block_id)
     table.data[num_blocks : table.length] = 0  # rows are zero behind their tables' ends

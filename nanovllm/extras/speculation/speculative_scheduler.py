@@ -171,7 +171,8 @@ class SpeculativeScheduler(ExtendedScheduler):
         for seq in self.running:
             num_blocks = -(-(seq.num_known_tokens + counts.get(seq, 0)) // blocks.block_size)
             num_needed += max(0, num_blocks - seq.block_table.length) + seq.has_shared_tail
-        return num_needed <= blocks.num_free_blocks
+        num_groups = getattr(blocks, "num_groups", 1)  # of layers, with blocks of their own (`kv_groups/`)
+        return num_groups * num_needed <= blocks.num_free_blocks
 
     def _allow(self, seq: Sequence, proposed: list[int]) -> list[int]:
         """Return the drafts before the first one that would end the sequence or is outside the vocabulary."""

@@ -25,6 +25,7 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
     "seed": {None: 0},
     "tensor_parallel_size": {None: 1},
     "nnodes": {None: 1},
+    "disable_hybrid_kv_cache_manager": {None: False},
 }
 """Option -> vLLM's value -> nanovllm's value with the same meaning."""
 
@@ -45,7 +46,7 @@ WITHOUT_EFFECT = frozenset(
         "cpu_distributed_timeout_seconds cuda_graph_sizes cudagraph_capture_sizes cudagraph_metrics "
         "custom_histogram_buckets data_parallel_backend dbo_decode_token_threshold dbo_prefill_token_threshold "
         "dcp_comm_backend dcp_q_replicate disable_cascade_attn disable_custom_all_reduce "
-        "disable_hybrid_kv_cache_manager disable_log_stats disable_nccl_for_dp_synchronization "
+        "disable_log_stats disable_nccl_for_dp_synchronization "
         "distributed_timeout_seconds dp_sync_interval ec_manager_config elastic_ep_max_dp_size "
         "enable_flashinfer_autotune enable_logging_iteration_details enable_mamba_cache_stochastic_rounding "
         "enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mm_processor_stats enable_shm_tensor_arena "

@@ -1,0 +1,68 @@
+"""The runner of models in which some layers see a window and others see all tokens: a block table for each group.
+
+`assembly.py` makes it if `why_one_table` finds no reason against it. The model does not depend on groups: before each
+layer runs, a hook passes it the metadata of its group.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from nanovllm.batch import Batch
+from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.kv_groups.grouped_tables import GroupedMetadata
+from nanovllm.extras.kv_groups.layer_groups import LayerPlace, group_layers
+from nanovllm.kv_cache import KVCache
+
+
+class GroupedLayersRunner(ModelRunner):
+    """Runs steps as `ModelRunner` does. The KV cache has `layers_per_block` layers, which all groups use."""
+
+    def find_network(self) -> tuple[Any, Any]:
+        model_class, shape = super().find_network()
+        self.layer_groups = group_layers(shape)
+        return model_class, shape
+
+    @property
+    def num_cached_layers(self) -> int:
+        return self.layer_groups.layers_per_block
+
+    @property
+    def bytes_per_block(self) -> int:
+        """The size of one block in each group, so that `num_kv_blocks` means the memory that it means elsewhere."""
+        return super().bytes_per_block * self.layer_groups.num_groups
+
+    def num_blocks_that_fit(self) -> int:
+        """Return the number of blocks in the pool, each of which serves one group at a time."""
+        return super().num_blocks_that_fit() * self.layer_groups.num_groups
+
+    def make_kv_cache(self) -> KVCache:
+        """Return the cache. The layers are final now: let each of them take the metadata of its group."""
+        model: Any = self.model
+        for layer, place in zip(model.model.layers, self.layer_groups.places, strict=True):
+            layer.register_forward_pre_hook(take_group(place.group))
+        return super().make_kv_cache()
+
+    def forward(self, batch: Batch) -> Tensor:
+        metadata: Any = batch.metadata
+        is_grouped = isinstance(metadata, GroupedMetadata)  # not in a step over null blocks only
+        of_groups = metadata.of_groups() if is_grouped else [metadata] * self.layer_groups.num_groups
+        cache = LayersOfBlocks(self.kv_cache.tensor, self.layer_groups.places)
+        return self.model(batch.input_ids, batch.positions, of_groups, cache)
+
+
+def take_group(group: int) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a hook that replaces the last argument of a layer, the metadata of all groups, by that of `group`."""
+    return lambda _, arguments: (*arguments[:-1], arguments[-1][group])
+
+
+class LayersOfBlocks:
+    """`cache[:, i]` is the part of the KV cache in which layer `i` of the model has its K and V."""
+
+    def __init__(self, tensor: Tensor, places: tuple[LayerPlace, ...]) -> None:
+        self.tensor = tensor
+        self.places = places
+
+    def __getitem__(self, index: tuple[slice, int]) -> Tensor:
+        return self.tensor[:, self.places[index[1]].layer]

@@ -1,0 +1,114 @@
+"""Which layer belongs to which group, if some layers see a window and others see all tokens? And is it worth it?
+
+A block has room for `layers_per_block` layers, as many as see all tokens: they are group 0. The layers with a window
+form groups of the same size, so every block can serve every group. A model of six layers, as gpt-oss has:
+
+    layer        0          1          2          3          4          5
+    sees         window     all        window     all        window     all
+    group        1          0          1          0          1          0
+    its cache    kv[:, 0]   kv[:, 0]   kv[:, 1]   kv[:, 1]   kv[:, 2]   kv[:, 2]
+
+Each group has a block table of its own, and a block belongs to one group at a time. So the layers 0 and 1 have the same
+tensor, but never the same blocks. With block_size 4, a window of 5, and position 10 next (`grouped_blocks.py`):
+
+    position          0 1 2 3    4 5 6 7    8 9 10
+    group 0           [  7          2          5   ]
+    group 1           [  0          3          6   ]    the block behind the window was given back
+
+If the last group has fewer layers, the rest of its blocks is never used: `num_unused_layers`.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanovllm.config import resolve_device
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.models.network_config import NetworkConfig
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer finds its K and V: `kv_cache[:, layer]`, at the blocks of its group."""
+
+    group: int
+    layer: int
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """The groups of a model's layers. Group 0 sees all tokens, the others see `window` tokens."""
+
+    places: tuple[LayerPlace, ...]  # of each layer
+    layers_per_block: int
+    window: int
+
+    @property
+    def num_groups(self) -> int:
+        return 1 + max([place.group for place in self.places])
+
+    @property
+    def num_unused_layers(self) -> int:
+        """The layers for which blocks have room, and which the model does not have."""
+        return self.num_groups * self.layers_per_block - len(self.places)
+
+    def __str__(self) -> str:
+        size, num_windows = self.layers_per_block, self.num_groups - 1
+        return f"block tables: one for {size} layers that see all tokens, {num_windows} for windows of {self.window}"
+
+
+def windows_of(shape: NetworkConfig) -> list[int | None]:
+    """Return the window of each layer, None for one that sees all tokens."""
+    return [options.window for options in shape.attention_options]
+
+
+def mixes_windows(shape: NetworkConfig) -> bool:
+    """Return whether some layers see a window and others see all tokens, and all have K and V of the same shape."""
+    windows = set(windows_of(shape))
+    return len(windows) == 2 and None in windows and not shape.kv_groups and shape.state_shape is None
+
+
+def has_groups(config: Config, shape: NetworkConfig) -> bool:
+    """Return whether each group of the layers has block tables of its own."""
+    return mixes_windows(shape) and why_one_table(config, shape) is None
+
+
+def describe_tables(config: Config, shape: NetworkConfig) -> str:
+    """Return the first part of the description of an engine: nothing, unless the model `mixes_windows`."""
+    if not mixes_windows(shape):
+        return ""
+    reason = why_one_table(config, shape)
+    return f"{group_layers(shape)}; " if reason is None else f"one block table for all layers ({reason}); "
+
+
+def group_layers(shape: NetworkConfig) -> LayerGroups:
+    """Return the groups of a model that `mixes_windows`, of whose layers at least half have a window."""
+    windows = windows_of(shape)
+    layers_per_block = windows.count(None)
+    num_seen = {True: 0, False: 0}  # layers so far, with and without a window
+    places = []
+    for window in windows:
+        group, layer = divmod(num_seen[window is not None], layers_per_block)
+        places.append(LayerPlace(group if window is None else group + 1, layer))
+        num_seen[window is not None] += 1
+    return LayerGroups(tuple(places), layers_per_block, max([window for window in windows if window is not None]))
+
+
+def why_one_table(config: Config, shape: NetworkConfig) -> str | None:
+    """Return why all layers of a model that `mixes_windows` have one block table, or None if each group has its own."""
+    if config.disable_hybrid_kv_cache_manager:
+        return "disable_hybrid_kv_cache_manager is set, as it is for recordings and observers"
+    if config.has_kv_store:
+        return "the K/V store keeps blocks of all layers"
+    if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
+        return "ranks receive one"
+    if (config.speculative_config or {}).get("model") is not None:
+        return "a draft model reads one"
+    if config.explain_prefix_misses:
+        return "explain_prefix_misses follows one"
+    if resolve_device(config.device).type != "cpu":
+        return "CUDA graphs read one"
+    windows = windows_of(shape)
+    if windows.count(None) > len(windows) // 2:
+        return "most layers see all tokens"
+    if (config.max_model_len or shape.max_position_embeddings) <= max([one for one in windows if one is not None]):
+        return "no sequence is longer than the window"
+    return None

@@ -1,0 +1,283 @@
+"""Models whose layers form groups give the tokens of `transformers`, whatever is scheduled, shared, copied or freed.
+
+The oracle recomputes all tokens for each new one, without a cache. Long outputs leave the window of 9 tokens behind.
+`test_grouped_blocks.py` tests the decisions. By default each option has each of its values; the sweep
+(`pytest -m slow`) takes all combinations.
+"""
+
+import functools
+import itertools
+import json
+import random
+
+import pytest
+
+from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
+from nanovllm.extras.full_engine import LLMEngine
+from nanovllm.extras.full_observer import Observer
+from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
+from tests.extras.models.architectures import Checkpoints
+from tests.extras.models.hybrid_checkpoints import continue_greedily, logprobs_of
+
+WINDOW, FULL = "sliding_attention", "full_attention"
+MODELS = {  # one group with a window; three, of which the last has one layer of two; and one
+# whose layers are computed by one call of C each
+    "gpt_oss": ("plain", {"num_hidden_layers": 4, "layer_types": [WINDOW, FULL] * 2}),
+    "gemma3": ("plain", {"num_hidden_layers": 7, "layer_types": [*[WINDOW] * 3, FULL, *[WINDOW] * 2, FULL]}),
+    "smollm3": ("windows", {"num_hidden_layers": 4, "layer_types": [WINDOW, WINDOW, FULL, WINDOW],
+                            "no_rope_layers": [1, 0, 1, 1]}),
+}  # fmt: skip
+MAX_TOKENS = 20
+LENS = (1, 7, 16, 33, 48, 61)
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
+SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}
+ONE_TABLE = {"disable_hybrid_kv_cache_manager": True}
+FEW = {"num_kv_blocks": 16, "max_num_batched_tokens": 30}
+TINY_POOLS = {1: 90, 4: 23, 16: 6}  # blocks, by their size: one prompt and its output fit, not all of them
+
+
+class GroupedCheckpoints(Checkpoints):
+    """Each model is made once, as are the continuations that `transformers` computes without a cache."""
+
+    @functools.cache  # noqa: B019 (lives as long as the module's tests)
+    def of(self, name):
+        variant, others = MODELS[name]
+        return Checkpoints.make.__wrapped__(self, name, variant, **others)  # lists cannot be cached
+
+    def prompts(self):
+        """Random tokens; the last two prompts begin with the same 40."""
+        rng = random.Random(0)
+        prompts = [[rng.randrange(200) for _ in range(n)] for n in LENS]
+        prompts[-1][:40] = prompts[-2][:40]
+        return prompts
+
+    @functools.cache  # noqa: B019
+    def greedy(self, name):
+        return [continue_greedily(self.of(name)[1], prompt, MAX_TOKENS) for prompt in self.prompts()]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return GroupedCheckpoints(tmp_path_factory.mktemp("grouped"))
+
+
+def make_llm(folder, **options):
+    options = {"attention_backend": "torch", "block_size": 4, "num_kv_blocks": 120, "max_num_seqs": 8, **options}
+    return LLM(folder, dtype="float32", device="cpu", **options)
+
+
+def blocks_of(llm):
+    return llm.engine.scheduler.block_manager
+
+
+def is_grouped(llm):
+    return isinstance(blocks_of(llm), GroupedBlockManager)
+
+
+def logprobs(completion):
+    rows = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [row[token_id].logprob for token_id, row in rows]
+
+
+def check_greedy(llm, prompts, expected):
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    for output, (token_ids, wanted) in zip(outputs, expected, strict=True):
+        assert output.outputs[0].token_ids == token_ids
+        assert logprobs(output.outputs[0]) == pytest.approx(wanted, abs=2e-4)
+    assert blocks_of(llm).num_used_blocks == 0
+
+
+DEFAULT_CASES = [
+    ("gpt_oss", "torch", 7, 4, "large"), ("gpt_oss", "cpu", 64, 16, "tiny"), ("gpt_oss", "torch", 13, 1, "tiny"),
+    ("gemma3", "torch", 13, 4, "tiny"), ("gemma3", "cpu", 7, 16, "large"), ("gemma3", "torch", 1, 4, "large"),
+    ("smollm3", "cpu", 13, 16, "tiny"), ("smollm3", "torch", 64, 4, "large"),
+]  # fmt: skip
+
+
+def cases():
+    """(model, backend, budget, block size, pool). The backend `cpu` has blocks of 16."""
+    for case in itertools.product(MODELS, ["torch", "cpu"], [1, 7, 13, 64], [1, 4, 16], ["large", "tiny"]):
+        if case[1] == "torch" or case[3] == 16:
+            yield pytest.param(*case, marks=[] if case in DEFAULT_CASES else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("name", "backend", "budget", "block_size", "pool"), list(cases()))
+def test_tokens_are_those_of_transformers(checkpoints, name, backend, budget, block_size, pool):
+    options = {"attention_backend": backend, "block_size": block_size, "max_num_batched_tokens": budget}
+    options["num_kv_blocks"] = TINY_POOLS[block_size] if pool == "tiny" else 480 // block_size
+    llm = make_llm(checkpoints.of(name)[0], **options)
+    prompts, expected = checkpoints.prompts(), checkpoints.greedy(name)
+    assert is_grouped(llm)
+    if budget == 1:  # which is slow
+        prompts, expected = prompts[:3], expected[:3]
+    check_greedy(llm, prompts, expected)
+    assert llm.get_stats().num_window_blocks > 0
+    num_preemptions = llm.get_stats().num_preemptions
+    assert num_preemptions == 0 or pool == "tiny"
+    check_greedy(llm, prompts[::-1], expected[::-1])
+    if pool == "large" and budget > 1:  # each prompt finds its own full blocks, and the last one those of the other
+        assert llm.get_stats().prefix_cache_hit_tokens >= sum((n - 1) // block_size * block_size for n in LENS)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, marks=[] if (i + j) % 5 == 0 else [pytest.mark.slow], id=f"{name}-{options}")
+        for i, name in enumerate(MODELS)
+        for j, options in enumerate(
+            [
+                {**SWAP, **FEW},
+                {"enable_overlap": True, "max_num_batched_tokens": 11},
+                {"enable_overlap": True, **FEW},
+                {**SWAP, **FEW, "enable_overlap": True},
+                {**SWAP, **FEW, "attention_backend": "cpu", "block_size": 16, "num_kv_blocks": 5},
+                {"max_num_seqs": 2, "max_num_batched_tokens": 5},
+                {"long_prefill_token_threshold": 6},
+                {"scheduling_policy": "sjf", **FEW},
+                {"enable_prefix_caching": False, **FEW},
+                {"enforce_eager": True},
+                {"enforce_eager": True, "attention_backend": "cpu", "block_size": 16},
+                {"attention_backend": "auto", "block_size": None},
+            ]
+        )
+    ],
+)
+def test_tokens_do_not_depend_on_how_they_are_scheduled(checkpoints, name, options):
+    llm = make_llm(checkpoints.of(name)[0], **options)
+    assert is_grouped(llm)
+    check_greedy(llm, checkpoints.prompts(), checkpoints.greedy(name))
+    stats = llm.get_stats()
+    assert (stats.num_preemptions > 0) == ("num_kv_blocks" in options)
+    assert (stats.num_swaps > 0) == ("swap_space_bytes" in options)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_drafts_change_no_token(checkpoints, name):
+    """Prompts that repeat themselves, so that n-grams are found."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "disable_by_batch_size": 8}
+    folder, model = checkpoints.of(name)
+    llm = make_llm(folder, speculative_config=speculation, max_num_batched_tokens=64)
+    assert is_grouped(llm)
+    prompts = [prompt[:12] * 3 for prompt in checkpoints.prompts()[2:4]]
+    check_greedy(llm, prompts, [continue_greedily(model, prompt, MAX_TOKENS) for prompt in prompts])
+    assert llm.get_stats().num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt_oss", {"max_num_batched_tokens": 7}),
+        ("gemma3", {"num_kv_blocks": 30}),
+        pytest.param("gemma3", {"attention_backend": "cpu", "block_size": 16}, marks=pytest.mark.slow),
+        pytest.param("smollm3", {"attention_backend": "cpu", "block_size": 16}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_samples_share_the_blocks_of_all_groups(checkpoints, name, options):
+    """The oracle: the log-probabilities of `transformers`. Seen to fail if the blocks of one group are not copied."""
+    folder, model = checkpoints.of(name)
+    llm, prompts = make_llm(folder, **options), checkpoints.prompts()[1:4:2]
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
+    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        assert len({tuple(sample.token_ids) for sample in output.outputs}) == 3
+        for sample in output.outputs:
+            assert logprobs(sample) == pytest.approx(logprobs_of(model, prompt, sample.token_ids), abs=2e-4)
+    assert blocks_of(llm).num_used_blocks == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_samples_are_those_of_one_table(checkpoints, name):
+    params = SamplingParams(n=2, temperature=0.9, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
+    found = []
+    for options in ({}, ONE_TABLE):
+        llm = make_llm(checkpoints.of(name)[0], **options)
+        assert is_grouped(llm) == (not options)
+        outputs = llm.generate(checkpoints.prompts(), params, use_tqdm=False)
+        found.append([sample.token_ids for output in outputs for sample in output.outputs])
+    assert found[0] == found[1]
+
+
+# ---- memory
+
+
+def test_a_pool_of_the_same_size_holds_longer_sequences(checkpoints):
+    """As many layers with a window as without: a block beyond the window takes half of what it takes in one table."""
+    folder = checkpoints.of("gpt_oss")[0]
+    sizes = {"block_size": 4, "num_kv_blocks": 20, "max_num_batched_tokens": 4, "max_model_len": 160}
+    grouped, one_table = make_llm(folder, **sizes), make_llm(folder, **sizes, **ONE_TABLE)
+    assert grouped.engine.runner.kv_cache.bytes_per_block * 2 == one_table.engine.runner.kv_cache.bytes_per_block
+    assert (blocks_of(grouped).num_blocks, blocks_of(one_table).num_blocks) == (40, 20)
+    assert blocks_of(one_table).capacity == 80
+    assert blocks_of(grouped).capacity == 4 * (40 - 4), "3 + 1 blocks for a window of 9 and chunks of 4"
+    params = SamplingParams(temperature=0, max_tokens=130, ignore_eos=True)
+    output = grouped.generate([[7] * 10], params, use_tqdm=False)[0].outputs[0]
+    assert len(output.token_ids) == 130
+    stats = grouped.get_stats()
+    assert stats.peak_used_blocks <= 35 + 4
+    assert stats.num_preemptions == 0
+    assert 0 <= stats.waste < 0.2
+    cut = one_table.generate([[7] * 10], params, use_tqdm=False)[0].outputs[0]
+    assert (len(cut.token_ids), cut.stop_reason) == (71, "kv_cache")
+    assert output.token_ids[:71] == cut.token_ids
+
+
+def test_memory_is_that_of_whole_blocks(checkpoints):
+    """Two layers of three groups, and room for a seventh layer that no group has: K and V of 2 heads of 32 numbers."""
+    of_block = 16 * 2 * 2 * 2 * 32 * 4
+    for backend in ("torch", "cpu"):
+        options = {"attention_backend": backend, "block_size": 16, "num_kv_blocks": None}
+        llm = make_llm(checkpoints.of("gemma3")[0], kv_cache_memory_bytes=10 * 4 * of_block + 1, **options)
+        cache = llm.engine.runner.kv_cache
+        assert cache.bytes_per_block == of_block
+        assert cache.num_blocks == 9 * 4
+        assert llm.get_stats().num_kv_blocks == llm.get_stats().num_free_blocks == 36
+
+
+# ---- what has one table
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (ONE_TABLE, "disable_hybrid_kv_cache_manager is set"),
+        ({"kv_offloading_size": 0.01}, "the K/V store"),
+        ({"explain_prefix_misses": True}, "explain_prefix_misses follows one"),
+        ({"max_model_len": 9}, "no sequence is longer than the window"),
+    ],
+    ids=str,
+)
+def test_other_options_have_one_table_and_the_description_says_so(checkpoints, options, reason):
+    folder, model = checkpoints.of("gpt_oss")
+    llm = make_llm(folder, **options)
+    assert not is_grouped(llm)
+    assert llm.engine.description.startswith("one block table for all layers (")
+    assert reason in llm.engine.description
+    prompts = [[3, 4, 5, 6]]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    tokens = llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids
+    assert tokens == continue_greedily(model, prompts[0], 5)[0]
+
+
+def test_a_recording_has_one_table(checkpoints, tmp_path):
+    """Its events name blocks of one table."""
+    with LLM(checkpoints.of("gpt_oss")[0], device="cpu", block_size=16, trace=tmp_path / "run.jsonl") as llm:
+        assert not is_grouped(llm)
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=30, ignore_eos=True), use_tqdm=False)
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert "one block table for all layers" in json.loads(lines[0])["config"]["description"]
+
+
+def test_the_description_names_the_groups(checkpoints):
+    description = make_llm(checkpoints.of("gemma3")[0]).engine.description
+    assert description.startswith("block tables: one for 2 layers that see all tokens, 3 for windows of 9; attention_")
+
+
+def test_models_of_one_kind_of_layer_have_the_parts_that_they_had():
+    llm = LLM(TINY_QWEN3, device="cpu", attention_backend="torch", enforce_eager=True)
+    assert type(blocks_of(llm)).__module__ == "nanovllm.block_manager"
+    assert "block table" not in llm.engine.description
+
+
+def test_an_observer_has_one_table(checkpoints):
+    engine = LLMEngine(Config(str(checkpoints.of("gpt_oss")[0]), device="cpu", num_kv_blocks=20), Observer())
+    assert not isinstance(engine.scheduler.block_manager, GroupedBlockManager)
