@@ -8,7 +8,6 @@ For a sequence with three blocks in group 0, of which the groups with a window h
 
 from typing import Any
 
-from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm.extras.kv_groups.grouped_tables import GroupedBlockTables
 from nanovllm.extras.swap.space import Swap, SwapSpace
 
@@ -44,6 +43,6 @@ class GroupedSwapSpace(SwapSpace):
         return [seq.block_table.view(0, num_blocks).tolist(), *windows]
 
 
-def make_swap(kv_cache: Any, blocks: GroupedBlockManager) -> Swap:
-    """Return the strategy for a `SwappingKVCache` whose blocks serve all groups."""
+def make_swap(kv_cache: Any, blocks: Any) -> Swap:
+    """Return the strategy for a `SwappingKVCache` whose blocks serve all groups. blocks: a `GroupedBlockManager`"""
     return Swap(blocks, GroupedSwapSpace(kv_cache.num_swap_blocks, blocks.block_tables))
