@@ -27,6 +27,7 @@ from benchmarks import (
     decode_profile,
     kv_store,
     kv_tiers,
+    layer_groups,
     long_prefill,
     offline,
     preemption,
@@ -227,6 +228,19 @@ def test_the_store_saves_and_loads_a_whole_prompt(run_main):
     assert sum("0 blocks were dropped" in line for line in lines) == 1
     shares = [float(line.split("%")[0].split()[-1]) for line in lines if line.startswith("  keys")]
     assert 0 < shares[0] < 100 > shares[1] > 0
+
+
+def test_sequences_that_fit_are_counted_as_by_hand(run_main):
+    """1 GiB and 4,096 tokens in blocks of 16: 256 blocks, and 9 in each group with a window of 128.
+
+    With one table, a block of gpt-oss-20b has 24 layers of K and V of 8 heads of 64 numbers of 2 bytes.
+    """
+    lines = run_main(layer_groups, "--gib", 1, "--context-len", 4096)
+    name, _, one_table, grouped, _, _ = next(line.split() for line in lines if line.startswith("gpt-oss"))
+    num_blocks = 2**30 // (24 * 2 * 8 * 64 * 2 * 16)
+    most = 2 * num_blocks // (256 + 9)
+    assert int(one_table) == (num_blocks - 1) // 256
+    assert most - 1 <= int(grouped) <= most, "a prompt needs room for its last chunk"
 
 
 def test_short_prompts_wait_for_the_long_one_or_go_beside_it(run_main, monkeypatch, tiny_checkpoint):
