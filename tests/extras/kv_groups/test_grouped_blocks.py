@@ -14,7 +14,7 @@ from nanovllm.extras.kv_groups.layer_groups import LayerGroups, LayerPlace, grou
 from nanovllm.extras.models.masking import AttentionOptions
 from nanovllm.extras.models.network_config import NetworkConfig
 from tests.conftest import examples
-from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run
+from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run, SchedulerMachine
 from tests.extras.grouped_fake_kv_cache import (
     GroupedFakeKVCache,
     all_blocks,
@@ -24,6 +24,7 @@ from tests.extras.grouped_fake_kv_cache import (
     grouped_slots,
     window_tables,
 )
+from tests.extras.speculative_traffic import SpeculativeRun
 from tests.fake_kv_cache import check_cached_blocks, table_of
 from tests.scheduling_traffic import SETTINGS
 
@@ -89,10 +90,20 @@ class OverlapGroupedMachine(GroupedTraffic, OverlapMachine):
     pass
 
 
+class GroupedSpeculativeRun(GroupedRun, SpeculativeRun):
+    pass
+
+
+class GroupedSpeculativeMachine(GroupedTraffic, SchedulerMachine):
+    make_run = GroupedSpeculativeRun
+
+
 TestTraffic = pytest.mark.examples(GroupedMachine.TestCase)
 TestTraffic.settings = settings(SETTINGS, max_examples=examples(80))
 TestTrafficWithOverlap = pytest.mark.examples(OverlapGroupedMachine.TestCase)
 TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(60))
+TestTrafficWithDrafts = pytest.mark.examples(GroupedSpeculativeMachine.TestCase)
+TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(60))
 
 
 # ---- which layers form a group
