@@ -11,7 +11,7 @@ from tests.core_alone import EXTRAS, PACKAGE, ROOT, core_files, run_in
 MAX_FILES, MAX_LINES = 34, 2896  # of the core, docstrings included; the aim is 2,750
 MAX_LINES_OF_GPU_PATH = 450
 MAX_LINES_OF_FUNCTION = 40
-MAX_LOADED_FILES, MAX_LOADED_LINES = 52, 5460  # of a plain run with extras present; the aim is 46 and 4,000
+MAX_LOADED_FILES, MAX_LOADED_LINES = 52, 5485  # of a plain run with extras present; the aim is 46 and 4,000
 GPU_PATH = ("layers/attention.py", "layers/flash_attention.py", "cuda_graphs.py", "model_runner.py")
 WORDS_OF_EXTRAS = ("extra", "overlap", "speculat", "swap", "penalt", "logprob", "trace", "triton", "parallel", "draft")
 
