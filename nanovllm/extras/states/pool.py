@@ -108,8 +108,8 @@ class StateKVCache(KVCache):
 
     @property
     def states(self) -> tuple[Tensor, ...]:
-        """The tensors of the pool, whose second dimension is the slots."""
-        return self.conv, self.recurrent
+        """The tensors of the pool, whose second dimension is the slots. Models may have no recurrent ones."""
+        return (self.conv, self.recurrent) if self.recurrent.numel() else (self.conv,)
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)

@@ -11,6 +11,7 @@ Rank 0 decides which sequence owns which slot, and sends the slots and the copie
 from pathlib import Path
 
 from nanovllm.extras.all_options import Config
+from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.parallel.start_ranks import RankRunner, start_ranks
 from nanovllm.extras.states.state_runner import StateRunner, without_graphs
@@ -30,5 +31,11 @@ def start_state_ranks(config: Config, folder: Path) -> ModelRunner:
         raise ValueError(
             f"speculative_config must be None for a model with recurrent states and tensor_parallel_size > 1, got "
             f"{config.speculative_config!r}: rank 0 sends no slots of drafts; take one rank, or no speculation"
+        )
+    _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
+    if not all(shape.state_shape.recurrent):
+        raise ValueError(
+            f"tensor_parallel_size must be 1 for a model that keeps states of convolutions only, got "
+            f"{config.tensor_parallel_size}: the channels of such layers are not divided"
         )
     return start_ranks(without_graphs(config), folder, StateRankRunner)

@@ -86,6 +86,21 @@ def test_the_state_is_that_of_the_convolutions_only(hybrids):
     assert llm.engine.runner.kv_cache.recurrent.numel() == 0
 
 
+def test_swapped_states_and_drafts_give_the_tokens_of_transformers(hybrids):
+    swap = {"preemption_mode": "swap", "swap_space_bytes": 2_000_000, "num_kv_blocks": 22}
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+    llm = make_llm(hybrids.make()[0], block_size=4, max_num_batched_tokens=24, **swap, **drafts)
+    check_greedy(llm, hybrids.prompts(), hybrids.greedy())
+    stats = llm.get_stats()
+    assert stats.num_swaps > 0
+    assert stats.num_draft_tokens > 0
+
+
+def test_several_ranks_are_refused(hybrids):
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 .* of convolutions only"):
+        make_llm(hybrids.make()[0], tensor_parallel_size=2)
+
+
 def test_names_may_lack_their_prefix(hybrids, tmp_path):
     """As `AutoModel` of `transformers` saves the network without its output layer."""
     folder, model = hybrids.make()
