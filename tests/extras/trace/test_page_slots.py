@@ -1,4 +1,4 @@
-"""The page in Chromium for models with recurrent states: who owns which slot, what it holds, what a step copies."""
+"""The page in Chromium for models with recurrent states: owners of slots, what slots hold, what a step copies."""
 
 import pytest
 
