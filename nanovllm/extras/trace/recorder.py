@@ -108,13 +108,14 @@ class Recorder(SchedulingStats):
             self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
             self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
             self._new_ids |= {i for seq in state["seqs"] for miss in seq["misses"] for i in miss.get("cached", ())}
+        blocks: Any = self._blocks
         header = {
-            "format": FORMAT, "version": VERSION, "num_blocks": self._blocks.num_blocks,
-            "block_size": self._blocks.block_size, "num_steps_before": self._num_steps, "t": self._now(),
+            "format": FORMAT, "version": VERSION, "num_blocks": blocks.num_blocks,
+            "block_size": blocks.block_size, "num_steps_before": self._num_steps, "t": self._now(),
             "config": self._config, "in_flight": flights, "state": state,
         }  # fmt: skip
         if self._is_due is not None:
-            header["num_slots"] = self._blocks.num_slots
+            header["num_slots"] = blocks.num_slots
         return to_json(header)
 
     def _now(self) -> int:
