@@ -1,15 +1,18 @@
-"""Train the tiny Qwen3 that nanovllm ships, on the text in `tools/corpus/`, in about twenty minutes on two CPU cores.
+"""Train the two tiny models that nanovllm ships, on the text in `tools/corpus/`.
 
-    python tools/train_tiny.py                  # writes nanovllm/assets/tiny-qwen3/, docs/images/train_tiny_loss.png
-    python tools/train_tiny.py --evaluate-only  # evaluate the saved model
+    python tools/train_tiny.py                         # Qwen3: about twenty minutes on two CPU cores
+    python tools/train_tiny.py --architecture qwen3.5  # Qwen3.5, whose layers keep states: 36 minutes on one core
+    python tools/train_tiny.py --evaluate-only         # evaluate the saved model
+
+`ARCHITECTURES` says which folder and which picture of the loss are written.
 
 The model must memorize this corpus and learn two-digit addition, for which 200 sums are held out. So a validation loss
 would not be useful. Instead, the program prints how many questions are answered word for word by greedy decoding after
 the weights are rounded to bfloat16. The entries' `U:` wordings are held out of training: the share of them that is
 answered correctly shows how much the model generalizes.
 
-This file does not import nanovllm. The network is transformers' own Qwen3ForCausalLM, an independent reference for what
-the engine must compute.
+This file does not import nanovllm. The networks are transformers' own, an independent reference for what the engine
+must compute.
 """
 
 import argparse
@@ -18,20 +21,24 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that `python tools/train_tiny.py` finds tools.read_corpus
 from tools.read_corpus import SUM_WORDINGS, Entry, load_corpus, normalize, split_sums, sum_exchange  # noqa: E402
+
+if TYPE_CHECKING:
+    Model: TypeAlias = Qwen3ForCausalLM | transformers.Qwen3_5ForCausalLM
 
 # A question and its answer.
 Exchange = tuple[str, str]
@@ -41,6 +48,7 @@ PAD_ID, TURN_START_ID, TURN_END_ID = 0, 1, 2  # the trainer numbers special toke
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 2048
 ROPE_THETA = 10000.0
+INITIALIZER_RANGE = 0.06  # the usual 0.02 is meant for wider layers; short trials learned far slower with it
 
 # Qwen's splitting rule: words keep the space before them, each digit is separate.
 SPLIT_PATTERN = (
@@ -258,9 +266,8 @@ def endless_batches(entries: list[Entry], tokenizer: Tokenizer, args: argparse.N
 # --- model and training ------------------------------------------------------------------------------------------
 
 
-def build_model(seed: int) -> Qwen3ForCausalLM:
+def build_qwen3() -> Qwen3ForCausalLM:
     """Build a Qwen3 of 3.5 M parameters with all its features: GQA, q/k norm, its own head_dim, tied embeddings."""
-    torch.manual_seed(seed)
     # Qwen3Config accepts any keyword, but transformers 5 declares neither of these.
     undeclared: dict[str, Any] = {"rope_theta": ROPE_THETA, "attn_implementation": "sdpa"}
     config = Qwen3Config(
@@ -272,7 +279,7 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.06,  # the usual 0.02 is meant for wider layers; short trials learned far slower with it
+        initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=TURN_END_ID,
@@ -282,14 +289,91 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def answer_logits(model: Qwen3ForCausalLM, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def build_qwen3_5() -> "transformers.Qwen3_5ForCausalLM":
+    """Build a Qwen3.5 of 3.5 M parameters. Three of its four layers are Gated DeltaNet, with fewer heads of keys.
+
+    The fourth layer attends, with GQA and a gate, and rotates a quarter of each head.
+    """
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA, "partial_rotary_factor": 0.25},
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=TURN_END_ID,
+        pad_token_id=PAD_ID,
+    )
+    model = transformers.Qwen3_5ForCausalLM(config)
+    for layer in model.model.layers:
+        if layer.block_type == "linear_attention":
+            let_state_remember(layer.linear_attn)
+    return model
+
+
+def let_state_remember(mixer: Any) -> None:
+    """Set initial values as the authors of Gated DeltaNet do: some heads forget after a token, some after thousands.
+
+    With the initial values of transformers, which a checkpoint replaces, most heads forget after one token.
+    """
+    mixer.conv1d.reset_parameters()
+    steps = torch.empty(mixer.num_v_heads).uniform_(math.log(0.001), math.log(0.1)).exp()  # [num_v_heads]
+    mixer.dt_bias.data = steps + torch.log(-torch.expm1(-steps))  # [num_v_heads]; the softplus of it is `steps`
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What differs between the models that this program trains: the defaults of the options with these names."""
+
+    build: Callable[[], "Model"]
+    output: str
+    plot: str
+    steps: int
+    batch_tokens: int
+    lr: float
+    bfloat16: bool
+
+
+ARCHITECTURES = {
+    "qwen3": Architecture(
+        build=build_qwen3,
+        output="nanovllm/assets/tiny-qwen3",
+        plot="docs/images/train_tiny_loss.png",
+        steps=3500,
+        batch_tokens=2048,
+        lr=3e-3,
+        bfloat16=False,
+    ),
+    "qwen3.5": Architecture(
+        build=build_qwen3_5,
+        output="nanovllm/extras/assets/tiny-qwen3.5",
+        plot="docs/images/train_tiny_hybrid_loss.png",
+        steps=4400,
+        batch_tokens=1024,
+        lr=2.5e-3,
+        bfloat16=True,
+    ),
+}
+
+
+def answer_logits(model: "Model", batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits and targets only for the answers' tokens, which saves most of the LM head's work."""
     hidden = model.model(
         input_ids=batch.token_ids,
         position_ids=batch.positions,
         # Without a mask tensor, attention is causal. If this were None instead of a dict, transformers would build a
         # mask, and treat a gap in the positions as the border between two packed sequences.
-        attention_mask={"full_attention": None},
+        attention_mask={"full_attention": None, "linear_attention": None},
         use_cache=False,
     ).last_hidden_state  # [batch, seq_len, hidden]
     is_target = batch.is_answer[:, 1:]  # [batch, seq_len - 1]; position t predicts token t + 1
@@ -305,14 +389,14 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def make_optimizer(model: Qwen3ForCausalLM, args: argparse.Namespace) -> torch.optim.AdamW:
+def make_optimizer(model: "Model", args: argparse.Namespace) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim >= 2]
-    gains = [p for p in model.parameters() if p.ndim < 2]  # norm weights: they have no weight decay
+    gains = [p for p in model.parameters() if p.ndim < 2]  # of norms and decays: they have no weight decay
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": gains, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
 
-def train(model: Qwen3ForCausalLM, batches: Iterator[Batch], args: argparse.Namespace) -> list[float]:
+def train(model: "Model", batches: Iterator[Batch], args: argparse.Namespace) -> list[float]:
     """Train the model and return the loss of every step."""
     optimizer = make_optimizer(model, args)
     losses, num_tokens, started = [], 0, time.perf_counter()
@@ -321,7 +405,9 @@ def train(model: Qwen3ForCausalLM, batches: Iterator[Batch], args: argparse.Name
         batch = next(batches)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
-        loss = F.cross_entropy(*answer_logits(model, batch))
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):
+            logits, targets = answer_logits(model, batch)
+        loss = F.cross_entropy(logits.float(), targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -334,7 +420,7 @@ def train(model: Qwen3ForCausalLM, batches: Iterator[Batch], args: argparse.Name
     return losses
 
 
-def plot_losses(losses: list[float], path: Path) -> None:
+def plot_losses(losses: list[float], name: str, path: Path) -> None:
     """Plot the loss of every step as a faint dot, and a running mean."""
     import matplotlib
 
@@ -346,7 +432,7 @@ def plot_losses(losses: list[float], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(losses, ".", markersize=1.5, alpha=0.25, color="tab:gray", label="step")
     axes.plot(range(window - 1, len(losses)), means, color="tab:blue", label=f"mean of {window} steps")
-    axes.set(yscale="log", xlabel="step", ylabel="loss on the answers' tokens", title="Training the bundled tiny Qwen3")
+    axes.set(yscale="log", xlabel="step", ylabel="loss on the answers' tokens", title=f"Training {name}")
     axes.grid(alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -357,7 +443,7 @@ def plot_losses(losses: list[float], path: Path) -> None:
 # --- saving ------------------------------------------------------------------------------------------------------
 
 
-def save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
+def save_model(model: "Model", folder: Path) -> None:
     """Save the weights in bfloat16, with configs that both transformers 4.51 and 5 can read."""
     folder.mkdir(parents=True, exist_ok=True)
     model.bfloat16().save_pretrained(folder)
@@ -379,7 +465,7 @@ def _write_json(path: Path, content: dict) -> None:
 
 
 @torch.inference_mode()
-def count_right(model: Qwen3ForCausalLM, examples: list[Example], batch_tokens: int = 8192) -> int:
+def count_right(model: "Model", examples: list[Example], batch_tokens: int = 8192) -> int:
     """Return the number of examples that greedy decoding answers word for word.
 
     Generating is not necessary: greedy decoding gives the target exactly if, with the target as input, the largest
@@ -424,7 +510,9 @@ def print_evaluation(folder: Path, entries: list[Entry]) -> None:
     """Print the accuracy of the saved model, computed in float32 and in bfloat16 from the same bfloat16 weights."""
     groups = evaluation_groups(entries, Tokenizer.from_file(str(folder / "tokenizer.json")))
     print(f"{'answered word for word':34}{'float32':>18}{'bfloat16':>18}")
-    models_by_dtype = [Qwen3ForCausalLM.from_pretrained(folder, dtype=d) for d in (torch.float32, torch.bfloat16)]
+    models_by_dtype: list[Any] = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=d) for d in (torch.float32, torch.bfloat16)
+    ]
     for name, examples in groups.items():
         counts = [count_right(model, examples) for model in models_by_dtype]
         cells = [f"{count}/{len(examples)} {count / max(1, len(examples)):7.2%}" for count in counts]
@@ -437,19 +525,25 @@ def print_evaluation(folder: Path, entries: list[Entry]) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=ROOT / "tools/corpus", help="folder of *.txt files")
-    parser.add_argument("--output", type=Path, default=ROOT / "nanovllm/assets/tiny-qwen3", help="model folder")
-    parser.add_argument("--plot", type=Path, default=ROOT / "docs/images/train_tiny_loss.png", help="loss curve")
-    parser.add_argument("--steps", type=int, default=3500)
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
+    parser.add_argument("--output", type=Path, help="model folder")
+    parser.add_argument("--plot", type=Path, help="loss curve")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--warmup-steps", type=int, default=150)
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="maximum of padded tokens in a batch")
+    parser.add_argument("--batch-tokens", type=int, help="maximum of padded tokens in a batch")
     parser.add_argument("--long-repeats", type=int, default=1, help="how often a pass contains a long explanation")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--lr", type=float, help="peak learning rate")
+    parser.add_argument("--bfloat16", action=argparse.BooleanOptionalAction, help="multiply matrices in bfloat16")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--log-interval-s", type=float, default=1.0, help="seconds between progress updates")
     parser.add_argument("--evaluate-only", action="store_true", help="evaluate the saved model without training")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name, value in vars(ARCHITECTURES[args.architecture]).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, ROOT / value if name in ("output", "plot") else value)
+    return args
 
 
 def main() -> None:
@@ -460,12 +554,13 @@ def main() -> None:
         args.output.mkdir(parents=True, exist_ok=True)
         tokenizer = train_tokenizer(corpus_texts(entries))
         save_tokenizer(tokenizer, args.output)
-        model = build_model(args.seed)
+        torch.manual_seed(args.seed)
+        model = args.build()
         num_questions = sum(len(entry.questions) for entry in entries)
         print(f"{len(entries)} entries, {num_questions} trained wordings, {model.num_parameters():,} parameters")
         losses = train(model, endless_batches(entries, tokenizer, args), args)
         save_model(model, args.output)
-        plot_losses(losses, args.plot)
+        plot_losses(losses, args.output.name, args.plot)
     print_evaluation(args.output, entries)
 
 
