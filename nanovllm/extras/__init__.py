@@ -19,6 +19,7 @@ from nanovllm.extras.request_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from nanovllm.extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
     from nanovllm.extras.beam_search.beam_params import BeamSearchParams
+    from nanovllm.extras.bundled import TINY_QWEN3_5
     from nanovllm.extras.commands import run_command as run_command
     from nanovllm.extras.embedding.embedding_outputs import EmbeddingOutput, EmbeddingRequestOutput
     from nanovllm.extras.embedding.pooling_params import PoolingParams
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 LAZY = {
     "beam_search.beam_outputs": ("BeamSearchOutput", "BeamSearchSequence"),
     "beam_search.beam_params": ("BeamSearchParams",),
+    "bundled": ("TINY_QWEN3_5",),
     "commands": ("run_command",),
     "embedding.embedding_outputs": ("EmbeddingOutput", "EmbeddingRequestOutput"),
     "embedding.pooling_params": ("PoolingParams",),
@@ -45,6 +47,7 @@ LAZY = {
 __all__ = [
     "LLM",
     "TINY_QWEN3",
+    "TINY_QWEN3_5",
     "AsyncEngineArgs",
     "BeamSearchOutput",
     "BeamSearchParams",

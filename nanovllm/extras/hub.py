@@ -1,10 +1,12 @@
-"""Download the files of a model from the Hugging Face hub, or find them in the hub's cache on this machine.
+"""Find a model by its name: in the package, in the cache of the Hugging Face hub on this machine, or on the hub.
 
 `checkpoint.py` calls this for a name that is not a folder. Only data is downloaded, no code.
 """
 
 import re
 from pathlib import Path
+
+from nanovllm.extras.bundled import BUNDLED
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
@@ -17,11 +19,13 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def download(option: str, name: str | Path, revision: str | None, with_weights: bool) -> Path:
-    """Return the local folder with the files of hub id `name`.
+    """Return the folder of the bundled model `name`, or the local folder with the files of hub id `name`.
 
-    option: the option that has this value; it selects the files. Raises ValueError if `name` is not a hub id, or if
-    the files are not available.
+    option: the option that has this value; it selects the files. Raises ValueError if `name` is neither, or if the
+    files are not available.
     """
+    if name in BUNDLED:
+        return BUNDLED[str(name)]
     if isinstance(name, Path) or not HUB_ID.fullmatch(name) or name.startswith("."):
         raise ValueError(
             f"{option} {str(name)!r} is not a folder on this machine, nor a hub id such as 'Qwen/Qwen3-0.6B'"

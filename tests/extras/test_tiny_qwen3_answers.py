@@ -1,8 +1,8 @@
-"""The engine gets out of the bundled model what the training put in.
+"""The engine gets out of the bundled models what the training put in.
 
-The accuracy tests generate for real, greedily, through `LLM`: every sixth of about 1,700 prompts in each dtype, and all
-of them in the sweep. They show at once that the checkpoint knows its corpus and that the engine computes what the
-checkpoint says.
+The accuracy tests generate for real, greedily, through `LLM`: a part of about 1,700 prompts by default, and many more
+in the sweep. They show at once that a checkpoint knows its corpus and that the engine computes what the checkpoint
+says.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
 from tools.read_corpus import SUM_WORDINGS, Entry, load_corpus, normalize, split_sums, sum_exchange
 
 CORPUS_DIR = Path(__file__).resolve().parents[2] / "tools" / "corpus"
@@ -55,22 +55,25 @@ def ask(llm: LLM, tokenizer, questions: list[str]) -> list[str | None]:
     return [c.text if c.finish_reason == "stop" else None for c in completions]
 
 
-SWEEP = [pytest.param("float32", 3, marks=pytest.mark.slow), pytest.param("bfloat16", 1, marks=pytest.mark.slow)]
+CASES = [(TINY_QWEN3, "float32", 12), (TINY_QWEN3, "bfloat16", 12), (TINY_QWEN3_5, "float32", 24)]
+SWEEP = [(TINY_QWEN3, "float32", 3), (TINY_QWEN3, "bfloat16", 1), (TINY_QWEN3_5, "bfloat16", 1)]
 
 
-@pytest.mark.parametrize(("dtype", "every"), [("float32", 12), ("bfloat16", 12), *SWEEP])
-def test_answers_word_for_word(dtype: str, every: int, tokenizer, record_property):
+@pytest.mark.parametrize(
+    ("model", "dtype", "every"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SWEEP)]
+)
+def test_answers_word_for_word(model: Path, dtype: str, every: int, tokenizer, record_property):
     groups = {name: group[::every] for name, group in exchanges_by_group().items()}
     questions = [question for group in groups.values() for question, _ in group]
     # No wording occurs twice, so a dict loses nothing.
-    with LLM(model=TINY_QWEN3, dtype=dtype) as llm:
+    with LLM(model=model, dtype=dtype) as llm:
         answers = dict(zip(questions, ask(llm, tokenizer, questions), strict=True))
     shares = {}
     for name, group in groups.items():
         num_right = sum(answers[question] == expected for question, expected in group)
         shares[name] = num_right / len(group)
         record_property(f"{dtype}: {name}", shares[name])
-        print(f"{dtype}: {name}: {num_right} of {len(group)} answered word for word ({shares[name]:.1%})")
+        print(f"{model.name}, {dtype}: {name}: {num_right} of {len(group)} answered word for word ({shares[name]:.1%})")
     too_low = {name: shares[name] for name, least in THRESHOLDS.items() if shares[name] < least}
     assert not too_low
 

@@ -1,0 +1,10 @@
+"""The models in the package, by name: `LLM("tiny-qwen3.5")`, `nanovllm chat tiny-qwen3.5`. Called by `hub.py`."""
+
+from pathlib import Path
+
+EXTRAS = Path(__file__).parent
+TINY_QWEN3_5 = EXTRAS / "assets" / "tiny-qwen3.5"
+"""A Qwen3.5 of 3.5 million parameters, trained like the bundled Qwen3. Three of its four layers keep states."""
+
+BUNDLED = {"tiny-qwen3": EXTRAS.parent / "assets" / "tiny-qwen3", "tiny-qwen3.5": TINY_QWEN3_5}
+"""Name -> folder."""
