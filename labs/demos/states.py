@@ -1,47 +1,29 @@
 """Count the prefix hits of a model whose layers keep states, and follow the slots of its sequences.
 
     python -m labs.demos.states                      # hit rates, with and without snapshots of the states
+    python -m labs.demos.states --text               # a conversation in words, and what each prompt finds
     python -m labs.demos.states --slots              # the slots at each step of two requests; no model runs
     python -m labs.demos.states --trace run.jsonl    # record the third workload, snapshots at ends and branches
 
-The model has random weights, and prompts of random tokens. In three of its four layers each sequence has a state, and
-the fourth keeps K and V. The first row of each workload is the bundled model, which has K and V in all layers.
+In three of the four layers of the bundled tiny-qwen3.5 each sequence has a state, and the fourth keeps K and V. Its
+prompts are random tokens. The first row of each workload is the bundled tiny-qwen3, which has K and V in all layers.
 """
 
 import argparse
-import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
 from nanovllm.extras.full_observer import SchedulingStats
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.states.slots import StateBlockManager, StateScheduler
 
-HYBRID: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "vocab_size": 2048,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.2,  # large, so that tokens vary
-}
 ENGINE: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "block_size": 4}
 NEVER = 100  # blocks between snapshots: longer than any sequence here
 
@@ -114,18 +96,11 @@ WORKLOADS: dict[str, Callable[[LLM], list[list[int]]]] = {
 }
 
 
-def make_hybrid(folder: Path) -> Path:
-    """Write the config.json of a model with states. Its weights are made when the engine starts, from a seed."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(HYBRID))
-    return folder
-
-
-def measure(setting: Setting, workload: Callable[[LLM], list[list[int]]], hybrid: Path, trace: Path | None) -> Result:
+def measure(setting: Setting, workload: Callable[[LLM], list[list[int]]], trace: Path | None = None) -> Result:
     """Run a workload on a new engine."""
-    model, load_format = (TINY_QWEN3, "auto") if setting.interval is None else (hybrid, "dummy")
+    model = TINY_QWEN3 if setting.interval is None else TINY_QWEN3_5
     pool: dict[str, Any] = {"num_kv_blocks": 60, "max_num_seqs": 60, "enable_prefix_caching": setting.has_cache}
-    options: dict[str, Any] = {"load_format": load_format, "skip_tokenizer_init": True, "trace": trace}
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "trace": trace}
     with LLM(model, max_model_len=256, **ENGINE, **pool, **options) as llm:
         if setting.interval is not None:
             llm.engine.scheduler.block_manager.snapshot_interval = setting.interval  # type: ignore[attr-defined]
@@ -135,11 +110,11 @@ def measure(setting: Setting, workload: Callable[[LLM], list[list[int]]], hybrid
     return Result(outputs, stats.prompt_tokens, stats.prefix_cache_hit_tokens, stats.steps, num_snapshots)
 
 
-def compare(hybrid: Path) -> None:
+def compare() -> None:
     """Print a row for each workload and setting."""
     for name, workload in WORKLOADS.items():
         print(f"{name:38} prompt tokens   found   hit rate   steps   snapshots")
-        results = [measure(setting, workload, hybrid, None) for setting in SETTINGS]
+        results = [measure(setting, workload) for setting in SETTINGS]
         for setting, result in zip(SETTINGS, results, strict=True):
             rate = result.num_found / result.num_prompt_tokens
             num_snapshots = "-" if result.num_snapshots is None else result.num_snapshots
@@ -149,6 +124,24 @@ def compare(hybrid: Path) -> None:
             )
         is_same = all(result.outputs == results[1].outputs for result in results[2:])
         print(f"  same tokens from all engines with states: {'yes' if is_same else 'NO'}\n")
+
+
+# ---- words
+
+
+QUESTIONS = ["What is the KV cache?", "What is prefix caching?", "What is a block table?", "What is 12 + 34?"]
+
+
+def talk() -> None:
+    """Ask the bundled hybrid four questions in one conversation, and print what each prompt finds."""
+    messages: list[dict[str, str]] = []
+    with LLM(TINY_QWEN3_5, num_kv_blocks=200, max_num_seqs=8, **ENGINE) as llm:
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            [output] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=200), use_tqdm=False)
+            messages.append({"role": "assistant", "content": output.outputs[0].text})
+            print(f"{len(output.prompt_token_ids):>4} tokens, {output.num_cached_tokens:>3} found: {question}")
+            print(fill(output.outputs[0].text, 100, initial_indent="  ", subsequent_indent="  "))
 
 
 # ---- slots
@@ -206,19 +199,19 @@ def show_range(start: int, length: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Hit rates and slots of a model with recurrent states.")
+    parser.add_argument("--text", action="store_true", help="ask the model questions instead")
     parser.add_argument("--slots", action="store_true", help="follow the slots of two requests instead")
     parser.add_argument("--trace", type=Path, help="record the third workload to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)  # steps are too small for more
     if args.slots:
         follow_slots()
-        return
-    with TemporaryDirectory() as work:
-        hybrid = make_hybrid(Path(work) / "random-hybrid")  # recordings have this name
-        if args.trace:
-            measure(SETTINGS[2], send_prefix_first, hybrid, args.trace)
-        else:
-            compare(hybrid)
+    elif args.text:
+        talk()
+    elif args.trace:
+        measure(SETTINGS[2], send_prefix_first, args.trace)
+    else:
+        compare()
 
 
 if __name__ == "__main__":

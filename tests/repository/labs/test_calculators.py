@@ -10,8 +10,7 @@ import torch
 from benchmarks.common import QWEN3_06B, ModelShape, make_workload
 from benchmarks.roofline import Rates
 from labs.calculators import chunk_size, hit_rate, kv_bytes, kv_transfer, roofline, state_bytes, users_fit, waste
-from labs.demos.states import make_hybrid
-from nanovllm import LLM
+from nanovllm import LLM, TINY_QWEN3_5
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.hub_cache import put_into_cache
 
@@ -416,10 +415,10 @@ def test_a_hybrid_is_smaller_from_the_border_on(hybrid):
         assert sizes[0][1] < sizes[1][1]
 
 
-def test_a_config_json_has_the_sizes_of_the_engines_caches(tmp_path):
-    shape = state_bytes.shape_of_model(str(make_hybrid(tmp_path)))
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "attention_backend": "torch", "device": "cpu"}
-    with LLM(tmp_path, dtype="bfloat16", block_size=4, num_kv_blocks=8, max_num_seqs=2, **options) as llm:
+def test_a_config_json_has_the_sizes_of_the_engines_caches():
+    shape = state_bytes.shape_of_model(str(TINY_QWEN3_5))
+    options = {"skip_tokenizer_init": True, "attention_backend": "torch", "device": "cpu"}
+    with LLM(TINY_QWEN3_5, dtype="bfloat16", block_size=4, num_kv_blocks=8, max_num_seqs=2, **options) as llm:
         cache = llm.engine.runner.kv_cache
         assert shape.bytes_of_state == cache.bytes_per_slot == llm.get_stats().states.bytes_per_slot
         assert shape.bytes_per_token * 4 == cache.bytes_per_block
@@ -432,10 +431,9 @@ def test_state_bytes_prints_the_memory_of_sequences(run_main):
     assert [line.split()[-1] for line in lines if line.startswith("Qwen3.5-0.8B")] == ["31", "48", "1,590"]
 
 
-def test_calculators_of_k_and_v_refuse_states(run_main, capsys, tmp_path):
-    folder = make_hybrid(tmp_path)
+def test_calculators_of_k_and_v_refuse_states(run_main, capsys):
     message = "has layers that keep states instead of K and V: use `labs.calculators.state_bytes`"
     for module, arguments in ((kv_bytes, ()), (users_fit, ("--memory", "9GiB"))):
         with pytest.raises(SystemExit):
-            run_main(module, "--model", folder, *arguments)
+            run_main(module, "--model", TINY_QWEN3_5, *arguments)
         assert message in capsys.readouterr().err
