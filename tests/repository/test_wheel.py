@@ -18,6 +18,7 @@ def test_the_built_package_has_the_programs_that_exercises_use(tmp_path):
     built = tmp_path / "built"
     build = [sys.executable, "-c", f"import sys; sys.argv[1:] = ['-q', 'build_py', '-d', {str(built)!r}]; import setup"]
     subprocess.run(build, cwd=copy, check=True)
+    assert len(list(built.glob("nanovllm/**/assets/*/model.safetensors"))) == 2, "the bundled models"
     code = (
         "import nanovllm; from nanovllm.extras.learn import given, catalog; "
         "print(nanovllm.__file__, given.one_file.__file__, len(catalog.list_exercises()))"
