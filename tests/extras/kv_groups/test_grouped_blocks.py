@@ -257,3 +257,21 @@ def test_preemption_frees_the_blocks_of_all_groups():
     run.finish()
     assert run.stats.num_preemptions > 0
     assert all(seq.num_output_tokens == 12 for seq in seqs)
+
+
+def test_a_swapped_sequence_comes_back_with_the_windows_of_all_groups():
+    """Seen to fail if the blocks of a window come back at the beginning of its table."""
+    run = GroupedRun(num_groups=3, num_blocks=24, block_size=4, budget=8, group_window=7, num_swap_blocks=40)
+    seqs = [run.add([i] * 8, max_tokens=20) for i in range(3)]
+    run.finish()
+    assert run.stats.num_swaps > 0
+    assert run.stats.num_window_blocks > 0
+    assert all(seq.num_output_tokens == 20 for seq in seqs)
+
+
+def test_a_step_ahead_has_room_to_copy_a_block_in_each_group():
+    """Both samples may have to copy 3 blocks, and 2 are free. Seen to fail if one block is counted for each sample."""
+    run = GroupedRun(num_groups=3, num_blocks=8, block_size=4, budget=8, overlap=True)
+    run.add(list(range(6)), n=2, max_tokens=2)
+    run.finish()
+    assert run.stats.num_preemptions == 1, "after the step in flight has ended"
