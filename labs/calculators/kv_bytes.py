@@ -9,7 +9,8 @@ A model is a folder with a config.json, or a hub id; from the hub, only config.j
 its own attention, and one row for each other kind of attention with the same layers. For each token, a layer keeps
 2 · heads · head_dim values with MHA, 2 · kv_heads · head_dim with GQA, 2 · head_dim with MQA, and
 latent_rank + rope_dim with MLA. If every layer has a window, the widest window limits the tokens that a sequence keeps.
-If some layers have no window, all layers keep all tokens. The last columns are for whole sequences. No model runs.
+If some layers have no window, all layers are counted with all tokens; with groups of layers, an engine keeps fewer. The
+last columns are for whole sequences. No model runs.
 Models whose layers keep states are refused: `state_bytes.py` is for them.
 `tests/repository/labs/test_kv_bytes.py` compares these figures with the caches that engines allocate.
 """

@@ -75,14 +75,21 @@ def run_state_layer(
     outputs = []
     for i, chunks in enumerate(STEPS):
         x = draw_vectors(i, sum(n for *_, n in chunks), hidden_size).to(drawn_in).to(device, dtype)
-        outputs.append(layer(x, conv, recurrent, metadata_of(chunks, device)))
+        own, sources = [(slot, start, n) for slot, _, start, n in chunks], [source for _, source, *_ in chunks]
+        outputs.append(layer(x, conv, recurrent, metadata_of(own, device, sources)))
     return torch.cat(outputs)
 
 
-def metadata_of(chunks: list[tuple[int, int, int, int]], device: torch.device) -> StateMetadata:
-    """Return what a layer with states reads of a step's metadata. Chunks of one token are decodes."""
-    slots, sources, starts, lens = torch.tensor(chunks, device=device).unbind(1)  # [num_seqs] each
+def metadata_of(
+    chunks: list[tuple[int, int, int]], device: torch.device, sources: list[int] | None = None
+) -> StateMetadata:
+    """Return what a layer with states reads of a step's metadata. Chunks of one token are decodes.
+
+    chunks: (slot, computed tokens, new tokens) of each. They read the slots in `sources`, or their own.
+    """
+    slots, starts, lens = torch.tensor(chunks, device=device).unbind(1)  # [num_seqs] each
     offsets = torch.cat((lens.new_zeros(1), lens.cumsum(0))).int()  # [num_seqs + 1]
     num_decodes, none = int((lens == 1).sum()), torch.empty(0)
     attention = (none, none, starts + lens, offsets, offsets, offsets, num_decodes, 0, 0, 0)
-    return StateMetadata(*attention, is_first=starts == 0, **slot_tensors(slots.tolist(), sources.tolist(), device))
+    of_slots = slot_tensors(slots.tolist(), sources or slots.tolist(), device)
+    return StateMetadata(*attention, is_first=starts == 0, **of_slots)
