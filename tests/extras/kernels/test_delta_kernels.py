@@ -295,7 +295,8 @@ def hybrids(tmp_path_factory):
     return HybridCheckpoints(tmp_path_factory.mktemp("hybrids"))
 
 
-@pytest.mark.parametrize("budget", [24, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [24, 5])
 def test_tokens_are_those_of_transformers(hybrids, budget):
     """Chunks, mixed steps, prefix hits by snapshots, and preemption."""
     options = {"num_kv_blocks": 6, "max_num_seqs": 3, "max_num_batched_tokens": budget, "max_model_len": 80}

@@ -163,7 +163,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "options", [*CASES[:3], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[3:])], ids=str
+    "options", [*(pytest.param(c, marks=pytest.mark.slow) for c in (CASES[0], *CASES[3:])), *CASES[1:3]], ids=str
 )
 @pytest.mark.parametrize("is_trained", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["trained", "random"])
 def test_drafts_are_those_of_the_reference(heads, options, is_trained):
