@@ -72,7 +72,11 @@ class IsolatingEngine(LLMEngine):
         self._begun.has_begun = False
         try:
             return super().compute(step)
+        except EngineDeadError:
+            raise
         except Exception as error:
+            if self._begun.has_begun and not getattr(step.copies, "keeps_states", True):
+                raise  # nobody asked for more than the model's own tokens: the forward pass has failed
             # copied twice, a block could overwrite what the step has stored
             errors = self._find_guilty(without_copies(step) if self._begun.has_begun else step)
             if not errors:

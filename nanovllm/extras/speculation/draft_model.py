@@ -27,7 +27,7 @@ from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.known_tokens import grow
 from nanovllm.extras.processed_batch import build_batch
-from nanovllm.extras.runner_hooks import SampledTokens
+from nanovllm.extras.runner_hooks import NO_TOKEN, SampledTokens
 from nanovllm.extras.self_check.fallbacks import start
 from nanovllm.extras.speculation.blocks import reserve
 from nanovllm.extras.speculation.speculation_options import Speculation
@@ -57,7 +57,8 @@ class DraftModel:
         while growing:
             for (i, _), token_id in zip(growing, self._draw(growing, drafts), strict=True):
                 drafts[i].append(token_id)
-            growing = [(i, seq) for i, seq in growing if len(drafts[i]) < wanted[i][1]]
+            # where all tokens are forbidden, the draft is NO_TOKEN, which no network can read
+            growing = [(i, seq) for i, seq in growing if len(drafts[i]) < wanted[i][1] and drafts[i][-1] != NO_TOKEN]
         return drafts
 
     def _draw(self, growing: list[tuple[int, Sequence]], drafts: list[list[int]]) -> list[int]:

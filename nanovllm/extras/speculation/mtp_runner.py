@@ -25,7 +25,7 @@ from nanovllm.extras.all_options import Config
 from nanovllm.extras.models.gated_delta import read_states
 from nanovllm.extras.runner_hooks import ArrivingTokens, SampledTokens
 from nanovllm.extras.states.pool import StateKVCache, StateMetadata, StateShape
-from nanovllm.extras.states.state_runner import StateRunner
+from nanovllm.extras.states.state_runner import StateRunner, check_options
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.loader import checkpoint_files
@@ -142,6 +142,7 @@ def check_head(config: Config, folder: Path, shape: Any) -> None:
     if not hasattr(shape, "has_mtp"):
         raise ValueError(f"{METHOD} needs a model of the kind of Qwen3.5, whose head for multi-token prediction can be "
                          f"computed; take the method 'ngram'")  # fmt: skip
+    check_options(config)  # before a file is read that may be of another format
     if config.load_format == "dummy":
         return
     names = {name for name in names_of_tensors(folder) if name.startswith("mtp.")}

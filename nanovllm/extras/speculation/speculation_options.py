@@ -90,7 +90,5 @@ def check_speculation(config: "Config") -> None:
     if config.preemption_mode == "swap":
         raise ValueError(f"preemption_mode must be 'recompute' with {drafter}, whose K and V are not swapped")
     if max(config.tensor_parallel_size, config.nnodes) > 1:
-        raise ValueError(
-            f"tensor_parallel_size must be 1 with {drafter}, got {config.tensor_parallel_size}; "
-            f"the method 'ngram' works with any number of ranks"
-        )
+        advice = "" if options.method == "mtp" else "; the method 'ngram' works with any number of ranks"
+        raise ValueError(f"tensor_parallel_size must be 1 with {drafter}, got {config.tensor_parallel_size}{advice}")

@@ -78,6 +78,10 @@ class DraftedStateBlockManager(StateBlockManager):
         self.prefix_cache.register(seq, seq.num_computed_tokens)
         self.take_snapshot(seq)
 
+    def forget_slots(self) -> None:
+        super().forget_slots()
+        self._draft_slots.clear()
+
     def free(self, seq: Any) -> None:
         self.prefix_cache.free_slots += self._draft_slots.pop(seq, ())
         super().free(seq)

@@ -293,9 +293,12 @@ class StateBlockManager(BlockManager):
         copies, self._copies_for_this = self._copies_for_this, []
         return copies
 
-    def forget_copies(self) -> None:
+    def forget_slots(self) -> None:
+        """Forget all copies, snapshots and owners of slots. An interrupt may have left a slot without either."""
         self._copies_for_next, self._copies_for_this = [], []
         self.prefix_cache.forget_snapshots()
+        self._slots.clear()
+        self.prefix_cache.free_slots[:] = range(self.num_slots, 0, -1)
 
     def put_back(self, copies: SlotCopies) -> None:
         """Keep copies that no step has done for the next step."""
@@ -328,6 +331,6 @@ class StateScheduler(ExtendedScheduler):
         return step
 
     def forget_steps(self) -> None:
-        """Forget all copies that were due, and all snapshots: the failed step may not have copied their states."""
+        """Forget all slots, before all sequences are freed: the failed step may not have copied their states."""
         super().forget_steps()
-        self.block_manager.forget_copies()
+        self.block_manager.forget_slots()

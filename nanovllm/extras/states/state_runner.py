@@ -37,7 +37,7 @@ def check_options(config: Config) -> None:
         if (value := getattr(config, name)) not in allowed:
             raise ValueError(
                 f"{name} must be {' or '.join(map(repr, allowed))} for a model with recurrent states, got {value!r}: "
-                f"it handles K and V only"
+                f"it is not made for states, or not tested with them"
             )
     if config.speculative_config is not None and read_options(config.speculative_config).model is not None:
         raise ValueError(

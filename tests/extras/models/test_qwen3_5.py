@@ -269,6 +269,24 @@ def test_a_failed_step_starts_its_sequences_again(hybrids, monkeypatch):
     assert [outputs[str(i)] for i in range(len(prompts))] == [token_ids for token_ids, _ in hybrids.greedy()]
 
 
+def test_the_error_of_a_forward_pass_of_plain_requests_is_the_one_that_is_raised(hybrids, monkeypatch):
+    """The states before the step were not kept, so nobody looks for a request that is at fault."""
+    options = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "block_size": 4}
+    engine = IsolatingEngine(Config(model=hybrids.make()[0], num_kv_blocks=120, **options))
+    engine.add_request("plain", [1, 2, 3], SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True))
+
+    def fail(batch):
+        raise FailingError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", fail)
+        with pytest.raises(FailingError):
+            engine.step()
+    while engine.has_unfinished_requests():
+        outputs = engine.step().outputs
+    assert len(outputs[0].outputs[0].token_ids) == MAX_TOKENS
+
+
 # ---- checkpoints
 
 

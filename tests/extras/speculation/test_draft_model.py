@@ -9,6 +9,8 @@ import random
 import pytest
 
 from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
+from nanovllm.extras.runner_hooks import NO_TOKEN
+from nanovllm.extras.speculation.draft_model import DraftModel
 from tests.extras.speculation.test_speculation import serve
 from tests.extras.test_full_engine import ids
 from tests.extras.test_overlap import visible
@@ -52,6 +54,22 @@ def test_samples_that_still_share_their_last_block(with_tokenizer):
     outputs, engine = serve(with_tokenizer, made, drafting, block_size=4)
     assert visible(outputs["0"]) == visible(plain["0"])
     assert engine.get_stats().num_draft_tokens == engine.get_stats().num_accepted_tokens > 10
+
+
+def test_nothing_follows_a_draft_for_which_all_tokens_are_forbidden(with_tokenizer, monkeypatch):
+    """No network can read NO_TOKEN. Seen to fail if the next draft is drawn after it."""
+
+    def draw(self, growing, drafts):
+        assert all(NO_TOKEN not in drafts[i] for i, _ in growing)
+        return [5 if not drafts[i] else NO_TOKEN for i, _ in growing]
+
+    monkeypatch.setattr(DraftModel, "_draw", draw)
+    made = [(ids(9), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))]
+    plain, _ = serve(with_tokenizer, made)
+    drafting = {"model": str(with_tokenizer), "num_speculative_tokens": 4, "disable_by_batch_size": 256}
+    outputs, engine = serve(with_tokenizer, made, drafting)
+    assert visible(outputs["0"]) == visible(plain["0"])
+    assert engine.get_stats().num_draft_tokens > 0
 
 
 def test_another_model_changes_no_output(checkpoints, with_tokenizer):

@@ -167,6 +167,16 @@ def test_a_step_that_is_not_run_keeps_the_copies_of_earlier_forks():
     assert blocks.take_state_copies() == [(1, 2)]
 
 
+def test_a_slot_that_an_interrupt_leaves_behind_is_free_after_a_roll_back():
+    """The interrupt comes between two lines of `schedule`: the sequence has a slot, and no blocks yet."""
+    run = Run(random.Random(0))
+    run.add()
+    assert run.blocks.try_admit(run.scheduler.waiting[0])
+    roll_back(run.scheduler)
+    assert run.blocks.num_free_slots == run.blocks.num_slots
+    check_owners(run)
+
+
 def prefill(scheduler, name, prompt):
     """Compute a prompt and one token. Returns the chunks, and the state copies of each step."""
     seq = Sequence(name, prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
