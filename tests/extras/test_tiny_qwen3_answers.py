@@ -55,7 +55,7 @@ def ask(llm: LLM, tokenizer, questions: list[str]) -> list[str | None]:
     return [c.text if c.finish_reason == "stop" else None for c in completions]
 
 
-CASES = [(TINY_QWEN3, "float32", 12), (TINY_QWEN3, "bfloat16", 12), (TINY_QWEN3_5, "float32", 24)]
+CASES = [(TINY_QWEN3, "float32", 24), (TINY_QWEN3, "bfloat16", 24), (TINY_QWEN3_5, "float32", 48)]
 SWEEP = [(TINY_QWEN3, "float32", 3), (TINY_QWEN3, "bfloat16", 1), (TINY_QWEN3_5, "bfloat16", 1)]
 
 

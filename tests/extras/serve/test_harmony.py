@@ -350,6 +350,7 @@ FINAL_PARTS = spell_all([("analysis", "Easy."), ("final", "2 + 2 = <|end 4")])[:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("skip", [None, False])
+@pytest.mark.sparse
 def test_chats(harmony_client, stream, skip):
     def ask(parts, **others):
         body = {"messages": QUESTION, "skip_special_tokens": skip, **scripted(parts, **others)}

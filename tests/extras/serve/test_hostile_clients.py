@@ -323,7 +323,8 @@ def report(capsys, one, num_bodies, seconds, kept, told=()):
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [2])
 def test_no_field_of_any_request_holds_the_others_up(capsys, rounds):
     """In the second round all code is loaded, so what grows from there is kept; in a single one code is loaded, too.
 

@@ -147,6 +147,7 @@ def check_alive(server):
     assert (result.error, result.output_tokens) == (None, 4)
 
 
+@pytest.mark.slow
 def test_slow_readers_stall_nobody(server):
     """Streams that nobody reads: their connections fill up, their requests end, and others are answered meanwhile."""
     with contextlib.ExitStack() as stack:

@@ -87,7 +87,7 @@ def test_a_json_schema(client):
     jsonschema.validate(json.loads(choice["text"]), SCHEMA)
 
 
-@pytest.mark.parametrize("strict", [True, False, None])
+@pytest.mark.parametrize("strict", [pytest.param(True, marks=pytest.mark.slow), False, None])
 def test_objects_are_closed_strict_or_not(client, strict):
     schema = {key: value for key, value in SCHEMA.items() if key != "additionalProperties"}
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": strict}}
@@ -310,7 +310,7 @@ def scripted(client, text, stream=False, **body):
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_thoughts_calls_and_content(client, stream):
     text = "<think>\nI must add.\n</think>\n\nLet me see.\n" + CALL + "\n" + CALL
     choice = scripted(client, text, stream, tools=[ADD])
