@@ -48,8 +48,12 @@ class Observer(observer.Observer):
     def on_take_slot(self, seq: Sequence, slot: int, source: int) -> None:
         """`seq` owns a slot of the pool of states (`states/slots.py`). The state in `source` will be copied to it.
 
-        `source` is the slot of a snapshot, or of the parent in a fork. It is 0 if `seq` starts from a state of zeros.
+        `source` is the slot of a snapshot, of the parent in a fork, or, if it is negative, in host memory. It is 0 if
+        `seq` starts from a state of zeros.
         """
+
+    def on_move_slot(self, seq: Sequence, slot: int) -> None:
+        """`seq` owns `slot` and no longer its old slot. If `slot` is negative, in host memory, its state is copied."""
 
     def on_snapshot(self, seq: Sequence, slot: int, block_id: int) -> None:
         """The state of `seq` after its computed tokens, which end with `block_id`, will be copied to `slot`."""

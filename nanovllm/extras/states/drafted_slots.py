@@ -72,6 +72,8 @@ class DraftedStateBlockManager(StateBlockManager):
         self._slots[seq] = slots.pop(num_accepted)
         self.prefix_cache.free_slots += slots
         del self._draft_slots[seq]
+        if num_accepted:
+            self.observer.on_move_slot(seq, self._slots[seq])
 
     def settle(self, seq: Any) -> None:
         """Register blocks whose tokens have become known, and take a snapshot if one is due."""

@@ -214,6 +214,7 @@ class StateBlockManager(BlockManager):
     def copy_out(self, seq: Any, host_slot: int) -> None:
         """Copy the state of `seq`, which is about to be preempted, to host memory before this step computes."""
         self._copies_for_this.append((self._slots[seq], host_slot))
+        self.observer.on_move_slot(seq, host_slot)
 
     def copy_in(self, seq: Any, host_slot: int) -> None:
         """Give `seq` a slot, and copy its state back from host memory before this step computes."""

@@ -70,7 +70,8 @@ KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # kind of a field, in wo
     "an object of lists of blocks of the pool": lambda replay, value: is_mapping(value, replay.are_blocks),
     "a block table": lambda replay, value: is_list(value, replay.has),
     "a slot": lambda replay, value: replay.is_slot(value),
-    "a slot or 0": lambda replay, value: is_int(value) and (value == 0 or replay.is_slot(value)),
+    "a slot, a host slot or 0": lambda replay, value: is_int(value) and (value == 0 or replay.is_any_slot(value)),
+    "a slot or a host slot": lambda replay, value: replay.is_any_slot(value),
     "a reason to drop a snapshot": lambda _, value: value in ("evicted", "slot", "interval", "forgotten"),
     "a list of moves": lambda replay, value: isinstance(value, list) and all(map(replay.are_copies, value[2:])),
     "a list of [slot, slot]": lambda replay, value: replay.are_copies(value),
@@ -197,7 +198,8 @@ EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
     },
     "forget": {"block": "a block of the pool"},
     "reset": {},
-    "slot": {"seq": "a known sequence", "slot": "a slot", "source": "a slot or 0"},
+    "slot": {"seq": "a known sequence", "slot": "a slot", "source": "a slot, a host slot or 0"},
+    "move": {"seq": "a known sequence", "slot": "a slot or a host slot"},
     "snapshot": {
         "seq": "a known sequence",
         "slot": "a slot",
@@ -294,11 +296,16 @@ class Checker(Replay):
     def is_slot(self, value: Any) -> bool:
         return is_int(value) and 1 <= value <= self.num_slots
 
+    def is_any_slot(self, value: Any) -> bool:
+        """Return whether `value` is a slot of the pool, or a slot in host memory, which has a negative number."""
+        return self.is_slot(value) or (is_int(value) and -MAX_SLOTS <= value < 0)
+
     def are_copies(self, value: Any) -> bool:
-        return is_list(value, lambda one: is_list(one, self.is_slot) and len(one) == 2)
+        """Return whether `value` is a list of [source, destination]. At most one of the two is in host memory."""
+        return is_list(value, lambda one: is_list(one, self.is_any_slot) and len(one) == 2 and max(one) > 0)
 
     def is_owner(self, value: Any) -> bool:
-        return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and self.is_slot(value[1])
+        return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and self.is_any_slot(value[1])
 
     def is_snapshot(self, value: Any) -> bool:
         if not isinstance(value, list) or len(value) != 3:

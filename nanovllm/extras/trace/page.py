@@ -26,7 +26,7 @@ IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w]+\.js)";\n', re.MULTILINE)
 EXPORTED = re.compile(r"^export (?=async function|function|class|const|let)", re.MULTILINE)
 EXPORT_LIST = re.compile(r"^export \{[^}]*\};\n", re.MULTILINE)
 
-DECIDED_BY = {  # code of an event -> a file of the package, and the function or method in it
+DECIDED_BY = {  # code of an event, or what `sourceOf` of events.js returns -> a file, and the function or method in it
     "start": "engine.py LLMEngine.reset",
     "add": "scheduler.py Scheduler.add",
     "fork": "scheduler.py Scheduler.fork",
@@ -52,6 +52,9 @@ DECIDED_BY = {  # code of an event -> a file of the package, and the function or
     "forget": "prefix_cache.py PrefixCache.forget",
     "reset": "extras/roll_back.py reset_prefix_cache",
     "slot": "extras/states/slots.py StateBlockManager.try_admit",
+    "slot.in": "extras/states/slots.py StateBlockManager.copy_in",
+    "move": "extras/states/drafted_slots.py DraftedStateBlockManager.keep_state",
+    "move.out": "extras/states/slots.py StateBlockManager.copy_out",
     "snapshot": "extras/states/slots.py StateBlockManager.take_snapshot",
     "drop": "extras/states/slots.py SnapshotCache.drop",
 }

@@ -55,6 +55,7 @@ class Recorder(SchedulingStats):
         self._running: set[Sequence] = set()
         self._leaving: list[int] = []  # host blocks of the sequence that is being preempted
         self._host_block_ids: dict[Sequence, list[int]] = {}  # of sequences that are swapped out
+        self._host_slots: dict[Sequence, int] = {}  # the same for their recurrent states
         self._num_steps = 0
         self._flights: deque[tuple[int, list[Sequence]]] = deque()  # steps in flight, and the sequences they sample
         self._loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
@@ -104,7 +105,7 @@ class Recorder(SchedulingStats):
         if self._num_seqs:
             state = take_snapshot(self._blocks, self._seqs, self._running, self._host_block_ids, self._loaded)
             if self._is_due is not None:
-                state |= describe_slots(self._blocks, self._seqs, self._snapshots)
+                state |= describe_slots(self._blocks, self._seqs, self._snapshots, self._host_slots)
             self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
             self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
             self._new_ids |= {i for seq in state["seqs"] for miss in seq["misses"] for i in miss.get("cached", ())}
@@ -160,6 +161,7 @@ class Recorder(SchedulingStats):
         self._seqs.clear()
         self._drawn = []
         self._host_block_ids.clear()
+        self._host_slots.clear()
         self._running.clear()
         self._flights.clear()
         self._loaded.clear()
@@ -245,7 +247,8 @@ class Recorder(SchedulingStats):
         named = 0 if decodes == self._decodes else self._numbers(decodes)
         samples = 0 if step.samples == decodes else self._numbers(step.samples)
         chunks = [self._describe(chunk) for chunk in others]
-        moves = [getattr(step.copies, "swap_outs", []), getattr(step.copies, "swap_ins", [])]
+        swaps = getattr(step.copies, "block_moves", step.copies)  # beside the copies of states, if there are any
+        moves = [getattr(swaps, "swap_outs", []), getattr(swaps, "swap_ins", [])]
         if self._is_due is not None:
             moves.append(step.copies.state_copies)  # type: ignore[attr-defined]
         num_stored = self._in_flight[-1][0]
@@ -347,7 +350,13 @@ class Recorder(SchedulingStats):
         self._events.append(["verify", self._number(seq), num_drafts, num_accepted, block_ids])
 
     def on_take_slot(self, seq: Sequence, slot: int, source: int) -> None:
+        self._host_slots.pop(seq, None)
         self._events.append(["slot", self._number(seq), slot, source])
+
+    def on_move_slot(self, seq: Sequence, slot: int) -> None:
+        if slot < 0:
+            self._host_slots[seq] = slot
+        self._events.append(["move", self._number(seq), slot])
 
     def on_snapshot(self, seq: Sequence, slot: int, block_id: int) -> None:
         self._snapshots[slot] = block_id, seq.num_computed_tokens
@@ -359,6 +368,8 @@ class Recorder(SchedulingStats):
 
     def on_free(self, seq: Sequence) -> None:
         self._host_block_ids.pop(seq, None)
+        if seq not in self._running:  # else `seq` is being preempted, and keeps its slot in host memory
+            self._host_slots.pop(seq, None)
         number = self._seqs.get(seq)
         if number is not None:  # else it has finished: a failed step ends it once more
             self._events.append(["free", number])
@@ -410,16 +421,19 @@ def take_snapshot(
 
 
 def describe_slots(
-    blocks: Any, seqs: Mapping[Sequence, int], snapshots: Mapping[int, tuple[int, int]]
+    blocks: Any,
+    seqs: Mapping[Sequence, int],
+    snapshots: Mapping[int, tuple[int, int]],
+    host_slots: Mapping[Sequence, int],
 ) -> dict[str, Any]:
     """Return what the slots of a `StateBlockManager` hold.
 
-    slots         [sequence, slot] of each sequence that owns one
+    slots         [sequence, slot] of each sequence that owns one; a negative slot is in host memory
     snapshots     [slot, block id, number of tokens] of each snapshot
     state_copies  [source, destination] of the copies that the next step will do
     """
     return {
-        "slots": [[seqs[seq], slot] for seq, slot in blocks._slots.items()],
+        "slots": [[seqs[seq], slot] for seq, slot in [*blocks._slots.items(), *host_slots.items()]],
         "snapshots": [[slot, *about] for slot, about in snapshots.items()],
         "state_copies": [list(copy) for copy in blocks._copies_for_next],
     }

@@ -30,7 +30,7 @@ EVENTS = {
         "roll_back",
     ),
     *("take", "share", "copy", "load", "give_back", "free", "register", "forget", "reset"),
-    *("slot", "snapshot", "drop"),
+    *("slot", "move", "snapshot", "drop"),
 }
 
 
@@ -53,7 +53,7 @@ class ReplayedSequence:
     block_table: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # draft tokens after `tokens`, while a step verifies them
-    slot: int = 0  # of its recurrent state; 0 if it does not own one
+    slot: int = 0  # of its recurrent state; 0 if it does not own one, negative if it is in host memory
     misses: list[dict[str, Any]] = field(default_factory=list)  # why it computes tokens of its prompt
     num_final_tokens: int | None = None  # set when it finishes
     finish_reason: str | None = None
@@ -70,7 +70,7 @@ class Replay:
         self.decodes: list[int] = []
         self.cached: dict[int, tuple[str, int]] = {}  # block id -> (hash, serial number)
         self.loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
-        self.slots: dict[int, int] = {}  # slot -> the sequence that owns it
+        self.slots: dict[int, int] = {}  # slot -> the sequence that owns it; negative slots are in host memory
         self.snapshots: dict[int, tuple[int, int]] = {}  # slot -> the block at whose end the state was, its tokens
         # copies of states that are decided and not done: the newest step at that moment, source, destination
         self.due_copies: list[tuple[int, int, int]] = []
@@ -145,6 +145,7 @@ class Replay:
         seq = self.seqs[number]
         self._check(not seq.block_table, f"sequence {number} has finished and owns blocks")
         seq.status, seq.finish_reason, seq.num_final_tokens, seq.host_block_ids = "finished", reason, num_tokens, []
+        self._leave_slot(seq)
 
     # ---- decisions
 
@@ -280,10 +281,10 @@ class Replay:
         seq = self.seqs[number]
         for block_id in reversed(seq.block_table):
             self._disown(block_id)
+        if seq.slot > 0 or seq.status == "waiting":  # else `seq` is being preempted, and keeps its slot in host memory
+            self._leave_slot(seq)
         seq.block_table, seq.num_computed_tokens, seq.status = [], 0, "waiting"
         seq.host_block_ids, seq.drafts = [], []
-        self.slots.pop(seq.slot, None)
-        seq.slot = 0
 
     def _disown(self, block_id: int) -> None:
         if block_id == NULL_BLOCK:
@@ -307,9 +308,22 @@ class Replay:
 
     def _slot(self, number: int, slot: int, source: int) -> None:
         self._check(not self._is_used(slot), f"sequence {number} takes slot {slot}, which is in use")
+        seq = self.seqs[number]
+        self._check(seq.slot == min(0, source), f"sequence {number} takes a slot and owns slot {seq.slot}")
+        self._leave_slot(seq)  # in host memory
         self._give_slot(number, slot)
         if source:
             self.due_copies.append((self.step, source, slot))
+
+    def _move(self, number: int, slot: int) -> None:
+        """Replace the slot of a sequence by that of its last accepted draft, or by one in host memory."""
+        seq = self.seqs[number]
+        self._check(seq.slot > 0, f"sequence {number} moves to slot {slot}, and owns no slot of the pool")
+        self._check(not self._is_used(slot), f"sequence {number} moves to slot {slot}, which is in use")
+        if slot < 0:
+            self.due_copies.append((self.step, seq.slot, slot))
+        self._leave_slot(seq)
+        self._give_slot(number, slot)
 
     def _snapshot(self, number: int, slot: int, block_id: int, num_tokens: int) -> None:
         self._check(not self._is_used(slot), f"a snapshot takes slot {slot}, which is in use")
@@ -323,6 +337,10 @@ class Replay:
     def _give_slot(self, number: int, slot: int) -> None:
         self.seqs[number].slot = slot
         self.slots[slot] = number
+
+    def _leave_slot(self, seq: ReplayedSequence) -> None:
+        self.slots.pop(seq.slot, None)
+        seq.slot = 0
 
     def _is_used(self, slot: int) -> bool:
         return slot in self.slots or slot in self.snapshots

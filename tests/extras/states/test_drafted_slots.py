@@ -51,9 +51,10 @@ def make_scheduler(blocks, max_num_seqs, budget, proposer, max_model_len=30, max
 class Run(test_slots.Run):
     """Traffic of `test_slots.py`, whose steps may have several rows of a sequence."""
 
-    def __init__(self, rng, num_slots, num_blocks, budget, has_cache, has_swap=False):
+    def __init__(self, rng, num_slots, num_blocks, budget, has_cache, has_swap=False, observer=None):
         super().__init__(rng, (num_slots, num_blocks, budget), has_cache)
-        self.blocks = DraftedStateBlockManager(num_blocks, 2, has_cache, SchedulingStats(), num_slots=num_slots)
+        observer = observer or SchedulingStats()
+        self.blocks = DraftedStateBlockManager(num_blocks, 2, has_cache, observer, num_slots=num_slots)
         self.blocks.snapshot_interval = rng.choice([0, 1, 2, 64])
         proposer = Guesser(rng.choice([0, 0.5, 0.8, 1]), rng.random())
         preemption = None

@@ -6,34 +6,43 @@ from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.roll_back import reset_prefix_cache
 from nanovllm.extras.states.slots import StateBlockManager, StateScheduler
+from nanovllm.extras.states.state_swap import StateSwap, StateSwapSpace
 from nanovllm.extras.trace.recorder import Recorder
-from tests.extras.states.test_slots import Run
+from tests.extras.states import test_drafted_slots, test_slots
 from tests.extras.trace_traffic import Lines
 
 
 class SlotRecorder(Recorder):
-    """Notes at each `schedule` which sequence owns which slot, the snapshots, and the copies of the step."""
+    """Notes at each `schedule` which sequence owns which slot, the snapshots, the copies, and what is swapped out."""
 
     def __init__(self, lines):
         super().__init__(lines)
-        self.truth = {}
+        self.space, self.truth = None, {}
 
     def on_schedule(self, step, running, blocks):
         super().on_schedule(step, running, blocks)
         block_of = {one.serial: one.block_id for one in blocks.prefix_cache._by_id.values()}
         self.truth[self._num_steps] = {
-            "owners": {blocks.slot_of(seq): self._seqs[seq] for seq in running},
+            "owners": {blocks.slot_of(seq): self._seqs[seq] for seq in running} | self.swapped(),
             "snapshots": {slot: block_of[serial] for serial, slot in blocks.prefix_cache.snapshots.items()},
             "copies": list(step.copies.state_copies),
         }
+        if self.space is not None:
+            moves = step.copies.block_moves
+            self.truth[self._num_steps] |= {"outs": list(moves.swap_outs), "ins": list(moves.swap_ins)}
+
+    def swapped(self):
+        """Return host slot -> sequence for all that are swapped out."""
+        return {} if self.space is None else {slot: self._seqs[seq] for seq, slot in self.space._slots.items()}
 
 
-class RecordedSlots(Run):
-    """`Run`, whose observer is a recorder."""
+class Recorded:
+    """A `Run` whose observer is a recorder."""
 
-    def __init__(self, seed, limit=10**9):
+    def __init__(self, seed, limit, *arguments, **options):
         self.recorder = SlotRecorder(Lines(limit))
-        super().__init__(random.Random(seed), observer=self.recorder)
+        super().__init__(random.Random(seed), *arguments, observer=self.recorder, **options)
+        self.recorder.space = self.space
         self.recorder.on_start(self.blocks)
         self.recorder.begin({"max_num_batched_tokens": self.scheduler.max_num_batched_tokens})
 
@@ -42,9 +51,27 @@ class RecordedSlots(Run):
         self.recorder.flush()
 
 
-def random_slots(seed, limit=10**9):
-    """Return the segments of a recording, and what was true at each of its steps."""
-    run = RecordedSlots(seed, limit)
+class RecordedSlots(Recorded, test_slots.Run):
+    pass
+
+
+class RecordedDrafts(Recorded, test_drafted_slots.Run):
+    def act(self):
+        super().act() if self.rng.random() < 0.5 else self.step()  # drafts need steps in which no request waits
+
+
+def random_slots(seed, limit=10**9, kind="plain"):
+    """Return the segments of a recording, and what was true at each of its steps.
+
+    kind: `plain`, `swap`, `drafts`, or `drafts and swap`
+    """
+    sizes = 4 + seed % 5, 6 + seed % 3, 9  # few blocks, so that sequences are preempted
+    if "drafts" in kind:
+        run = RecordedDrafts(seed, limit, *sizes, has_cache=True, has_swap="swap" in kind)
+    elif kind == "swap":
+        run = RecordedSlots(seed, limit, sizes, has_swap=True)
+    else:
+        run = RecordedSlots(seed, limit)
     for i in range(150):
         run.act()
         if i % 40 == 39:
@@ -52,13 +79,14 @@ def random_slots(seed, limit=10**9):
     return run.recorder._sink.segments, run.recorder.truth
 
 
-def known_slots():
+def known_slots(has_swap=False):
     """Return the lines of the run that chapter 15 of the book follows: four slots, a fork, a preemption."""
     recorder = Recorder(Lines())
     blocks = StateBlockManager(6, 4, observer=recorder, num_slots=4)
     recorder.on_start(blocks)
     recorder.begin({"max_num_batched_tokens": 64, "max_num_seqs": 3})
-    scheduler = StateScheduler(blocks, max_num_seqs=3, max_num_batched_tokens=64, max_model_len=64)
+    preemption = StateSwap(blocks, StateSwapSpace(9, 2, blocks)) if has_swap else None
+    scheduler = StateScheduler(blocks, 3, 64, max_model_len=64, preemption=preemption)
     add(scheduler, "A", 10, n=1)
     number = 0
     while scheduler.running or scheduler.waiting:

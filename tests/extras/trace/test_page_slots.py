@@ -39,11 +39,12 @@ def known():
     return known_slots()
 
 
+@pytest.mark.parametrize("kind", ["plain", "swap", "drafts", "drafts and swap"])
 @pytest.mark.parametrize("limit", [10**9, 9])
-def test_pages_own_replay_has_the_slots_of_the_engine_at_every_step(show, known, limit):  # noqa: F811
+def test_pages_own_replay_has_the_slots_of_the_engine_at_every_step(show, known, limit, kind):  # noqa: F811
     page, num_steps = show(known), 0
     for seed in range(6):
-        segments, truth = random_slots(seed, limit)
+        segments, truth = random_slots(seed, limit, kind)
         found = page.evaluate(SLOTS, [segments])
         assert len(found) == len(truth)
         for step, true in truth.items():
@@ -68,6 +69,53 @@ def test_slots_and_copies_of_a_known_run_are_shown_at_each_step(show, known):  #
         assert arrows == ([f"← {copied.split()[1]}"] if copied else []), step
         page.keyboard.press("ArrowRight")
     assert page.locator(".invariants .bad").count() == 0
+
+
+def test_swapped_states_are_shown_in_both_languages(show):  # noqa: F811
+    page = show(known_slots(has_swap=True), at="#step=7&seq=3")
+    moves, events = page.locator(".states .moves"), page.locator(".events .is-move")
+    assert moves.inner_text().endswith("slot 4 to host slot -1: B.1 is swapped out")
+    assert "Its state, after 12 tokens, is in host slot -1." in page.locator(".sequence").inner_text()
+    assert page.locator(".states h3").inner_text().endswith("sequences 2, snapshots 1, free 1")
+    assert events.locator(".text").inner_text() == "the state of B.1 is swapped out to host slot -1"
+    check_source(page, events, "def copy_out(self, seq")
+    page.keyboard.press("l")
+    page.locator(".states .moves", has_text="槽位 4 到主机槽位 -1：B.1 被换出").wait_for()
+    page.evaluate("location.hash = 'step=9&lang=en'")
+    page.locator("#step", has_text="Step 9 ").wait_for()
+    assert "host slot -1 to slot 3: B.1 is swapped in" in moves.inner_text()
+    assert page.locator(".states .table button", has_text="B.1").inner_text().split() == ["3", "B.1", "←", "-1"]
+    events = page.locator(".events .is-slot")
+    assert events.locator(".text").inner_text() == "B.1 gets slot 3; its state is swapped in from host slot -1"
+    check_source(page, events, "def copy_in(self, seq")
+    assert page.locator(".invariants .bad").count() == 0
+
+
+def test_slot_of_an_accepted_draft_is_shown(show):  # noqa: F811
+    [lines], _ = random_slots(0, kind="drafts")
+    number, slot, step = first_move(lines)
+    page = show(lines, at=f"#step={step}&lang=en")
+    event = page.locator(".events .is-move").first
+    said = event.locator(".text").inner_text()
+    assert said.endswith(f"now owns slot {slot}, which has the state after its last accepted draft")
+    check_source(page, event, "def keep_state(self, seq")
+    event.locator(".text").click()
+    page.locator(".sequence", has_text=f"is in slot {slot}.").wait_for()
+    assert page.evaluate("nanovllm.runs[0].replay.broken") == []
+
+
+def first_move(lines):
+    """Return sequence, slot, and the step with whose events the page shows them: the next one."""
+    events = [event for line in lines[1:] for event in line["events"]]
+    place = next(i for i, event in enumerate(events) if event[0] == "move")
+    return *events[place][1:], next(event[1] for event in events[place:] if event[0] == "schedule")
+
+
+def check_source(page, event, line):
+    """The button of an event shows the code with this line."""
+    event.locator(".source").click()
+    page.get_by_role("dialog").get_by_text(line).first.wait_for()
+    page.keyboard.press("Escape")
 
 
 def test_cut_at_a_snapshot_has_its_own_reason_and_no_moment_of_the_budget(show, known):  # noqa: F811

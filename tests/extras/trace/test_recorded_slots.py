@@ -28,10 +28,35 @@ def replay_all(lines):
     return replay
 
 
+def sweep(first):
+    """Return seeds, of which those from `first` on are slow tests."""
+    return [*range(first), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(first, 60))]
+
+
 @pytest.mark.parametrize("limit", [10**9, 9])
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(i, marks=pytest.mark.slow) for i in range(4, 60))])
+@pytest.mark.parametrize("seed", sweep(4))
 def test_replayed_slots_are_those_of_the_block_manager(seed, limit):
-    segments, truth = random_slots(seed, limit)
+    assert compare_with_replay(*random_slots(seed, limit)) >= {"slot", "snapshot", "drop", "roll_back"}
+
+
+@pytest.mark.parametrize("kind", ["swap", "drafts", "drafts and swap"])
+@pytest.mark.parametrize("seed", sweep(4))
+def test_replayed_slots_with_swap_and_drafts_are_those_of_the_block_manager(seed, kind):
+    for limit in (10**9, 9):
+        compare_with_replay(*random_slots(seed, limit, kind))
+
+
+def test_states_are_swapped_and_drafts_accepted_and_recordings_begin_between():
+    """What the traffic of the test above has: moves to host slots and back, and headers with host slots."""
+    segments = [lines for seed in range(4) for lines in random_slots(seed, 9, "drafts and swap")[0]]
+    events = [event for lines in segments for event in events_of(lines)]
+    assert {event[2] > 0 for event in events if event[0] == "move"} == {True, False}
+    assert any(event[3] < 0 for event in events if event[0] == "slot")
+    assert any(slot < 0 for lines in segments if lines[0]["state"] for _, slot in lines[0]["state"]["slots"])
+
+
+def compare_with_replay(segments, truth):
+    """Compare the state at each step. Returns the codes of the events."""
     codes, num_compared = set(), 0
     for lines in segments:
         check_recording("run.jsonl", copy.deepcopy(lines))  # it changes lists of the state
@@ -43,10 +68,12 @@ def test_replayed_slots_are_those_of_the_block_manager(seed, limit):
                 true = truth[replay.step]
                 assert replay.slots == true["owners"]
                 assert {slot: block for slot, (block, _) in replay.snapshots.items()} == true["snapshots"]
-                assert [tuple(one) for one in event[6][2]] == true["copies"]
+                outs, ins, copies = [[tuple(one) for one in moves] for moves in event[6]]
+                assert copies == true["copies"]
+                assert (outs, ins) == (true.get("outs", []), true.get("ins", []))
                 num_compared += 1
     assert num_compared == len(truth) > 20
-    assert codes >= {"slot", "snapshot", "drop", "roll_back"}
+    return codes
 
 
 def test_all_reasons_to_drop_a_snapshot_are_met():
@@ -139,10 +166,13 @@ def with_state(**fields):
 
 CORRUPT = {
     "slot 9": (change(known_slots(), "slot", 2, 9), "slot of slot must be a slot, got 9"),
-    "source -1": (change(known_slots(), "slot", 3, -1), "source of slot must be a slot or 0, got -1"),
+    "slot -1": (change(known_slots(), "slot", 2, -1), "slot of slot must be a slot, got -1"),
+    "source 9": (change(known_slots(), "slot", 3, 9), "source of slot must be a slot, a host slot or 0, got 9"),
+    "move 0": (change(known_slots(has_swap=True), "move", 2, 0), "slot of move must be a slot or a host slot, got 0"),
     "block 0": (change(known_slots(), "snapshot", 3, 0), "block of snapshot must be a block of the pool"),
     "tokens": (change(known_slots(), "snapshot", 4, None), "num_tokens of snapshot must be an integer >= 0"),
     "moves": (change(known_slots(), "schedule", 6, [[], [], [[1, 9]]]), "moves of schedule must be a list of moves"),
+    "host": (change(known_slots(), "schedule", 6, [[], [], [[-1, -2]]]), "moves of schedule must be a list of moves"),
     "chunk": (change(known_slots(), "schedule", 4, [[1, 0, 8, "rain"]]), "chunks of schedule must be a list of chunks"),
     "no slots": ([without_slots(known_slots()[0]), *known_slots()[1:]], "slot of slot must be a slot, got 1"),
     "slots": ([known_slots()[0] | {"num_slots": 0}], "num_slots must be a number of slots from 1"),
@@ -167,6 +197,10 @@ def test_corrupt_slots_are_refused(name):
         (change(known_slots(), "snapshot", 2, 1), "slot 1, which is in use"),
         (change(known_slots(), "snapshot", 3, 6), "block 6, which is not cached"),
         (without(known_slots(), "free"), "block 4 is taken, and block None is the first free one"),
+        (without(known_slots(has_swap=True), "move"), "slot 4 is copied to slot -1, and nothing has asked"),
+        (change(known_slots(has_swap=True), "move", 2, -2), "slot 4 is copied to slot -1, and nothing has asked"),
+        (change(known_slots(has_swap=True), "slot", 3, -1), "takes a slot and owns slot 0"),
+        (change(known_slots(has_swap=True), "move", 2, 3), "moves to slot 3, which is in use"),
     ],
 )
 def test_slots_that_contradict_the_copies_are_noticed(lines, message):

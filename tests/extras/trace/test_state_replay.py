@@ -85,7 +85,7 @@ def test_each_kind_of_event_is_met_and_replayed():
         check_segments(run.stats._sink.segments, run.stats.states)
         codes |= {event[0] for segment in run.stats._sink.segments for line in segment[1:] for event in line["events"]}
     # the others are in test_recording.py and test_recorded_slots.py
-    assert codes == EVENTS - {"start", "slot", "snapshot", "drop"}
+    assert codes == EVENTS - {"start", "slot", "move", "snapshot", "drop"}
 
 
 @pytest.mark.parametrize(

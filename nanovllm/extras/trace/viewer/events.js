@@ -35,11 +35,18 @@ export function describeEvent(run, event, t, numFree) {
     case "free": return t("event.free", { seq });
     case "register": return t("event.register", { seq, block: rest[0] });
     case "forget": return t("event.forget", { block: number });
-    case "slot": return t(rest[1] ? "event.slot.copy" : "event.slot", { seq, slot: rest[0], source: rest[1] });
+    case "slot": return t(rest[1] > 0 ? "event.slot.copy" : `event.${sourceOf(event)}`, { seq, slot: rest[0], source: rest[1] });
+    case "move": return t(`event.${sourceOf(event)}`, { seq, slot: rest[0] });
     case "snapshot": return t("event.snapshot", { seq, slot: rest[0], block: rest[1], count: rest[2] });
     case "drop": return t(`event.drop.${rest[0]}`, { slot: number });
     default: return t(`event.${code}`); // start, roll_back, reset
   }
+}
+
+// Return the name in SOURCES of the code that decided an event. Swaps of states have names of their own.
+export function sourceOf([code, , ...rest]) {
+  if (code === "slot" && rest[1] < 0) return "slot.in";
+  return code === "move" && rest[0] < 0 ? "move.out" : code;
 }
 
 // Return how many blocks came from each tier, and which ones.

@@ -9,6 +9,7 @@
 // Models with recurrent states also have slots 1 … numSlots: slots.get(s) is {seq}, the number of its owner, or
 // {block, tokens} of a snapshot: the block at whose end the state was, and the number of tokens before. `due` are copies
 // of states that are decided and not done, `copied` those that the newest step did: [{source, to, kind, seq, tokens}].
+// Negative numbers are slots in host memory, which sequences own while they are swapped out.
 
 export class Replay {
   constructor(header) {
@@ -125,6 +126,7 @@ export class Replay {
   finish(number, reason, stop, numTokens) {
     const seq = this.seqs.get(number);
     this.check(!seq.table.length, `sequence ${number} has finished and owns blocks`);
+    this.leaveSlot(seq);
     Object.assign(seq, { status: "finished", reason, stop, final: numTokens, host: [] });
   }
 
@@ -292,8 +294,8 @@ export class Replay {
   free(number) {
     const seq = this.seqs.get(number);
     for (let i = seq.table.length - 1; i >= 0; i--) this.disown(seq.table[i]);
-    this.slots.delete(seq.slot);
-    Object.assign(seq, { table: [], computed: 0, status: "waiting", host: [], drafts: [], slot: 0 });
+    if (seq.slot > 0 || seq.status === "waiting") this.leaveSlot(seq); // else it is being preempted: it keeps its slot in host memory
+    Object.assign(seq, { table: [], computed: 0, status: "waiting", host: [], drafts: [] });
   }
 
   disown(b) {
@@ -323,9 +325,24 @@ export class Replay {
 
   slot(number, slot, source) {
     this.check(!this.slots.has(slot), `sequence ${number} takes slot ${slot}, which is in use`);
-    const kind = this.slots.get(source)?.seq ? "fork" : "hit"; // the slot of a snapshot that was just dropped is empty
+    const seq = this.seqs.get(number);
+    this.check(seq.slot === Math.min(0, source), `sequence ${number} takes a slot and owns slot ${seq.slot}`);
+    this.leaveSlot(seq); // in host memory
+    const isHit = source > 0 && !this.slots.get(source)?.seq; // the slot of a snapshot that was just dropped is empty
     this.giveSlot(number, slot);
-    if (source) this.due.push({ ...this.copyTo(source, slot), kind });
+    const copy = this.copyTo(source, slot);
+    if (source) this.due.push(isHit ? { ...copy, kind: "hit" } : copy);
+  }
+
+  // Replace the slot of a sequence by that of its last accepted draft, or by one in host memory.
+  move(number, slot) {
+    const seq = this.seqs.get(number);
+    this.check(seq.slot > 0, `sequence ${number} moves to slot ${slot}, and owns no slot of the pool`);
+    this.check(!this.slots.has(slot), `sequence ${number} moves to slot ${slot}, which is in use`);
+    const source = seq.slot;
+    this.leaveSlot(seq);
+    this.giveSlot(number, slot);
+    if (slot < 0) this.due.push(this.copyTo(source, slot));
   }
 
   snapshot(number, slot, block, tokens) {
@@ -346,15 +363,21 @@ export class Replay {
     this.topSlot = Math.max(this.topSlot, slot);
   }
 
+  leaveSlot(seq) {
+    this.slots.delete(seq.slot);
+    seq.slot = 0;
+  }
+
   putSnapshot(slot, block, tokens) {
     this.slots.set(slot, { block, tokens });
     this.topSlot = Math.max(this.topSlot, slot);
   }
 
-  // A copy that is due from now on. What the slot `to` is for says what the copy is for.
+  // A copy that is due from now on. The slots and what the slot `to` is for say what the copy is for.
   copyTo(source, to) {
     const { seq, tokens } = this.slots.get(to) ?? {};
-    return { source, to, kind: tokens === undefined ? "fork" : "snapshot", seq, tokens, step: this.step };
+    const kind = source < 0 ? "in" : to < 0 ? "out" : tokens === undefined ? "fork" : "snapshot";
+    return { source, to, kind, seq, tokens, step: this.step };
   }
 
   // Do the copies of the newest step. Only copies that it has decided itself may wait for the next step.
@@ -453,7 +476,7 @@ export class Replay {
 const EVENTS = new Set([
   "start", "add", "fork", "tokens", "finish", "wait", "idle", "admit", "miss", "preempt", "draft", "schedule", "verify", "update", "roll_back",
   "take", "share", "copy", "load", "give_back", "free", "register", "forget", "reset",
-  "slot", "snapshot", "drop",
+  "slot", "move", "snapshot", "drop",
 ]);
 
 function makeSequence(number, about) {
@@ -469,7 +492,7 @@ function makeSequence(number, about) {
     computed: about.num_computed_tokens ?? 0,
     table: about.block_table?.slice() ?? [],
     host: about.host_block_ids ?? [],
-    slot: 0, // of its recurrent state; 0 if it does not own one
+    slot: 0, // of its recurrent state; 0 if it does not own one, negative if it is in host memory
     drafts: [], // draft tokens after the known tokens, while a step verifies them
     misses: about.misses ?? [], // why it computes tokens of its prompt
     final: null,

@@ -39,7 +39,7 @@ function StateSlot({ run, state, slot }) {
 export function StateSlots({ run, frame, state }) {
   const { t } = useView();
   if (!state.numSlots) return null;
-  const uses = [...state.slots.values()];
+  const uses = [...state.slots].filter(([slot]) => slot > 0).map(([, use]) => use); // without slots in host memory
   const numOwned = uses.filter((one) => one.seq).length;
   const shown = Math.min(state.numSlots, MANY_SLOTS, Math.max(run.replay.topSlot, 4)); // of the whole recording: scrubbing moves nothing
   const dropped = run.frames[frame].events.filter(([code]) => code === "drop");
