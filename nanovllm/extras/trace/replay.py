@@ -145,7 +145,6 @@ class Replay:
         seq = self.seqs[number]
         self._check(not seq.block_table, f"sequence {number} has finished and owns blocks")
         seq.status, seq.finish_reason, seq.num_final_tokens, seq.host_block_ids = "finished", reason, num_tokens, []
-        self._leave_slot(seq)
 
     # ---- decisions
 

@@ -126,7 +126,6 @@ export class Replay {
   finish(number, reason, stop, numTokens) {
     const seq = this.seqs.get(number);
     this.check(!seq.table.length, `sequence ${number} has finished and owns blocks`);
-    this.leaveSlot(seq);
     Object.assign(seq, { status: "finished", reason, stop, final: numTokens, host: [] });
   }
 
