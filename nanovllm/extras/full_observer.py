@@ -53,7 +53,7 @@ class Observer(observer.Observer):
         """
 
     def on_move_slot(self, seq: Sequence, slot: int) -> None:
-        """`seq` owns `slot` and no longer its old slot. If `slot` is negative, in host memory, its state is copied."""
+        """`seq` owns `slot` instead of its old slot. To a negative one, in host memory, the state will be copied."""
 
     def on_snapshot(self, seq: Sequence, slot: int, block_id: int) -> None:
         """The state of `seq` after its computed tokens, which end with `block_id`, will be copied to `slot`."""
