@@ -1,10 +1,12 @@
 """Hold the turns of a conversation, and the costs of its answers."""
 
+import re
 from dataclasses import dataclass, field
 
 Message = dict[str, str]
 
 THINK_START, THINK_END = "<think>", "</think>"
+REASONING = re.compile(rf"{THINK_START}.*?(?:{THINK_END}|\Z)", re.DOTALL)  # an interrupted answer may not end it
 
 
 class TaggedText:
@@ -25,9 +27,7 @@ class TaggedText:
 
 def without_reasoning(message: Message) -> Message:
     """Return a message without the reasoning that `TaggedText` has put between tags."""
-    if message["role"] != "assistant" or not message["content"].startswith(THINK_START):
-        return message
-    return {**message, "content": message["content"].partition(THINK_END)[2]}
+    return {**message, "content": REASONING.sub("", message["content"])} if message["role"] == "assistant" else message
 
 
 @dataclass(frozen=True)

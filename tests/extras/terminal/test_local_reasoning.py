@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm.extras.terminal.chat_history import without_reasoning
+from nanovllm.extras.terminal.chat_history import TaggedText, without_reasoning
 from nanovllm.extras.terminal.local_reasoning import ReasoningReader, sampling_fields
 from tests.extras.harmony_tokens import CHANNEL, END, MESSAGE, RETURN, START, TOKENIZER, Marker, encode
 
@@ -58,5 +58,13 @@ def test_reasoning_is_not_sent_back():
     answer = {"role": "assistant", "content": "<think>Hm.</think>Four."}
     assert without_reasoning(answer)["content"] == "Four."
     assert without_reasoning({**answer, "content": "<think>Hm"})["content"] == ""
-    for other in ({**answer, "role": "user"}, {**answer, "content": "Four <think>"}):
+    parts = [("I look.", False), ("Hm.", True), (" Four.", False), ("So\n", True), (" Five.", False), ("Hm", True)]
+    for num_parts, left in enumerate(
+        ("", "I look.", "I look.", "I look. Four.", "I look. Four.", *2 * ["I look. Four. Five."])
+    ):
+        tagged = TaggedText()
+        for part in parts[:num_parts]:
+            tagged.add(*part)
+        assert without_reasoning({**answer, "content": tagged.text})["content"] == left
+    for other in ({**answer, "role": "user"}, {**answer, "content": "Four </think>"}):
         assert without_reasoning(other) == other
