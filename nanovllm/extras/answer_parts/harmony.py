@@ -12,6 +12,7 @@ messages. The same characters in ordinary tokens are text, so a quoted `<|call|>
 reads token ids. Malformed messages become content. https://github.com/openai/harmony
 """
 
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
@@ -26,6 +27,8 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = frozenset((START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN))
 ASSISTANT, FUNCTIONS, RECIPIENT = "assistant", "functions.", "to="
 ROLES = (ASSISTANT, "user", "system", "developer", "tool")
+CHANNELS = ("analysis", "commentary", "final")
+NAME_AND_TEXT = re.compile(rf"\s*({'|'.join(CHANNELS)})?\s*(.*)", re.DOTALL)  # after `<|channel|>`
 MAX_HEADER = 256  # characters
 BREAK = "\n"  # between two messages of the reasoning, or of the content
 
@@ -54,6 +57,7 @@ class Harmony:
         self._num_read = 0  # characters
         self._names = frozenset(names)
         self._kind: Kind | None = None  # of the message; None within its header
+        self._has_start = False  # whether the header began with `<|start|>`, so that a role follows
         self._role = ""  # text of the header before `<|channel|>`
         self._channel: str | None = None  # text of the header after `<|channel|>`
         self._has_arguments = False  # whether the call has any
@@ -77,7 +81,7 @@ class Harmony:
             events += self._read_marker(marker)
         offset = self._markers[0][0] if self._markers else self._num_read + len(self._held)
         events += self._read_text(self._take(offset))
-        if is_last and self._kind is None and self._channel is None:
+        if is_last and self._kind is None and not self._may_be_channel():
             events += self._show_header()  # words that could have been a header
         return events
 
@@ -104,6 +108,7 @@ class Harmony:
         start = len(prompt_token_ids)
         while start > 0 and self._marker(prompt_token_ids[start - 1]) != START:
             start -= 1
+        self._has_start = start > 0
         events: list[Event] = []
         for token_id in prompt_token_ids[start:] if start else ():
             marker = self._marker(token_id)
@@ -121,12 +126,19 @@ class Harmony:
             return []
         if self._kind is not None:
             return self._show(text)
-        if self._channel is not None:
-            self._channel += text
-            return self._show_header() if len(self._channel) > MAX_HEADER else []
-        # the text of an incomplete character comes after the special token that follows it
-        self._role = (self._role + text).lstrip("\ufffd")
-        return [] if may_be_role(self._role) else self._show_header()
+        is_role = self._channel is None
+        header = self._role if self._channel is None else self._channel
+        if not header:  # the text of an incomplete character comes after the special token that follows it
+            text = text.lstrip("\ufffd")
+        num_chars = max(0, MAX_HEADER - len(header))
+        header, rest = header + text[:num_chars], text[num_chars:]
+        if is_role:
+            self._role = header
+        else:
+            self._channel = header
+        if not rest and (not is_role or may_be_role(header)):
+            return []
+        return self._show_header() + self._read_text(rest)
 
     def _read_marker(self, marker: str) -> list[Event]:
         if marker == MESSAGE:
@@ -140,6 +152,7 @@ class Harmony:
             return []
         events = self._end()
         self._kind, self._role, self._channel = None, "", "" if marker == CHANNEL else None
+        self._has_start = marker == START
         return events
 
     def _begin_message(self) -> list[Event]:
@@ -162,17 +175,30 @@ class Harmony:
         return next((word for word in after if word.startswith(FUNCTIONS)), "")
 
     def _kind_of_channel(self) -> Kind:
-        return Kind.REASONING if (self._channel or "").split()[:1] == ["analysis"] else Kind.CONTENT
+        return Kind.REASONING if self._name_and_text()[0] == "analysis" else Kind.CONTENT
+
+    def _name_and_text(self) -> tuple[str, str]:
+        """Return the name of the channel, and the text after it."""
+        found = NAME_AND_TEXT.match(self._channel or "")
+        assert found is not None
+        return found[1] or "", found[2]
+
+    def _may_be_channel(self) -> bool:
+        """Return whether an answer that ends here may have been cut off within the header after `<|channel|>`."""
+        if self._channel is None:
+            return False
+        name, text = self._name_and_text()
+        words = (RECIPIENT, FUNCTIONS) if name else CHANNELS
+        return bool(self._recipient()) or any(word.startswith(text) for word in words)
 
     def _show_header(self) -> list[Event]:
-        """Return the text of a header that is not well-formed, without the role and the channel."""
-        words = (self._channel or "").split(maxsplit=1)
-        parts = [self._role.lstrip().removeprefix(ASSISTANT).lstrip(), *words[1:]]
-        text = " ".join(part for part in parts if part)
-        if not text:
-            return []
+        """Begin a message whose header is not well-formed. Return its text, without the role and the channel."""
+        role = self._role.lstrip()
+        if self._has_start or self._channel is not None:
+            role = role.removeprefix(ASSISTANT).lstrip()
+        text = " ".join(part for part in (role, self._name_and_text()[1]) if part)
         self._begin(self._kind_of_channel())
-        return self._show(text)
+        return self._show(text) if text else []
 
     # ---- messages
 
@@ -211,9 +237,9 @@ def may_be_role(text: str) -> bool:
     words = text.split()
     for i, word in enumerate(words):
         if word.startswith(RECIPIENT):
-            return len(text) <= MAX_HEADER
+            return True
         is_cut = i == len(words) - 1 and not text[-1].isspace()
         allowed = (*ROLES, FUNCTIONS, RECIPIENT)
         if word not in ROLES and not word.startswith(FUNCTIONS):
             return is_cut and any(one.startswith(word) for one in allowed)
-    return len(text) <= MAX_HEADER
+    return True

@@ -162,6 +162,7 @@ def test_any_pieces_of_messages_are_what_went_in(messages, places, end):
 
 SHARDS = [*map(Marker, sorted(MARKERS)), "assistant", "analysis", "final", " to=functions.f", "user", "json", " ", "é"]
 SHARDS += ["commentary to=functions.get_weather", "Hello <|end|>", "functions.g", "x" * 300, "{}", "\n", 0xE2, 0x82]
+SHARDS += [" " * 200, "final今天"]
 
 
 @pytest.mark.examples
@@ -243,6 +244,13 @@ def test_openais_parser_agrees(messages):
         ([CHANNEL, "final", MESSAGE, "Four", END, "."], "", "Four\n.", []),
         ([CHANNEL, "final", " Four", END], "", "Four", []),  # no <|message|>
         ([CHANNEL, "analysis", " Four", END], "Four", "", []),
+        ([CHANNEL, "final今天天气很好。", RETURN], "", "今天天气很好。", []),
+        ([CHANNEL, "final今天", "天气" * 200], "", "今天" + "天气" * 200, []),
+        ([CHANNEL, "analysis今天", END, CHANNEL, "x" * 300], "今天", "x" * 300, []),
+        ([CHANNEL, "final Hello world"], "", "Hello world", []),
+        ([CHANNEL, "Hello"], "", "Hello", []),
+        ([CHANNEL, "commentary t"], "", "", []),  # cut off within to=
+        ([CHANNEL, "final", " " * 255, "x"], "", " " * 4 + "x", []),  # the header ends after 256 characters
         ([CHANNEL, "analysis", MESSAGE, "Hm", CHANNEL, "final", MESSAGE, "4", RETURN], "Hm", "4", []),  # no <|end|>
         ([CHANNEL, "analysis", MESSAGE, "Hm", START, "assistant", CHANNEL, "final", MESSAGE, "4"], "Hm", "4", []),
         ([CHANNEL, "analysis", MESSAGE, "Hm", END, CHANNEL, "final", MESSAGE, "4"], "Hm", "4", []),  # no <|start|>
@@ -269,6 +277,15 @@ def test_openais_parser_agrees(messages):
 def test_odd_answers(parts, reasoning, content, calls):
     for places in ((), range(len(encode(parts)))):
         assert read(parts, places)[:3] == (reasoning, content, calls)
+
+
+@pytest.mark.parametrize("prompt", [[], PROMPT[:5], PROMPT])
+def test_an_answer_without_a_header_keeps_its_first_word(prompt):
+    for text in ("assistant", "assistantship is"):
+        for places in ((), range(99)):
+            assert read([text], places, prompt)[:3] == ("", text, [])
+    for parts in ([START, "assistant Hi"], [START, "assistant", CHANNEL, "Hi"], ["assistant", CHANNEL, "Hi"]):
+        assert read(parts, prompt=PROMPT[:5])[:3] == ("", "Hi", [])
 
 
 def test_without_tools_a_call_is_content():
