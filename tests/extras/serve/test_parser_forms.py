@@ -170,15 +170,24 @@ def test_any_pieces_of_any_text_are_the_whole(form, text, places):
         ("deepseek_v3", f"{BB}{B}function{SEP}f\n```json\n{{\"a\": 1", "", [("f", '{"a": 1')]),
         ("deepseek_v31", f"{BB}{B}f{SEP}{E}{EE}", "", [("f", "{}")]),
         ("deepseek_v31", f"a {B} b", f"a {B} b", []),
+        ("deepseek_v31", f"{B}f{SEP} \n{E}", "", [("f", "{}")]),
+        ("deepseek_v3", f"{B}function{SEP}f\n```json\n \n```{E}", "", [("f", "{}")]),
         ("qwen3_coder", "<tool_call>\n<function=f>\n</function>\n</tool_call>", "", [("f", "{}")]),
         ("qwen3_coder", "<tool_call><function=f><parameter=count>True</parameter></tool_call> x", "x",
          [("f", '{"count": true}')]),
         ("qwen3_coder", "<tool_call><function=f><parameter=text>\n1\n</parameter>", "", [("f", '{"text": "1"')]),
         ("qwen3_coder", "<tool_call><function=g><parameter=x>1</parameter></function>", "", [("g", '{"x": "1"}')]),
         ("qwen3_coder", "<tool_call> b", "<tool_call> b", []),
+        ("qwen3_coder", "<tool_call><function=f><parameter=text>\nx</function>\n</function>\n</tool_call> Done.",
+         "Done.", [("f", '{"text": "x</function>"}')]),  # no </parameter>
+        ("qwen3_coder", "<tool_call><function=f><parameter=size>1e999</parameter><parameter=items>[-1e999]</parameter>"
+         "<parameter=more>{}</parameter></function></tool_call>", "",
+         [("f", '{"size": "1e999", "items": "[-1e999]", "more": {}}')]),  # JSON has no infinity
         ("gemma4", "<|tool_call>call:f{}<tool_call|>", "", [("f", "{}")]),
-        ("gemma4", "<|tool_call>call: f {a:1,b:<|\"|>}<tool_call|>x<|\"|>}<tool_call|>y", "y",
-         [("f", '{"a": 1, "b": "}<tool_call|>x"}')]),
+        ("gemma4", "<|tool_call>call: f {a:1,b:<|\"|>}<x<|\"|>}<tool_call|>y", "y", [("f", '{"a": 1, "b": "}<x"}')]),
+        ("gemma4", '<|tool_call>call:f{a:[<|"|>x<tool_call|> y <|"|>', 'y <|"|>', [("f", '{"a": ["x"]}')]),  # no quote
+        ("gemma4", '<|tool_call>call:f{<|"|>x<tool_call|><|tool_call>call:g{a:<|"|>}<tool_call|>', "",
+         [("f", "{}"), ("g", '{"a": "}"}')]),
         ("gemma4", "<|tool_call>call:f{a:1,b:[true,{c:None", "", [("f", '{"a": 1, "b": [true, {')]),  # cut off
         ("gemma4", "<|tool_call>call:f{a:{b:[1<tool_call|> x", "x", [("f", '{"a": {"b": [1]}}')]),  # no brackets
         ("gemma4", "<|tool_call>call:f{a:Oslo b,c:,d,e:01,f:10:30,g:NaN}", "",

@@ -55,8 +55,8 @@ class DeepSeekCall(Call):
         return self._held.removeprefix(self._stop) if self._has_ended else ""
 
     def take_arguments(self) -> str:
-        new, self._new = self._new, ""
-        if self._is_empty and self._has_ended and not new.strip():
+        new, self._new = self._new.lstrip() if self._is_empty else self._new, ""
+        if self._is_empty and self._has_ended and not new:
             new = "{}"
         self._is_empty = self._is_empty and not new
         return new

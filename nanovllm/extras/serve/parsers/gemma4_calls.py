@@ -18,6 +18,7 @@ CALL = "call:"
 HEAD = re.compile(r"\s*call:\s*([^\s{}<>]{1,200})\s*\{")
 MAX_HEAD = 256  # characters before the arguments
 PART = re.compile(r"[^]{}[,:<]+|.", re.DOTALL)  # text, or one character that may end it
+STRING_END = re.compile(rf"{re.escape(QUOTE)}|(?={re.escape(CLOSE)})")  # a model may omit the last quote
 CLOSING = {"{": "}", "[": "]"}
 WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
@@ -100,15 +101,17 @@ class Notation:
         return text[start:]
 
     def _read_string(self, text: str, start: int) -> int:
-        end = text.find(QUOTE, start)
-        self._is_string = end < 0
-        if end < 0:
-            end = len(text) - num_held_back(text[start:], QUOTE)
+        found = STRING_END.search(text, start)
+        self._is_string = found is None
+        tail = text[max(start, len(text) - len(CLOSE)) :]
+        end = found.start() if found else len(text) - max(num_held_back(tail, QUOTE), num_held_back(tail, CLOSE))
         if self._is_shown:
             self.json += json.dumps(text[start:end], ensure_ascii=False)[1:-1] + ("" if self._is_string else '"')
         else:
             self._levels[-1].text += text[start:end]
-        return end if self._is_string else end + len(QUOTE)
+        if found is None:
+            return end
+        return found.end() if found[0] else self._read_tag(text, end)
 
     def _read_part(self, text: str, start: int) -> int:
         found = PART.match(text, start)

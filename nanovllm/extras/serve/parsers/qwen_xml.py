@@ -22,6 +22,9 @@ from nanovllm.extras.serve.protocol import Function
 FUNCTION = re.compile(r"\s*<function=([^\s<>]{1,200})>")
 PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>")
 VALUE_END, FUNCTION_END, CALL_END = "</parameter>", "</function>", "</tool_call>"
+MAX_SPACE = 16  # characters
+VALUE_END_OR_CALL_END = re.compile(rf"{VALUE_END}|(?={FUNCTION_END}\s{{0,{MAX_SPACE}}}{CALL_END})")
+MAX_END = len(FUNCTION_END) + MAX_SPACE + len(CALL_END)
 MAX_TAG = 256  # characters
 WORDS = {"true": True, "false": False, "null": None, "none": None}
 
@@ -96,32 +99,36 @@ class XmlCall(Call):
             self._new += "}"
 
     def _read_value(self, key: str) -> bool:
-        end = self._held.find(VALUE_END, max(0, self._num_searched - len(VALUE_END)))
+        end = VALUE_END_OR_CALL_END.search(self._held, max(0, self._num_searched - MAX_END))
         self._num_searched = len(self._held)
-        if end < 0:
+        if end is None:
             return False
-        text, self._held = self._held[:end], self._held[end + len(VALUE_END) :]
+        text, self._held = self._held[: end.start()], self._held[end.end() :]
         self._key, self._num_searched = None, 0
         if key not in self._keys:  # only the first value of a key is used
-            value = json.dumps(self._to_value(key, text), ensure_ascii=False)
+            value = self._to_json(key, text)
             self._new += (", " if self._keys else "") + f"{json.dumps(key, ensure_ascii=False)}: {value}"
             self._keys.add(key)
         return True
 
-    def _to_value(self, key: str, text: str) -> Any:
-        """Convert the text of a value to its type. The newlines next to the tags do not belong to the value."""
+    def _to_json(self, key: str, text: str) -> str:
+        """Convert the text of a value to JSON. The newlines next to the tags do not belong to the value."""
         text = text.removeprefix("\n").removesuffix("\n")
         function = self._functions.get(self.name or "")
         parameters = (function.parameters if function is not None else None) or {}
         properties = parameters.get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
-        types = types_of(schema)
+        types, word = types_of(schema), text.strip().lower()
+        value: Any = text
         if schema is None or "string" in types:
-            return None if "null" in types and text.strip().lower() in ("null", "none") else text
-        try:
-            return json.loads(text, parse_constant=lambda _: text)
-        except (ValueError, RecursionError):
-            return WORDS.get(text.strip().lower(), text)
+            value = None if "null" in types and word in ("null", "none") else text
+        else:
+            try:
+                value = json.loads(text, parse_constant=lambda _: text)
+                return json.dumps(value, ensure_ascii=False, allow_nan=False)  # 1e999 is infinite, and not JSON
+            except (ValueError, RecursionError):
+                value = WORDS.get(word, text)
+        return json.dumps(value, ensure_ascii=False)
 
 
 def types_of(schema: Any) -> set[str]:
