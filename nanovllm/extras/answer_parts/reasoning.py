@@ -9,6 +9,7 @@ tag into the prompt. The parser gets the text in pieces; the result does not dep
 White space next to the tags is dropped.
 """
 
+import re
 from typing import ClassVar, NamedTuple
 
 
@@ -161,12 +162,10 @@ def find_call(text: str, tags: tuple[str, str]) -> tuple[int, bool]:
     If they are not in the text, return where they may begin when more text follows, and False.
     """
     first, second = tags
-    start = text.find(first)
-    while start >= 0:
-        rest = text[start + len(first) :].lstrip()
-        if rest.startswith(second) or second.startswith(rest):
-            return start, rest.startswith(second)
-        start = text.find(first, start + 1)
+    for found in re.finditer(rf"{re.escape(first)}\s*", text):
+        beginning = text[found.end() : found.end() + len(second)]
+        if second.startswith(beginning):
+            return found.start(), beginning == second
     return len(text) - num_held_back(text, first), False
 
 

@@ -5,6 +5,7 @@ The oracle is how the text was made: each family's spelling is written here a se
 
 import json
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,8 @@ from test_parsers import PLACES, cut, read_tools
 from test_structured import ADD, CHAT, SCHEMAS, WEATHER, add_up, ask, check_calls
 from transformers.utils.chat_parsing import parse_response
 
-from nanovllm.extras.answer_parts.reasoning import DeepSeekR1, Gemma4Reasoning, ReasoningParser
+from nanovllm.extras.answer_parts.events import CallArguments
+from nanovllm.extras.answer_parts.reasoning import DeepSeekR1, Gemma4Reasoning, ReasoningParser, find_call
 from nanovllm.extras.answer_parts.token_bytes import TokenBytes
 from nanovllm.extras.serve.answer import Answer, merge
 from nanovllm.extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, Parsers
@@ -200,6 +202,17 @@ def test_any_pieces_of_any_text_are_the_whole(form, text, places):
 def test_odd_answers(form, text, content, calls):
     assert read_tools([text], TOOL_PARSERS[form](FUNCTIONS))[:2] == (content, calls)
     assert read_tools(list(text), TOOL_PARSERS[form](FUNCTIONS))[:2] == (content, calls)
+
+
+def test_many_calls_at_once_take_time_in_proportion():
+    """Without a stream, a parser gets the whole answer at once."""
+    start = time.perf_counter()
+    parser = TOOL_PARSERS["deepseek_v31"](FUNCTIONS)
+    arguments = [one.text for one in parser.feed(deepseek_v31([("f", {})] * 10_000)) if isinstance(one, CallArguments)]
+    assert (parser.num_calls, "".join(arguments)) == (10_000, "{}" * 10_000)
+    text = "<tool_call> " * 100_000
+    assert find_call(text, ("<tool_call>", "<function=")) == (len(text) - len("<tool_call> "), False)
+    assert time.perf_counter() - start < 3
 
 
 def test_thoughts_without_a_first_tag():

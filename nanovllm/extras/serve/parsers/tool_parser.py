@@ -20,6 +20,8 @@ from nanovllm.extras.answer_parts.events import CallArguments, CallStart, Conten
 from nanovllm.extras.answer_parts.reasoning import num_held_back
 from nanovllm.extras.serve.protocol import Function
 
+PIECE = 1024  # characters that are read at once: each tag copies the rest of them
+
 
 class Call(ABC):
     """One call while it is read. `text` is the text of the call so far."""
@@ -79,10 +81,11 @@ class ToolParser(ABC):
 
     def feed(self, text: str) -> list[Event]:
         """Read the next piece of the answer, and return the new events."""
-        self._held += text
         events: list[Event] = []
-        while self._read_call(events) if self._call is not None else self._read_text(events):
-            pass
+        for start in range(0, len(text), PIECE):
+            self._held += text[start : start + PIECE]
+            while self._read_call(events) if self._call is not None else self._read_text(events):
+                pass
         return events
 
     @property
