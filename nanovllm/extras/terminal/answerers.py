@@ -75,7 +75,7 @@ class LocalAnswerer:
     def answer(self, messages: list[Message]) -> Iterator[Answer]:
         start = time.perf_counter()
         try:
-            prompts: Any = self._llm.render_chat(self._as_rendered(messages))
+            prompts: Any = self._llm.render_chat([without_reasoning(one) for one in messages])
             stream = self._llm.stream(prompts, self._params)
         except ValueError as error:  # for example, the conversation is too long
             raise AnswerError(str(error)) from error
@@ -87,11 +87,6 @@ class LocalAnswerer:
                 completion = output.outputs[0]
                 counts = len(output.prompt_token_ids), output.num_cached_tokens, len(completion.token_ids)
                 yield Answer(reader.read(completion), Cost(*counts, ttft, duration, completion.finish_reason))
-
-    def _as_rendered(self, messages: list[Message]) -> list[Message]:
-        """Return the messages for the chat template, which removes `<think>` only if this is its own tag."""
-        has_other_tags = self._parser in ("gemma4", "openai_gptoss")
-        return [without_reasoning(one) for one in messages] if has_other_tags else messages
 
     def describe(self) -> dict[str, str]:
         stats = self._llm.get_stats()

@@ -93,6 +93,15 @@ def talk(answerer, *lines, system="", interrupt_after=None):
 # ---- an engine of its own
 
 
+def test_reasoning_is_no_part_of_the_next_prompt(local):
+    def num_prompt_tokens(answer):
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": text} for role, text in zip(roles, ("a", answer, "b"), strict=True)]
+        return next(local.answer(messages)).cost.prompt_tokens
+
+    assert num_prompt_tokens("I look.<think>Hm.</think> Four.<think>So") == num_prompt_tokens("I look. Four.")
+
+
 def test_two_turns_are_what_llm_chat_says(local):
     session, screen = talk(local, QUESTION, "Why?", "/stats")
     turns = session.conversation.turns
