@@ -126,19 +126,16 @@ class Harmony:
             return []
         if self._kind is not None:
             return self._show(text)
-        is_role = self._channel is None
         header = self._role if self._channel is None else self._channel
         if not header:  # the text of an incomplete character comes after the special token that follows it
             text = text.lstrip("\ufffd")
         num_chars = max(0, MAX_HEADER - len(header))
         header, rest = header + text[:num_chars], text[num_chars:]
-        if is_role:
-            self._role = header
+        if self._channel is None:
+            self._role, may_continue = header, may_be_role(header)
         else:
-            self._channel = header
-        if not rest and (not is_role or may_be_role(header)):
-            return []
-        return self._show_header() + self._read_text(rest)
+            self._channel, may_continue = header, True
+        return [] if may_continue and not rest else self._show_header() + self._read_text(rest)
 
     def _read_marker(self, marker: str) -> list[Event]:
         if marker == MESSAGE:

@@ -3,7 +3,8 @@
     <|tool_call>call:get_weather{city:"Oslo",days:[1,2],units:{wind:"m/s"}}<tool_call|>
 
 The arguments are converted to JSON as they arrive: `{"city": "Oslo", "days": [1, 2], "units": {"wind": "m/s"}}`.
-Strings have no escapes. Malformed parts are skipped or become strings, so the arguments of a complete call are JSON.
+Strings have no escapes, and end at `<tool_call|>` if the last quote is missing. Malformed parts are skipped or become
+strings, so the arguments of a complete call are JSON.
 """
 
 import json
