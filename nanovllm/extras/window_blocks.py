@@ -58,19 +58,27 @@ class WindowBlockManager(KnownTokensBlockManager):
         return sys.maxsize - 1 if self.max_held_blocks <= self.num_blocks else super().capacity
 
     def num_missing_blocks(self, seq: Sequence) -> int:
-        """Return the base class's count, but at most the blocks that the sequence can hold at the same time."""
+        """Return the most free blocks that `seq` still takes for its tokens, less those that it frees.
+
+        `seq` holds at most `max_held_blocks` at the same time. If it gives back a block, the block becomes free only if
+        no other sequence owns it:
+
+            max_held_blocks 5, block table [0, 7, 2, 5], of which block 7 is shared; 4 blocks to come
+
+            min(4, 5 - 2) = 3: blocks 2 and 5 may become free again, block 7 stays in use
+        """
         num_missing = super().num_missing_blocks(seq)
-        if self.max_held_blocks > self.num_blocks:
+        if num_missing <= 0 or self.max_held_blocks > self.num_blocks:
             return num_missing
-        return min(num_missing, self.max_held_blocks - int(np.count_nonzero(seq.block_table.view())))
+        return min(num_missing, self.max_held_blocks - count_unshared(seq.block_table.view(), self._ref_counts))
 
     def try_admit(self, seq: Sequence, num_reserved: int = 0) -> bool:
         """Admit `seq` as the base class does; it only owns the cached blocks that its first new token sees."""
         hits = self.prefix_cache.find(seq)
         num_behind = self.num_behind(len(hits) * self.block_size)
         num_revived = sum([self._ref_counts[hit.block_id] == 0 for hit in hits[num_behind:]])
-        num_needed = self.num_missing_blocks(seq) - len(hits[num_behind:]) + num_revived
-        if num_needed > len(self._free) - num_reserved:
+        num_needed = super().num_missing_blocks(seq) - len(hits) + num_revived
+        if min(num_needed, self.max_held_blocks) > len(self._free) - num_reserved:
             return False
         for i, hit in enumerate(hits):
             self._share(seq, NULL_BLOCK if i < num_behind else hit.block_id)
@@ -116,3 +124,8 @@ class WindowBlockManager(KnownTokensBlockManager):
 def max_held_blocks(window: int, max_chunk_len: int, block_size: int) -> int:
     """Return the most blocks that a chunk and the window of its first token can touch."""
     return -(-(window - 1 + max_chunk_len) // block_size) + 1
+
+
+def count_unshared(entries: np.ndarray, ref_counts: list[int]) -> int:
+    """Count the blocks with one owner in entries of a block table: [num_entries]"""
+    return sum([ref_counts[block_id] == 1 for block_id in entries[entries != NULL_BLOCK].tolist()])

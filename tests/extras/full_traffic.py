@@ -6,6 +6,7 @@ slots.
 """
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -322,9 +323,18 @@ class Run(scheduling_traffic.Run):
     def num_needed(self, seq):
         """The blocks that `seq` may still need."""
         num_missing = -(-seq.num_tokens // self.manager.block_size) - len(table_of(seq))
-        if self.window is not None:
-            num_missing = self.manager.num_missing_blocks(seq)
+        if self.window is not None and self.manager.max_held_blocks <= self.manager.num_blocks:
+            num_missing = min(num_missing, self.manager.max_held_blocks - self.num_unshared(table_of(seq)))
         return max(0, num_missing) + seq.has_shared_tail
+
+    def owned_blocks(self, seq):
+        """The blocks that `seq` owns, in all groups of layers."""
+        return set(table_of(seq)) - {0}
+
+    def num_unshared(self, table):
+        """The blocks of a table that become free if their only owner gives them back."""
+        owners = Counter(block_id for seq in self.scheduler.running for block_id in self.owned_blocks(seq))
+        return sum(owners[block_id] == 1 for block_id in table)
 
     def check_state(self):
         super().check_state()
@@ -388,6 +398,7 @@ class Before(scheduling_traffic.Before):
     def __init__(self, run):
         super().__init__(run)
         self.host = {seq: run.host_block_ids(seq) for seq in run.waiting}
+        self.promises = {seq: Promise(run, seq) for seq in self.running}
         self.num_free_host = 0 if run.swap_space is None else run.swap_space.num_free_blocks
         # sequences whose next step needs to know the token that the step in flight brings
         self.askers = [
@@ -408,6 +419,12 @@ class Before(scheduling_traffic.Before):
             assert {seq: table_of(seq) for seq in self.running} == self.tables
             return True
         return False
+
+    def check(self, out):
+        super().check(out)
+        for seq in self.running:
+            if seq not in out.preempted:
+                self.promises[seq].check()
 
     def check_queues(self, out, admitted):
         if not self.run.searches:  # beams that are ready may have to let others pass
@@ -433,6 +450,31 @@ class Before(scheduling_traffic.Before):
         expected_ins = [pair for seq in admitted for pair in zip(self.host[seq], table_of(seq), strict=False)]
         assert sorted(swap_outs(out)) == sorted(expected_outs)
         assert sorted(swap_ins(out)) == sorted(expected_ins)
+
+
+class Promise:
+    """How many free blocks a sequence takes at most for the tokens that it has, and whether a step keeps to that."""
+
+    def __init__(self, run, seq):
+        self.run, self.seq = run, seq
+        self.num_tokens = seq.num_tokens
+        num_copies = seq.has_shared_tail * getattr(run.manager, "num_groups", 1)
+        self.num_blocks = run.manager.num_missing_blocks(seq) + num_copies
+        self.owned = run.owned_blocks(seq)
+        self.unshared = {block_id for block_id in self.owned if run.num_unshared([block_id])}
+
+    def check(self):
+        """What the step has taken, and what may follow, is not more than was promised before.
+
+        Blocks that have got another owner since do not become free any more when the sequence gives them back.
+        """
+        if self.seq.num_tokens != self.num_tokens:  # it has got a token, or drafts
+            return
+        owned = self.run.owned_blocks(self.seq)
+        num_taken = len(owned - self.owned) - len(self.unshared - owned)
+        num_shared_since = sum(not self.run.num_unshared([block_id]) for block_id in self.unshared & owned)
+        num_left = self.run.manager.num_missing_blocks(self.seq)
+        assert num_taken + num_left <= self.num_blocks + num_shared_since, "more blocks than were reserved"
 
 
 def swap_outs(out):

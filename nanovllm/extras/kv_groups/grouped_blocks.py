@@ -33,7 +33,7 @@ import numpy as np
 from nanovllm.extras.full_observer import Observer
 from nanovllm.extras.known_tokens import KnownTokensBlockManager, KnownTokensPrefixCache
 from nanovllm.extras.kv_groups.grouped_tables import GroupedBlockTables
-from nanovllm.extras.window_blocks import NULL_BLOCK, max_held_blocks
+from nanovllm.extras.window_blocks import NULL_BLOCK, count_unshared, max_held_blocks
 from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock
 
 
@@ -126,12 +126,17 @@ class GroupedBlockManager(KnownTokensBlockManager):
         return max(if_long, self.num_blocks // self.num_groups) * self.block_size
 
     def num_missing_blocks(self, seq: Any) -> int:
-        """Return the number of blocks that `seq` still needs, in groups with a window at most those it can hold."""
+        """Return the most free blocks that `seq` still takes for its tokens, less those that it frees.
+
+        In each group with a window, `seq` holds at most `max_held_blocks` at the same time. If it gives back a block,
+        the block becomes free only if no other sequence owns it.
+        """
         num_missing = super().num_missing_blocks(seq)
         if num_missing <= 0:
             return num_missing
-        held = np.count_nonzero(self.block_tables.windows_of(seq.block_table)[0])
-        return num_missing + (self.num_groups - 1) * min(num_missing, self.max_held_blocks - int(held))
+        # the blocks at one place of all groups have the same owners
+        num_unshared = count_unshared(self.block_tables.windows_of(seq.block_table)[0], self._ref_counts)
+        return num_missing + (self.num_groups - 1) * min(num_missing, self.max_held_blocks - num_unshared)
 
     def try_admit(self, seq: Any, num_reserved: int = 0) -> bool:
         """Admit `seq` as the core does. In groups with a window, it only owns what its first new token sees."""
@@ -141,9 +146,11 @@ class GroupedBlockManager(KnownTokensBlockManager):
         hits = self.prefix_cache.find(seq)
         num_behind = self.num_behind(len(hits) * self.block_size)
         windows = [self.prefix_cache.windows[hit.serial] for hit in hits[num_behind:]]  # of each block: one per group
-        owned = [hit.block_id for hit in hits] + [block_id for blocks in windows for block_id in blocks]
-        num_revived = sum([self._ref_counts[block_id] == 0 for block_id in owned])
-        if self.num_missing_blocks(seq) - len(owned) + num_revived > num_free:
+        num_missing = super().num_missing_blocks(seq) - len(hits)  # in each group
+        num_needed = num_missing + sum([self._ref_counts[hit.block_id] == 0 for hit in hits])
+        num_revived = sum([self._ref_counts[blocks[0]] == 0 for blocks in windows])
+        num_needed += (self.num_groups - 1) * min(num_missing + num_revived, self.max_held_blocks)
+        if num_needed > num_free:
             return False
         for hit in hits:
             self._share(seq, hit.block_id)

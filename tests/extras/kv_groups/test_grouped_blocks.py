@@ -57,8 +57,13 @@ class GroupedRun(Run):
         running, tables = self.scheduler.running, self.manager.block_tables
         return grouped_slots(self.manager, running), {one for seq in running for one in all_blocks(tables, seq)}
 
+    def owned_blocks(self, seq):
+        return set(all_blocks(self.manager.block_tables, seq))
+
     def num_needed(self, seq):
-        return max(0, self.manager.num_missing_blocks(seq)) + self.num_groups * seq.has_shared_tail
+        num_missing = max(0, -(-seq.num_tokens // self.manager.block_size) - len(table_of(seq)))
+        of_windows = [min(num_missing, self.manager.max_held_blocks - self.num_unshared(one)) for one in self.tables(seq)]
+        return num_missing + sum(of_windows) + self.num_groups * seq.has_shared_tail
 
     def check_blocks(self):
         check_grouped_ownership(self.manager, self.seqs)
