@@ -485,6 +485,23 @@ def swap_ins(out):
     return getattr(out.copies, "swap_ins", [])
 
 
+def serve_behind_a_shared_window(run):
+    """Let a long prompt hit the window of a sequence that decodes, and give back its blocks while others arrive.
+
+    The window has 9 tokens. (the number of preemptions, the tokens that were hit)
+    """
+    prompt = list(range(24))
+    run.add(prompt, max_tokens=12)
+    for _ in range(4):
+        run.step()
+    long = run.add([*prompt, *range(30, 48), *range(6)], max_tokens=1)
+    run.step()
+    for token in range(40, 43):
+        run.add([token] * 8, max_tokens=2)
+    run.finish()
+    return run.stats.num_preemptions, long.num_cached_tokens
+
+
 # ---- random traffic
 
 

@@ -16,7 +16,7 @@ from nanovllm.extras.full_observer import Observer
 from nanovllm.extras.known_tokens import KnownTokensBlockManager
 from nanovllm.extras.window_blocks import WindowBlockManager, max_held_blocks
 from tests.conftest import examples
-from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run
+from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run, serve_behind_a_shared_window
 from tests.fake_kv_cache import table_of, tokens_of
 from tests.scheduling_traffic import SETTINGS
 
@@ -150,6 +150,17 @@ def test_forks_share_what_is_left():
     assert all(table[:3] == [0] * 3 for table in tables)
     assert run.manager.num_used_blocks <= 2 + 3
     run.finish()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("num_blocks", "num_hit"), [(7, 0), (30, 24)])
+def test_shared_blocks_that_are_given_back_stay_in_use(num_blocks, num_hit, overlap):
+    """With 7 blocks the long prompt waits, and was seen to be preempted if shared blocks count as free.
+
+    `Promise` finds the wrong count in any pool.
+    """
+    run = Run(num_blocks=num_blocks, block_size=4, budget=20, threshold=8, window=9, overlap=overlap)
+    assert serve_behind_a_shared_window(run) == (0, num_hit)
 
 
 @pytest.mark.parametrize("num_swap_blocks", [None, 12])

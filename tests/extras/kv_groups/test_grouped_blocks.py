@@ -14,7 +14,7 @@ from nanovllm.extras.kv_groups.layer_groups import LayerGroups, LayerPlace, grou
 from nanovllm.extras.models.masking import AttentionOptions
 from nanovllm.extras.models.network_config import NetworkConfig
 from tests.conftest import examples
-from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run, SchedulerMachine
+from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run, SchedulerMachine, serve_behind_a_shared_window
 from tests.extras.grouped_fake_kv_cache import (
     GroupedFakeKVCache,
     all_blocks,
@@ -272,6 +272,14 @@ def test_a_swapped_sequence_comes_back_with_the_windows_of_all_groups():
     assert run.stats.num_swaps > 0
     assert run.stats.num_window_blocks > 0
     assert all(seq.num_output_tokens == 20 for seq in seqs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("num_groups", "num_blocks"), [(2, 20), (3, 26), (3, 60)])
+def test_shared_blocks_that_are_given_back_stay_in_use(num_groups, num_blocks, overlap):
+    """In the smaller pools, seen to preempt if they are counted as free; `Promise` finds the wrong count in any."""
+    sizes = {"num_groups": num_groups, "num_blocks": num_blocks, "group_window": 9, "block_size": 4}
+    assert serve_behind_a_shared_window(GroupedRun(**sizes, budget=20, threshold=8, overlap=overlap)) == (0, 24)
 
 
 def test_a_step_ahead_has_room_to_copy_a_block_in_each_group():
