@@ -81,12 +81,12 @@ class ModelRunner(PlainRunner):
         clock.lap("graphs")
 
     def describe(self) -> str:
-        """Return what computes, and why that was chosen."""
+        """Return why the way to compute was chosen, and after the last semicolon, what computes."""
         threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
         instructions = getattr(self.backend, "instructions", "PyTorch")
-        what = f"{instructions} on {self.device}{threads}, {self.dtype}, blocks of {self.backend.block_size}"
+        where = f"{self.device}{threads}, {self.dtype}, blocks of {self.backend.block_size}{self.device_setup.note}"
         in_pytorch = ", ".join(sorted(pytorch_layers(self.model))) or "nothing"
-        return f"{self.reasons}; {what}, in PyTorch: {in_pytorch}{self.device_setup.note}"
+        return f"{self.reasons}; {instructions} on {where}, in PyTorch: {in_pytorch}"
 
     # ---- a step
 

@@ -71,6 +71,12 @@ def test_tensors():
     assert "lm_head.weight" not in tensors  # tied
 
 
+def test_the_description_ends_with_what_computes():
+    first, *_, last = make_llm().engine.description.split("; ")
+    assert first.startswith("a state of ")
+    assert last.startswith("PyTorch on cpu, ")
+
+
 # ---- its names
 
 

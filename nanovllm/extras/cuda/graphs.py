@@ -317,8 +317,8 @@ def choose_graphs(
     if device.type != "cuda":
         return None, ""
     if reason == NO_DRAW_KERNEL:
-        return "forward", f"; with CUDA graphs of the forward pass only ({reason})"
-    return ("step", "; with CUDA graphs") if reason is None else (None, f"; no CUDA graphs ({reason})")
+        return "forward", f", with CUDA graphs of the forward pass only ({reason})"
+    return ("step", ", with CUDA graphs") if reason is None else (None, f", no CUDA graphs ({reason})")
 
 
 def replay_decodes(runner: "ModelRunner", newest: NewestTokens, sizes: StepSizes) -> None:

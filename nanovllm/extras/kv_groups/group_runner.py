@@ -60,7 +60,7 @@ class GroupRunner(ModelRunner):
 
     def describe(self) -> str:
         groups = ", ".join([str(group) for group in self.shape.kv_groups])
-        return f"{super().describe()}; groups of layers with K and V: {groups}"
+        return f"groups of layers with K and V: {groups}; {super().describe()}"
 
     def begin_self_check(self, kind: Device) -> Unchecked:
         """Return a check of nothing: the self-check runs networks with one shape of K and V."""

@@ -26,5 +26,5 @@ class CoreRunner(ModelRunner):
         device.draw = None
         has_graphs = not self.config.enforce_eager and self.config.enable_cuda_graphs is not False
         device.replayed = "forward" if has_graphs and not self.shape.num_experts else None
-        device.note = "; with CUDA graphs of the forward pass" if device.replayed else "; no CUDA graphs"
+        device.note = ", with CUDA graphs of the forward pass" if device.replayed else ", no CUDA graphs"
         return device

@@ -62,7 +62,6 @@ def measure_way(name: str, options: dict[str, Any], kind: Any, model: str) -> Wa
     except (ValueError, RuntimeError, MemoryError) as error:
         return WayReport(name, "not available", str(error))
     runner = engine.runner
-    description = runner.description.partition("; ")[2] or runner.description
     if type(runner.backend) is TorchAttention and name != "PyTorch":  # `auto` has found a reason against the kernels
         return WayReport(name, "not available", runner.description)
     tokens_per_s = decode(engine)
@@ -70,7 +69,7 @@ def measure_way(name: str, options: dict[str, Any], kind: Any, model: str) -> Wa
     return WayReport(
         name,
         "right",
-        description,
+        runner.description.split("; ")[-1],
         tokens_per_s,
         model_bytes * tokens_per_s / NUM_SEQS / 1e9,
         runner.kv_cache.num_blocks * runner.backend.block_size,

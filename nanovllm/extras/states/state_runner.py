@@ -75,7 +75,7 @@ class StateRunner(ModelRunner):
 
     def describe(self) -> str:
         num_bytes = self.shape.state_shape.bytes_per_slot(self.dtype)
-        return f"{super().describe()}; a state of {num_bytes:,} bytes per sequence"
+        return f"a state of {num_bytes:,} bytes per sequence; {super().describe()}"
 
     def make_kv_cache(self) -> StateKVCache:
         shape: Any = self.shape

@@ -346,30 +346,30 @@ def test_they_are_refused_where_they_cannot_be(tiny_checkpoint):
 @pytest.mark.parametrize(
     ("options", "backend", "has_draw_kernel", "expected"),
     [
-        ({}, GatherAttention, True, "; with CUDA graphs"),
-        ({"enable_cuda_graphs": True}, GatherAttention, True, "; with CUDA graphs"),
+        ({}, GatherAttention, True, ", with CUDA graphs"),
+        ({"enable_cuda_graphs": True}, GatherAttention, True, ", with CUDA graphs"),
         (
             {"enable_cuda_graphs": False},
             GatherAttention,
             True,
-            "; no CUDA graphs (enable_cuda_graphs=False)",
+            ", no CUDA graphs (enable_cuda_graphs=False)",
         ),
-        ({"enforce_eager": True}, GatherAttention, True, "; no CUDA graphs (enforce_eager=True)"),
+        ({"enforce_eager": True}, GatherAttention, True, ", no CUDA graphs (enforce_eager=True)"),
         (
             {},
             TorchAttention,
             True,
-            "; no CUDA graphs (this attention backend reads lengths back to the host)",
+            ", no CUDA graphs (this attention backend reads lengths back to the host)",
         ),
         (
             {},
             GatherAttention,
             False,
-            "; with CUDA graphs of the forward pass only (without triton, drawing tokens makes the host wait)",
+            ", with CUDA graphs of the forward pass only (without triton, drawing tokens makes the host wait)",
         ),
-        ({"enable_cuda_graphs": False}, GatherAttention, False, "; no CUDA graphs (enable_cuda_graphs=False)"),
-        ({}, TorchAttention, False, "; no CUDA graphs (this attention backend reads lengths back to the host)"),
-        ({"enforce_eager": True}, GatherAttention, False, "; no CUDA graphs (enforce_eager=True)"),
+        ({"enable_cuda_graphs": False}, GatherAttention, False, ", no CUDA graphs (enable_cuda_graphs=False)"),
+        ({}, TorchAttention, False, ", no CUDA graphs (this attention backend reads lengths back to the host)"),
+        ({"enforce_eager": True}, GatherAttention, False, ", no CUDA graphs (enforce_eager=True)"),
     ],
 )
 def test_who_has_them_on_cuda(options, backend, has_draw_kernel, expected):
@@ -390,7 +390,7 @@ def test_experts_are_not_replayed():
     """How many tokens each expert gets is read back to the host in every layer."""
     choice = (GatherAttention(4, 2, 16, 16), True, torch.device("cuda", 0), 8)
     reason = "tokens are grouped by expert on the host"
-    assert choose_graphs(Config("model"), *choice) == (None, f"; no CUDA graphs ({reason})")
+    assert choose_graphs(Config("model"), *choice) == (None, f", no CUDA graphs ({reason})")
     without_draws = choice[0], False, *choice[2:]
     assert choose_graphs(Config("model"), *without_draws)[0] is None
     with pytest.raises(ValueError, match=rf"enable_cuda_graphs=True is not available \({reason}\)"):

@@ -192,6 +192,13 @@ def test_each_group_has_its_share_of_a_block(gemmas):
         assert sum(tensor.numel() for tensor in cache.tensors) * 4 == 10 * size
 
 
+def test_the_description_ends_with_what_computes(gemmas):
+    """The announcement of a server shows the part after the last semicolon."""
+    first, *_, last = make_llm(gemmas.make()[0]).engine.description.split("; ")
+    assert first.startswith("groups of layers with K and V: 3 that see ")
+    assert last.startswith("PyTorch on cpu, ")
+
+
 def test_swap_space_holds_whole_blocks(gemmas):
     """A block of 4 tokens has 2 * 4 * (3 * 2 * 32 + 1 * 2 * 64) numbers of 4 bytes: 10,240 bytes."""
     folder, _ = gemmas.make()
