@@ -63,7 +63,7 @@ class WindowBlockManager(KnownTokensBlockManager):
         `seq` holds at most `max_held_blocks` at the same time. If it gives back a block, the block becomes free only if
         no other sequence owns it:
 
-            max_held_blocks 5, block table [0, 7, 2, 5], of which block 7 is shared; 4 blocks to come
+            max_held_blocks 5, block table [0, 7, 2, 5], block 7 is shared, `seq` lacks 4 blocks
 
             min(4, 5 - 2) = 3: blocks 2 and 5 may become free again, block 7 stays in use
         """

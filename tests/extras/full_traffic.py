@@ -466,9 +466,9 @@ class Promise:
     def check(self):
         """What the step has taken, and what may follow, is not more than was promised before.
 
-        Blocks that have got another owner since do not become free any more when the sequence gives them back.
+        Blocks that another sequence shares since then do not become free any more when the sequence gives them back.
         """
-        if self.seq.num_tokens != self.num_tokens:  # it has got a token, or drafts
+        if self.seq.num_tokens != self.num_tokens:  # there is a new token, or there are drafts
             return
         owned = self.run.owned_blocks(self.seq)
         num_taken = len(owned - self.owned) - len(self.unshared - owned)

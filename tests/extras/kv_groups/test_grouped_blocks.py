@@ -62,7 +62,9 @@ class GroupedRun(Run):
 
     def num_needed(self, seq):
         num_missing = max(0, -(-seq.num_tokens // self.manager.block_size) - len(table_of(seq)))
-        of_windows = [min(num_missing, self.manager.max_held_blocks - self.num_unshared(one)) for one in self.tables(seq)]
+        of_windows = [
+            min(num_missing, self.manager.max_held_blocks - self.num_unshared(one)) for one in self.tables(seq)
+        ]
         return num_missing + sum(of_windows) + self.num_groups * seq.has_shared_tail
 
     def check_blocks(self):
