@@ -472,7 +472,8 @@ class Promise:
             return
         owned = self.run.owned_blocks(self.seq)
         num_taken = len(owned - self.owned) - len(self.unshared - owned)
-        num_shared_since = sum(not self.run.num_unshared([block_id]) for block_id in self.unshared & owned)
+        shared_before = self.owned - self.unshared
+        num_shared_since = sum(not self.run.num_unshared([block_id]) for block_id in owned - shared_before)
         num_left = self.run.manager.num_missing_blocks(self.seq)
         assert num_taken + num_left <= self.num_blocks + num_shared_since, "more blocks than were reserved"
 
