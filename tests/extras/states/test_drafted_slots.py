@@ -103,7 +103,7 @@ class Run(test_slots.Run):
 
 @pytest.mark.parametrize("kind", ["snapshots", "no cache", "swap"])
 @pytest.mark.parametrize(
-    "seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(150)]
+    "seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(50)]
 )
 def test_each_row_finds_its_state(seed, kind):
     rng = random.Random(seed)
