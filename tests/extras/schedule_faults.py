@@ -329,6 +329,15 @@ def an_evicted_block_of_a_window_can_still_be_found(replace):
 
 
 def room_is_counted_for_one_group(replace):
+    right = GroupedBlockManager.try_admit
+
+    def try_admit(self, seq, num_reserved=0):
+        num_groups, self.num_groups = self.num_groups, 1
+        is_admitted = right(self, seq, num_reserved)
+        self.num_groups = num_groups
+        return is_admitted
+
+    replace(GroupedBlockManager, "try_admit", try_admit)
     replace(GroupedBlockManager, "num_missing_blocks", BlockManager.num_missing_blocks)
 
 

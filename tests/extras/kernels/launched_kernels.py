@@ -11,8 +11,6 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 os.environ["TRITON_INTERPRET"] = "0"  # read by Triton when it is imported
 
@@ -22,8 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.kernel_resources import GPUS, Resources, read_cubin
-from labs.demos.states import make_hybrid
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
 from nanovllm.extras.kernels.cuda import (
     few_tokens,
     sample,
@@ -84,9 +81,8 @@ def launch_all(kv_cache_dtypes, logits_dtypes):
         # few tokens and many, decodes and mixed, a context that is split
         for prompts in ([[1, 2, 3]], [[5] * 40, [7] * 9], [[8] * 300, [9]], [[6] * 1100]):
             llm.generate(prompts, params, use_tqdm=False)
-    with TemporaryDirectory() as folder:  # a model with recurrent states: decodes, long and short chunks
-        hybrid = {**options, "load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 45}
-        llm = LLM(make_hybrid(Path(folder)), **hybrid)
+    # a model with recurrent states: decodes, long and short chunks
+    llm = LLM(TINY_QWEN3_5, **options, max_num_seqs=4, max_num_batched_tokens=45)
     llm.generate([[5] * 40, [7] * 9], params, use_tqdm=False)
     temperatures, uniforms = torch.ones(2), torch.zeros(2, dtype=torch.float64)
     for dtype in logits_dtypes:

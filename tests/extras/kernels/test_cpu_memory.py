@@ -73,7 +73,7 @@ def test_an_allocation_that_fails_in_a_layer_is_a_memory_error(refusing):
         library.attend_latents(*[None] * 4, lens.data_ptr(), starts.data_ptr(), 1, 1, 1, 32, 16, 16, 9, 1.0, 0.0)
     refusing(library, 0)
     with pytest.raises(MemoryError, match="CPU kernel gated_delta"):
-        library.gated_delta(ctypes.byref((c_long * 10)(0, 0, 0, 0, 1, 1, 16, 16, 4, 0)), *[None] * 10, 0, 0)
+        library.gated_delta(ctypes.byref((c_long * 10)(0, 0, 0, 0, 1, 1, 16, 16, 4, 0)), *[None] * 11, 0, 0)
     experts = (c_long * 6)(0, 0, 4, 16, 16, 1)
     for number in range(2):
         refusing(library, number)

@@ -312,7 +312,7 @@ def test_tokens_are_those_of_transformers(hybrids, budget):
         token_ids, logprobs = hybrids.greedy()[i]
         assert output.outputs[0].token_ids == token_ids[:4]
         assert output.outputs[0].cumulative_logprob == pytest.approx(sum(logprobs[:4]), abs=1e-3)
-    assert llm.get_stats().num_preemptions > 0
+    assert (llm.get_stats().num_preemptions > 0) == (budget == 24)
     assert llm.get_stats().prefix_cache_hit_tokens > 0
 
 

@@ -305,7 +305,7 @@ def states_of_other_slots_on_rank_1(monkeypatch):
 
     def forward(self, batch):
         if self.communicator.rank:
-            batch.copies.slots = [1] * len(batch.copies.slots)
+            batch.copies.slots = batch.copies.sources = [1] * len(batch.copies.slots)
         return right(self, batch)
 
     monkeypatch.setattr(StateRankRunner, "forward", forward)
