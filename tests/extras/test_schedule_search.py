@@ -32,8 +32,10 @@ def test_no_schedule_of_few_actions_is_wrong(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", REQUESTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "budget"),  # swap has the most schedules, so two budgets are enough for it
+    [(kind, budget) for kind in KINDS for budget in REQUESTS if kind != "swapped states" or budget in (1, 4)],
+)
 def test_no_schedule_is_wrong(kind, budget):
     searched = search(Setting(kind, budget, REQUESTS[budget], snapshot_interval=INTERVALS[budget]), 12)
     assert searched.num_states > 1000

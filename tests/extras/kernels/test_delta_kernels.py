@@ -296,10 +296,9 @@ def hybrids(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [24, 5])
-def test_tokens_are_those_of_transformers(hybrids, budget):
+def test_tokens_are_those_of_transformers(hybrids):
     """Chunks, mixed steps, prefix hits by snapshots, and preemption."""
-    options = {"num_kv_blocks": 6, "max_num_seqs": 3, "max_num_batched_tokens": budget, "max_model_len": 80}
+    options = {"num_kv_blocks": 6, "max_num_seqs": 3, "max_num_batched_tokens": 24, "max_model_len": 80}
     folder, _ = hybrids.make()
     llm = LLM(folder, dtype="float32", device=DEVICE.type, attention_backend="triton", block_size=16, **options)
     kinds = [type(getattr(layer, "linear_attn", None)) for layer in llm.engine.runner.model.model.layers]
@@ -312,7 +311,7 @@ def test_tokens_are_those_of_transformers(hybrids, budget):
         token_ids, logprobs = hybrids.greedy()[i]
         assert output.outputs[0].token_ids == token_ids[:4]
         assert output.outputs[0].cumulative_logprob == pytest.approx(sum(logprobs[:4]), abs=1e-3)
-    assert (llm.get_stats().num_preemptions > 0) == (budget == 24)
+    assert llm.get_stats().num_preemptions > 0
     assert llm.get_stats().prefix_cache_hit_tokens > 0
 
 
