@@ -20,7 +20,7 @@ def roll_back(scheduler: Scheduler) -> None:
     blocks.take_copies()
     for block_id in observer.blocks_in_flight():
         blocks.prefix_cache.forget(block_id)
-    forget_windows(blocks.prefix_cache)
+    forget_beside(blocks.prefix_cache)
     for seq in [*scheduler.running, *scheduler.waiting]:
         if seq.block_table.length:
             seq.num_computed_tokens = 0  # so that `free` registers no block that may not have been filled
@@ -37,17 +37,14 @@ def reset_prefix_cache(scheduler: Scheduler) -> None:
     cache, observer = scheduler.block_manager.prefix_cache, scheduler.observer
     cache._by_hash.clear()
     cache._by_id.clear()
-    forget_windows(cache)
     reset: Any = getattr(observer, "on_reset_prefix_cache", None)
     if reset is not None:
         reset()
-    forget_snapshots: Any = getattr(cache, "forget_snapshots", None)  # of models with recurrent states
-    if forget_snapshots is not None:
-        forget_snapshots()
+    forget_beside(cache)
 
 
-def forget_windows(cache: Any) -> None:
-    """Forget the blocks of groups of layers with a window, if the model has such groups (`kv_groups/`)."""
-    forget = getattr(cache, "forget_windows", None)
+def forget_beside(cache: Any) -> None:
+    """Forget what a cache keeps beside its blocks: snapshots (`states/`), or the blocks of windows (`kv_groups/`)."""
+    forget = getattr(cache, "forget_beside", None)
     if forget is not None:
         forget()

@@ -249,17 +249,7 @@ def a_state_is_not_copied_back(replace):
 
 def a_state_is_copied_out_before_the_copy_of_its_fork(replace):
     """The copy for a fork or a snapshot, which is due, comes after those of this step."""
-    right = StateScheduler.schedule
-
-    def schedule(self):
-        num_earlier = len(self.block_manager._copies_for_next)
-        step = right(self)
-        if step.chunks:
-            copies = step.copies.state_copies
-            copies[:] = copies[num_earlier:] + copies[:num_earlier]
-        return step
-
-    replace(StateScheduler, "schedule", schedule)
+    hits_are_copied_before_their_snapshots_are_taken(replace)
 
 
 def a_host_slot_is_not_freed(replace):

@@ -85,7 +85,7 @@ class GroupedPrefixCache(KnownTokensPrefixCache):
             for one in self.windows.pop(serial, ()):
                 del self._serials_of[one]
 
-    def forget_windows(self) -> None:
+    def forget_beside(self) -> None:
         """Forget the blocks of all groups with a window, so that there are no hits until new ones are registered."""
         self.windows.clear()
         self._serials_of.clear()

@@ -138,7 +138,7 @@ class SnapshotCache(PrefixCache):
             self.drop(next(iter(self.snapshots)), "slot")
         return self.free_slots.pop()
 
-    def forget_snapshots(self) -> None:
+    def forget_beside(self) -> None:
         for serial in list(self.snapshots):
             self.drop(serial, "forgotten")
 
@@ -297,7 +297,7 @@ class StateBlockManager(BlockManager):
     def forget_slots(self) -> None:
         """Forget all copies, snapshots and owners of slots. An interrupt may have left a slot without either."""
         self._copies_for_next, self._copies_for_this = [], []
-        self.prefix_cache.forget_snapshots()
+        self.prefix_cache.forget_beside()
         self._slots.clear()
         self.prefix_cache.free_slots[:] = range(self.num_slots, 0, -1)
 
