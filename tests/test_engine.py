@@ -325,7 +325,7 @@ def test_an_id_may_be_used_again_when_its_request_is_over(checkpoint, answer):
 PROMPTS = {"a": ids(26), "b": ids(20) + ids(7, seed=1), "c": ids(9, seed=2), "d": ids(3, seed=3), "e": ids(15)}
 
 
-@pytest.mark.parametrize("victim", PROMPTS)
+@pytest.mark.parametrize("victim", every_second(PROMPTS))
 def test_abort_after_each_step(checkpoint, answer, victim):
     """Waiting, amid a chunked prefill, decoding, preempted: the others go on, and its prompt works when it comes again.
 

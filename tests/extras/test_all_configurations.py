@@ -83,7 +83,7 @@ def serve(engine, requests, at_once):
 def replay(checkpoints, request):
     """The second kind of requests is never waited for when steps overlap."""
     folder, _ = checkpoints.make(num_hidden_layers=1, hidden_size=32, intermediate_size=48, head_dim=16)
-    requests = make_requests()[: max(70, examples(NUM_REQUESTS))]
+    requests = make_requests()[: max(40, examples(NUM_REQUESTS))]
     if request.param == "nothing that reads the output":
         none = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
         requests = [(prompt, dataclasses.replace(params, **none), *rest) for prompt, params, *rest in requests]

@@ -64,6 +64,7 @@ def whole():
     return [json.loads(line) for line in printed.getvalue().splitlines()[-2:]]
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_without_any_extra(core_alone, whole):
     expected = whole[0]
     assert core_alone[0] == expected
@@ -73,6 +74,7 @@ def test_answers_are_the_same_without_any_extra(core_alone, whole):
     assert len(expected["streamed"]) > 30
 
 
+@pytest.mark.slow
 def test_the_example_answers_without_any_extra(core_alone):
     """Word for word what README shows, in bfloat16."""
     assert "Paged attention stores the KV cache in small blocks of fixed size" in core_alone[1]

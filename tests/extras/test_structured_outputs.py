@@ -312,12 +312,17 @@ def token_ids(outputs):
 @pytest.mark.parametrize(
     "options",
     [
-        {"enable_overlap": True},
-        {"num_kv_blocks": 12, "block_size": 8, "max_num_batched_tokens": 7},
         {"num_kv_blocks": 12, "block_size": 8, "enable_overlap": True},
-        {"num_kv_blocks": 12, "block_size": 8, "preemption_mode": "swap", "swap_space_bytes": 1 << 20},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"enable_overlap": True},
+                {"num_kv_blocks": 12, "block_size": 8, "max_num_batched_tokens": 7},
+                {"num_kv_blocks": 12, "block_size": 8, "preemption_mode": "swap", "swap_space_bytes": 1 << 20},
+            )
+        ),
     ],
-    ids=["overlap", "preemption", "preemption-overlap", "swap"],
+    ids=["preemption-overlap", "overlap", "preemption", "swap"],
 )
 def test_the_same_outputs_however_they_are_scheduled(with_tokenizer, mixed_outputs, options):
     with LLM(with_tokenizer, **{"attention_backend": "torch", "num_kv_blocks": 512, **options}) as llm:

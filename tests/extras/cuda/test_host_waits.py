@@ -31,6 +31,7 @@ from nanovllm.extras.quantization.quantise import quantise
 from nanovllm.extras.runner_hooks import ArrivingTokens
 from nanovllm.kv_cache import KVCache
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from tests.conftest import every_second
 from tests.extras.late_runner import LateRunner
 from tests.extras.test_full_engine import ids
 from tests.extras.test_overlap import KINDS
@@ -218,7 +219,7 @@ def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, bac
     assert kernels["truncate_kernel"].num_launches > 0
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", every_second(["int4", "int8"]))
 @torch.inference_mode()
 def test_a_step_with_quantised_weights_does_not_wait_either(kernels, batches, quantization):
     runner, buffer = make_runner(make_backend("triton"), True, quantization)

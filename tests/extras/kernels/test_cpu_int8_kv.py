@@ -40,7 +40,7 @@ def check_close(out, expected):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("block_size", [16, 32, 80])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [*HEADS, (32, 2), (40, 2)])
-@pytest.mark.sparse(2)
+@pytest.mark.sparse
 def test_mixed_batch_equals_the_reference(dtype, num_heads, num_kv_heads, block_size, seed):
     backend = int8_attention(num_heads, num_kv_heads, [32, 64, 96][seed], block_size, dtype)
     step = Int8Step(backend, random_lens(block_size, seed), seed, dtype)
@@ -59,7 +59,7 @@ def test_mixed_batch_equals_the_reference(dtype, num_heads, num_kv_heads, block_
     ],
     ids=["one token", "decodes", "whole prompts", "later chunks", "long", "not in the L2 cache"],
 )
-@pytest.mark.sparse(2)
+@pytest.mark.sparse
 def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor_without_tiles, dtype, lens):
     backend = int8_attention(4, 2, 64, 16, dtype)
     step = Int8Step(backend, lens, dtype=dtype)

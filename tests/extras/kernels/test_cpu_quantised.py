@@ -58,7 +58,7 @@ def one_rounding(dtype):
 
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (16, 128), (33, 144), (100, 208), (64, 416)])
-@pytest.mark.sparse(2)
+@pytest.mark.sparse
 def test_linear_equals_float64(processor, dtype, bits, group_size, has_zeros, n, k):
     weight, bias = make_weight(n, k, bits, group_size, has_zeros), randn(n, dtype=dtype) if n % 2 else None
     fast = fast_version_of(QuantisedLinear(weight, bias), dtype)

@@ -15,6 +15,7 @@ from nanovllm.extras.kernels.cpu import library as cpu
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages
 from nanovllm.extras.kernels.cpu.library import load_library
+from tests.conftest import every_second
 from tests.extras.attention_steps import Step, check_close
 from tests.extras.kernels.processors import need_a_compiler, pretend
 from tests.extras.kernels.test_cpu_kernels import TINY, randn
@@ -193,7 +194,7 @@ def test_a_permission_that_is_refused_is_named(fresh_library, monkeypatch):
     assert llm.generate(["Hello"], SamplingParams(max_tokens=2), use_tqdm=False)
 
 
-@pytest.mark.parametrize("flags", [["avx512_bf16", "avx512_fp16"], ["avx512_bf16"]])
+@pytest.mark.parametrize("flags", every_second([["avx512_bf16", "avx512_fp16"], ["avx512_bf16"]]))
 def test_tiles_that_a_hypervisor_hides_are_named(fresh_library, monkeypatch, flags):
     monkeypatch.setattr(cpu, "cpu_flags", lambda: flags)
     description = load_library(torch.bfloat16).description

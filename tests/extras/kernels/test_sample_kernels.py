@@ -177,7 +177,7 @@ def batch_of(kinds, uniforms):
     [
         (torch.bfloat16, 128, 2, 32),
         pytest.param(torch.bfloat16, 256, 4, 2048, marks=pytest.mark.slow),
-        (torch.float16, 512, 2, 256),
+        pytest.param(torch.float16, 512, 2, 256, marks=pytest.mark.slow),
         (torch.float32, 128, 4, 64),
     ],
 )

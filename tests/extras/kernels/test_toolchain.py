@@ -212,9 +212,7 @@ REASONS = {
     "spoil",
     [
         foreign,
-        no_home,
-        without_execution,
-        *(pytest.param(spoil, marks=pytest.mark.slow) for spoil in (in_the_way, read_only)),
+        *(pytest.param(spoil, marks=pytest.mark.slow) for spoil in (no_home, without_execution, in_the_way, read_only)),
     ],
     ids=lambda spoil: spoil.__name__,
 )

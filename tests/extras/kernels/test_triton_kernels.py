@@ -23,6 +23,7 @@ from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.kernels.cuda.kernel_launch import Launch
 from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
 from nanovllm.layers.attention import Attention, TorchAttention
+from tests.conftest import every_second
 from tests.extras.attention_options import OPTIONS
 from tests.extras.attention_steps import Step, check_close
 from tests.steps import batch_of
@@ -133,6 +134,7 @@ def check(out, expected, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(2, 64), (3, 16), (8, 128)])
+@pytest.mark.sparse
 def test_store_kv_writes_its_slots_and_no_other(num_kv_heads, head_dim, dtype):
     backend = TritonAttention(num_kv_heads * 2, num_kv_heads, head_dim, 16)
     step = make_step(backend, [(5, 3), (17, 1), (0, 16)], dtype, is_fused=True)
@@ -334,7 +336,7 @@ def test_prefill_with_its_own_launch_equals_the_reference(dtype):
     check(run_prefill(backend, step), step.expected, dtype)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", every_second(OPTIONS.values()), ids=OPTIONS)
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.sparse
 def test_windows_and_soft_caps_equal_the_reference(monkeypatch, options, block_size):
@@ -467,6 +469,7 @@ def test_engine_gives_the_same_tokens_as_with_the_torch_backend(checkpoints, num
     assert tokens == expected
 
 
+@pytest.mark.slow
 def test_engine_with_an_fp8_cache(checkpoints):
     """Half or a quarter of the memory; swapping and copying blocks included."""
     folder, _ = checkpoints.make(num_hidden_layers=1, head_dim=16)

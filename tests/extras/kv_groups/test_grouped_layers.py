@@ -16,6 +16,7 @@ from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
 from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.full_observer import Observer
 from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
+from tests.conftest import every_second
 from tests.extras.models.architectures import Checkpoints
 from tests.extras.models.hybrid_checkpoints import continue_greedily, logprobs_of
 
@@ -186,7 +187,7 @@ def test_samples_share_the_blocks_of_all_groups(checkpoints, name, options):
     assert blocks_of(llm).num_used_blocks == 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every_second(MODELS))
 def test_samples_are_those_of_one_table(checkpoints, name):
     params = SamplingParams(n=2, temperature=0.9, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
     found = []

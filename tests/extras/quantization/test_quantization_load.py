@@ -8,6 +8,7 @@ from nanovllm.extras.models.moe import Router
 from nanovllm.extras.quantization.quantise import quantise
 from nanovllm.extras.quantization.quantised_linear import QuantisedEmbedding, QuantisedFusedLinear, QuantisedLinear
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
+from tests.conftest import every_second
 
 CHAT = [{"role": "user", "content": "What is a block table?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -58,7 +59,7 @@ def test_what_does_not_fit_is_named_before_anything_changes():
     assert type(network.layers[0]) is Linear
 
 
-@pytest.mark.parametrize("quantization", ["int8", {"method": "int4", "group_size": 32}])
+@pytest.mark.parametrize("quantization", every_second([{"method": "int4", "group_size": 32}, "int8"]))
 def test_the_bundled_model_still_answers(quantization):
     options = {"num_kv_blocks": 40, "dtype": "float32"}
     definition = LLM(TINY_QWEN3, quantization=quantization, attention_backend="torch", enforce_eager=True, **options)

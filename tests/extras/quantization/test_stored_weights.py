@@ -168,7 +168,7 @@ def test_gptqs_zeros_wrap(bits):
     assert torch.equal(decoded.dequantised().double(), meaning)
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("name", every_second(FLOATS))
 def test_floats_of_8_bits_are_widened(name, tmp_path, expected):
     config, pack = FLOATS[name]
     meanings = write(tmp_path / "model", config, pack)

@@ -76,6 +76,7 @@ def test_all_ways_are_right(right):
     assert report["memory_gb_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_a_wrong_way_gives_status_1_also_if_it_was_right_before(right, monkeypatch, capsys, fresh_cache):  # noqa: F811
     """Results of earlier starts do not count."""
     stored = right[2]

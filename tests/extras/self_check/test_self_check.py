@@ -28,6 +28,7 @@ from nanovllm.extras.self_check.comparison import SelfCheckError, check_rows
 from nanovllm.extras.self_check.crash_test import CrashTest
 from nanovllm.extras.self_check.stored_results import Result, StoredResult
 from nanovllm.layers.attention import TorchAttention
+from tests.conftest import every_second
 from tests.extras.cuda.test_core_graphs import make_engine, recorded  # noqa: F401 (a fixture)
 from tests.extras.kernels.processors import PROCESSORS, pretend
 from tests.extras.models.architectures import ARCHITECTURES, Checkpoints
@@ -285,7 +286,7 @@ KINDS = {  # architecture, variant, fields, and the first layer of each kind
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", every_second(KINDS))
 def test_each_kind_of_layer_is_compared_however_large_it_is(fresh_cache, monkeypatch, tmp_path, name):
     architecture, variant, fields, firsts = KINDS[name]
     folder, _ = Checkpoints.make.__wrapped__(Checkpoints(tmp_path), architecture, variant, **fields)
@@ -311,7 +312,7 @@ def test_layers_are_run_together_if_they_are_small(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("where", ["layers", "scores of experts"])
+@pytest.mark.parametrize("where", every_second(["layers", "scores of experts"]))
 def test_faults_of_experts_are_found(fresh_cache, monkeypatch, tmp_path, dtype, where):
     """Rounding may let a token have other experts, but a fault is not rounding."""
     folder, _ = Checkpoints(tmp_path).make("qwen3_moe", "plain")
@@ -396,6 +397,7 @@ def test_memory_that_is_missing_is_not_a_fault(fresh_cache, monkeypatch):
     assert not list(fresh_cache.glob("checked-*"))
 
 
+@pytest.mark.slow
 def test_a_damaged_result_is_checked_again(fresh_cache):
     make_llm()
     (stored,) = fresh_cache.glob("checked-*.json")
@@ -482,6 +484,7 @@ def test_all_kernels_that_are_used_are_called_in_the_process(fresh_cache, monkey
         assert "undefined symbol" in call([*paths[:i], "libm.so.6", *paths[i + 1 :]]).stderr
 
 
+@pytest.mark.slow
 def test_a_hang_is_not_remembered(fresh_cache, monkeypatch):
     monkeypatch.setattr(
         checks, "start_crash_test", lambda *_: CrashTest([sys.executable, "-c", "while True: pass"], 0.2)

@@ -20,7 +20,7 @@ from nanovllm.extras.answer_parts.token_bytes import TokenBytes
 from nanovllm.extras.serve.answer import Answer, merge
 from nanovllm.extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, Parsers
 from nanovllm.extras.serve.protocol import ChatCompletionRequest, Function
-from tests.conftest import examples
+from tests.conftest import every_second, examples
 
 B, E = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 BB, EE, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"
@@ -342,7 +342,7 @@ def test_the_parser_of_transformers_agrees_on_gemma(calls, places, thinks):
 
 @pytest.mark.parametrize(
     "form",
-    ["qwen3_coder", "llama3_json", "deepseek_v31", "gemma4", pytest.param("deepseek_v3", marks=pytest.mark.slow)],
+    every_second(["qwen3_coder", "llama3_json", "gemma4", "deepseek_v31", "deepseek_v3"]),
 )
 def test_forced_calls_and_written_ones(new_client, form):
     client = new_client(parsers=Parsers(TOOL_PARSERS[form], REASONING_PARSERS["deepseek_r1"]))

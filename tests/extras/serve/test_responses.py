@@ -330,12 +330,15 @@ def test_calls_of_functions_in_namespaces_come_back(client, llm, monkeypatch):
 @pytest.mark.parametrize(
     ("choice", "called"),
     [
-        ({"type": "function", "name": "two.add"}, {("two", "add")}),
-        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "namespace", "name": "one"}]},
-         {("one", "add")}),
         ("required", {("one", "add"), ("two", "add"), (None, "add")}),
+        pytest.param({"type": "function", "name": "two.add"}, {("two", "add")}, marks=pytest.mark.slow),
+        pytest.param(
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "namespace", "name": "one"}]},
+            {("one", "add")},
+            marks=pytest.mark.slow,
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_namespace_can_be_chosen(client, choice, called):
     calls = [
         call
