@@ -695,8 +695,7 @@ FAILING_PROMPTS = {
         ("waiting", RuntimeError),
     ],
 )
-@pytest.mark.parametrize("num_kv_blocks", [64, 12])
-@pytest.mark.parametrize("budget", [6, 8192])
+@pytest.mark.parametrize(("num_kv_blocks", "budget"), [(64, 8192), (12, 6)])
 @both_ways
 @pytest.mark.sparse
 @pytest.mark.examples

@@ -85,7 +85,7 @@ class Heads:
     def _make(self, is_trained, variant):
         plain, model = self.hybrids.make(variant)
         torch.manual_seed(1)
-        head = ReferenceHead(model, self._kind)
+        head = ReferenceHead(model, self._kind).apply(model._init_weights)  # layers leave experts uninitialised
         for parameter in head.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
         if is_trained:
