@@ -162,7 +162,11 @@ BLOCK_SIZES = (1, 8, 16, 256)
 ALL_SETTINGS = [(budget, block_size) for budget in BUDGETS for block_size in BLOCK_SIZES]
 EACH_SETTING_ONCE = [(8192, 8), (64, 256), (7, 1), (1, 16)]  # the quickest first: `sparse` prefers it
 CASES = [
-    pytest.param(name, budget, block_size, id=f"{name}-budget{budget}-block{block_size}")
+    pytest.param(
+        *(name, budget, block_size),
+        marks=[pytest.mark.slow] * (name == "gqa-12-layers"),
+        id=f"{name}-budget{budget}-block{block_size}",
+    )
     for name in SHAPES
     for budget, block_size in (ALL_SETTINGS if name == "gqa" else EACH_SETTING_ONCE)
 ]

@@ -125,7 +125,7 @@ def advance_exactly(tokens, state, sizes):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", every_second(SIZES))
 @pytest.mark.sparse
 def test_the_recurrence_equals_float64(sizes, dtype):
     num_key_heads, num_heads, key_dim, value_dim, _ = sizes
@@ -208,7 +208,7 @@ def make_pools(sizes, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", every_second(SIZES))
 @pytest.mark.sparse
 def test_the_fast_version_equals_the_layer(sizes, dtype):
     layer, fast = make_layers(sizes, dtype)

@@ -520,13 +520,9 @@ def greedy(folder, prompts, **options):
     return [ids for ids, _ in found], [logprob for _, logprob in found], llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param({"head_dim": 16}, marks=pytest.mark.slow),
-        {"head_dim": 32, "attention_bias": True, "hidden_size": 48},
-    ],
-    ids=str,
+    "shape", [{"head_dim": 16}, {"head_dim": 32, "attention_bias": True, "hidden_size": 48}], ids=str
 )
 def test_engine_gives_the_same_tokens_as_with_pytorch_layers(checkpoints, shape):
     folder, _ = checkpoints.make(**shape)
