@@ -14,6 +14,7 @@ from nanovllm import LLM
 from nanovllm.extras.models.architectures import find_architecture
 from nanovllm.extras.models.rope_types import ScaledRope
 from tests.extras.models.architectures import ARCHITECTURES, IS_4, NO_FIELDS, Checkpoints
+from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.models.test_architectures import logits_of
 
 # what names a file or a token, and changes no logits
@@ -40,6 +41,7 @@ OTHER_VALUES = {  # where a number next to the old one would say little, or the 
     "query_pre_attn_scalar": [50],
     "quantization_config": [{"quant_method": "hqq"}],
 }
+HYBRIDS = [] if IS_4 else ["Qwen3_5Moe", "Lfm2"]  # the former has all fields of the dense model
 OF_5_ALONE = (  # fields of which transformers 4 makes something else than 5, which the engine follows
     {(name, "original_max_position_embeddings") for name in ("qwen3", "deepseek_v3")}
     | {("deepseek_v3", "num_experts_per_tok")}
@@ -70,10 +72,10 @@ def changes(raw):
                 yield name, value
 
 
-def logits_of_transformers(architecture, folder, prompt):
+def logits_of_transformers(model_class, folder, prompt):
     """None where it loads nothing, or starts a weight at random."""
     try:
-        model, info = architecture.model_class.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+        model, info = model_class.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
         with torch.no_grad():
             logits = model.eval()(torch.tensor([prompt]), use_cache=False).logits[0]
     except Exception:  # noqa: BLE001 (any: its own refusal)
@@ -88,15 +90,29 @@ def test_a_changed_field_is_computed_or_refused(tmp_path, caplog, name):
     caplog.set_level(logging.ERROR)
     checkpoints, architecture = Checkpoints(tmp_path), ARCHITECTURES[name]
     variant = next(iter(architecture.variants))
+    skipped = {field for one, field in OF_5_ALONE if one == name}
     folder, _ = checkpoints.make(name, variant)
-    prompt = checkpoints.prompts(name, variant)[-1]
+    change_fields(folder, architecture.model_class, checkpoints.prompts(name, variant)[-1], skipped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_changed_field_of_a_model_with_states_is_computed_or_refused(tmp_path, caplog, kind):
+    caplog.set_level(logging.ERROR)
+    hybrids = HybridCheckpoints(tmp_path, kind)
+    folder, model = hybrids.make()
+    change_fields(folder, type(model), hybrids.prompts()[-1])
+
+
+def change_fields(folder, model_class, prompt, skipped=()):
+    """Change one field of the checkpoint in `folder` at a time, and compare the logits of the prompt."""
     raw = json.loads((folder / "config.json").read_text())
     outcomes = {"computed": [], "refused": []}
     for field, value in changes(raw):
-        if (name, field) in OF_5_ALONE:
+        if field in skipped:
             continue
         (folder / "config.json").write_text(json.dumps({**raw, field: value}))
-        theirs = logits_of_transformers(architecture, folder, prompt)
+        theirs = logits_of_transformers(model_class, folder, prompt)
         try:
             options = {"max_num_batched_tokens": 25, "block_size": 16, "num_kv_blocks": 8, "dtype": "float32"}
             llm = LLM(folder, device="cpu", attention_backend="torch", enforce_eager=True, **options)
