@@ -101,9 +101,9 @@ def measure(setting: Setting, workload: Callable[[LLM], list[list[int]]], trace:
     model = TINY_QWEN3 if setting.interval is None else TINY_QWEN3_5
     pool: dict[str, Any] = {"num_kv_blocks": 60, "max_num_seqs": 60, "enable_prefix_caching": setting.has_cache}
     options: dict[str, Any] = {"skip_tokenizer_init": True, "trace": trace}
+    if setting.interval is not None:
+        options["state_snapshot_interval"] = setting.interval
     with LLM(model, max_model_len=256, **ENGINE, **pool, **options) as llm:
-        if setting.interval is not None:
-            llm.engine.scheduler.block_manager.snapshot_interval = setting.interval  # type: ignore[attr-defined]
         outputs = workload(llm)
         stats = llm.get_stats()
     num_snapshots = None if stats.states is None else stats.states.num_snapshots
