@@ -27,6 +27,7 @@ WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.floa
 TIMES_PLAIN = 8  # other orders of summation, and other points of rounding
 NUM_ROUNDINGS = 2  # of the dtype, which are allowed in any case
 OF_QUANTISED = 0.1  # allowed with quantised weights: a product rounds x to 8 bits, and x may be near a border
+OF_INT8_KV = 0.01  # with K and V in 8 bits: they, and the weights of V, are rounded, and may be near a border
 
 
 class SelfCheckError(RuntimeError):

@@ -23,6 +23,7 @@ from nanovllm.extras.kernels.choices import choose
 from nanovllm.extras.machine_limits import free_bytes
 from nanovllm.extras.runner_hooks import NO_TOKEN, draw_arguments
 from nanovllm.extras.self_check.comparison import (
+    OF_INT8_KV,
     OF_QUANTISED,
     WIDER,
     HangError,
@@ -162,7 +163,12 @@ class SelfCheck(Unchecked):
                 fast = run_attention(self.backend, *steps, dtype, dtype, runner.device, given)
                 plain = run_attention(self.plain, *steps, dtype, dtype, runner.device, given)
                 exact = run_attention(self.exact, *steps, wider, dtype, runner.device, given)
-                check_rows(what, fast, plain, exact, dtype)
+                check_rows(what, fast, plain, exact, dtype, self.allowed_of_cache)
+
+    @property
+    def allowed_of_cache(self) -> float:
+        """The error that the rounding of K and V explains, also if PyTorch rounds all numbers to the same side."""
+        return OF_INT8_KV if self.runner.config.kv_cache_dtype == "int8" else 0.0
 
     # ---- the network
 
@@ -194,7 +200,7 @@ class SelfCheck(Unchecked):
             logits = model.compute_logits(hidden)[:, used], wide.compute_logits(hidden.to(wider))
 
         is_quantised = any(quantised_weight_of(module) is not None for module in wide.modules())
-        allowed = OF_QUANTISED if is_quantised else 0.0
+        allowed = OF_QUANTISED if is_quantised else self.allowed_of_cache
 
         @torch.inference_mode()
         def compare() -> None:

@@ -122,6 +122,7 @@ def test_no_false_alarm(fresh_cache, monkeypatch, tmp_path, name):
             {"dtype": "bfloat16", "quantization": "int8"},
             {"dtype": "bfloat16", "quantization": "int4", "block_size": 64},
             {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+            {"dtype": "float32", "kv_cache_dtype": "int8"},
         ):
             if "deepseek" in name and "kv_cache_dtype" in options:
                 continue
