@@ -15,8 +15,8 @@ from nanovllm.layers.attention import TorchAttention
 class SwappingStateKVCache(StateKVCache):
     """A `StateKVCache` that divides `swap_space_bytes` of host memory between states and blocks.
 
-    States get half of it, but no more than one for each of `max_num_seqs`; blocks get the rest. Raises ValueError if
-    one of each does not fit.
+    States get half of it, but no more than one for each of `max_num_seqs`; blocks get the rest, at least one. Raises
+    ValueError if one of each does not fit.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class SwappingStateKVCache(StateKVCache):
         least = self.bytes_per_slot + self.bytes_per_block
         if swap_space_bytes < least:
             raise ValueError(f"swap_space_bytes must be >= {least}, one state and one block, got {swap_space_bytes}")
-        self.num_swap_slots = min(max_num_seqs, max(1, swap_space_bytes // 2 // self.bytes_per_slot))
+        most = (swap_space_bytes - self.bytes_per_block) // self.bytes_per_slot  # beside one block
+        self.num_swap_slots = min(max_num_seqs, most, max(1, swap_space_bytes // 2 // self.bytes_per_slot))
         left = swap_space_bytes - self.num_swap_slots * self.bytes_per_slot
         self.num_swap_blocks = left // self.bytes_per_block
 
