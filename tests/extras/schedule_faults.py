@@ -291,6 +291,18 @@ def blocks_of_windows_are_written_without_a_copy(replace):
     replace(GroupedBlockManager, "_copy_tail", BlockManager._copy_tail)
 
 
+def blocks_behind_the_window_are_given_back_in_all_tables_but_one(replace):
+    """They are free blocks, which the sequence still owns in the table of the last group."""
+
+    def take_windows(self, seq, first, stop=None):
+        entries = self.block_tables.windows_of(seq.block_table)[:, first:stop]
+        taken = grouped_blocks.owned_by_windows(entries)
+        entries[:-1] = grouped_blocks.NULL_BLOCK
+        return taken
+
+    replace(GroupedBlockManager, "take_windows", take_windows)
+
+
 def a_hit_needs_only_the_last_block_of_its_window(replace):
     def find(self, seq):
         hits = PrefixCache.find(self, seq)

@@ -137,6 +137,7 @@ FAULTS = [  # a fault, the parts that it is planted in, and the fewest actions t
     (faults.blocks_behind_the_window_are_not_freed, "windows", 3),
     (faults.a_group_keeps_a_token_too_few, "groups", 3),
     (faults.blocks_of_one_group_are_not_freed, "groups", 3),
+    (faults.blocks_behind_the_window_are_given_back_in_all_tables_but_one, "groups", 4),
     (faults.a_fork_shares_only_the_blocks_of_the_first_group, "groups", 2),
     (faults.blocks_of_windows_are_written_without_a_copy, "groups", 3),
     (faults.found_blocks_of_windows_stay_in_the_free_queue, "groups", 5),
