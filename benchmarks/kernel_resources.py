@@ -61,6 +61,7 @@ NUM_KV_HEADS, HEADS_OF_A_GROUP = 8, 4  # Qwen3-8B's
 QUANTISED_GROUP = 128
 NUM_OUTPUTS = 4096  # of a quantised product: Qwen3-8B's hidden size
 NUM_KEY_HEADS, NUM_VALUE_HEADS, CONV_WIDTH = 16, 32, 4  # of Gated DeltaNet in Qwen3.5-4B
+STEP = {"slots": "*i64", "sources": "*i64", "is_first": "*i1"}  # what its kernels read of a step, beside lengths
 CHUNKS = 128  # a power of two, of Qwen3's 151,936 tokens
 
 TABLE = Path(__file__).parent / "results" / "kernel-resources.json"
@@ -266,20 +267,34 @@ def build_decode_conv(case: Case) -> Build:
     return build_conv(case, are_decodes=True)
 
 
-def build_conv(case: Case, are_decodes: bool) -> Build:
-    pointers = dict.fromkeys(("out", "tails", "x", "weight"), case.pointer) | {"slots": "*i64", "is_first": "*i1"}
+def build_draft_conv(case: Case) -> Build:
+    return build_conv(case, are_decodes=True, has_drafts=True)
+
+
+def build_conv(case: Case, are_decodes: bool, has_drafts: bool = False) -> Build:
+    pointers = dict.fromkeys(("out", "tails", "x", "weight"), case.pointer) | STEP
     tokens = 1 if are_decodes else delta_kernels.MIN_CONV_TOKENS
     constants = {"NUM_CHANNELS": (2 * NUM_KEY_HEADS + NUM_VALUE_HEADS) * case.head_dim, "WIDTH": CONV_WIDTH, "TAIL": 4}
-    constants |= {"TOKENS": tokens, "BLOCK": delta_kernels.CHANNELS, "ARE_DECODES": are_decodes}
+    constants |= {"TOKENS": tokens, "BLOCK": delta_kernels.CHANNELS}
+    constants |= {"ARE_DECODES": are_decodes, "HAS_DRAFTS": has_drafts}
     return Build(delta_kernels.causal_conv_kernel, pointers, constants)
 
 
 def build_gated_delta(case: Case) -> Build:
+    return build_delta(case)
+
+
+def build_draft_delta(case: Case) -> Build:
+    return build_delta(case, has_drafts=True)
+
+
+def build_delta(case: Case, has_drafts: bool = False) -> Build:
     pointers = dict.fromkeys(("out", "qkv", "b", "a", "a_log", "dt_bias"), case.pointer)
-    pointers |= {"states": "*fp32", "slots": "*i64", "is_first": "*i1"}
+    pointers |= {"states": "*fp32", **STEP}
     constants = {"NUM_KEY_HEADS": NUM_KEY_HEADS, "NUM_HEADS": NUM_VALUE_HEADS, "KEYS": case.head_dim}
     constants |= {"KEY_DIM": case.head_dim, "VALUE_DIM": case.head_dim}
     constants |= {"VALUES": delta_kernels.VALUES, "STAGES": delta_kernels.STAGES, "TOKENS": delta_chunks.TOKENS}
+    constants["HAS_DRAFTS"] = has_drafts
     return Build(delta_kernels.gated_delta_kernel, pointers, constants, num_warps=1)
 
 
@@ -293,7 +308,7 @@ def build_delta_chunks(case: Case) -> Build:
 
 def build_chunks_of_states(case: Case, kernel: Any) -> Build:
     pointers = dict.fromkeys(("out", "qkv", "b", "a", "a_log", "dt_bias"), case.pointer)
-    pointers |= dict.fromkeys(("states", "inverses", "reads"), "*fp32") | {"slots": "*i64", "is_first": "*i1"}
+    pointers |= dict.fromkeys(("states", "inverses", "reads"), "*fp32") | STEP
     constants: dict[str, Any] = {"NUM_KEY_HEADS": NUM_KEY_HEADS, "NUM_HEADS": NUM_VALUE_HEADS, "KEYS": case.head_dim}
     constants |= {"KEY_DIM": case.head_dim, "VALUE_DIM": case.head_dim, "VALUES": delta_chunks.CHUNK_VALUES}
     constants |= {"TOKENS": delta_chunks.TOKENS, "PRECISION": delta_chunks.precision_of(case.dtype)}
@@ -343,7 +358,9 @@ FEW_TOKENS: dict[str, Callable[[Case], Build]] = {
 STATES: dict[str, Callable[[Case], Build]] = {
     "causal_conv": build_causal_conv,
     "decode_conv": build_decode_conv,
+    "draft_conv": build_draft_conv,
     "gated_delta": build_gated_delta,
+    "draft_delta": build_draft_delta,
     "invert_tiles": build_invert_tiles,
     "delta_chunks": build_delta_chunks,
     "gated_norm": build_gated_norm,

@@ -7,6 +7,7 @@ engine: loading a draft model, and measuring.
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.batch import build_batch
@@ -68,6 +69,8 @@ def get_ready(parts: "Parts") -> Ready:
     proposer = make_proposer(parts, options)  # first: what a draft model computes along is part of a step
     if options.disable_by_batch_size is not None:
         max_rows = options.disable_by_batch_size * (1 + options.num_speculative_tokens)
+        if parts.model_config.state_shape is not None:  # on a GPU, its kernels for steps with drafts are compiled
+            parts.runner.run(build_batch(*make_measured_step(parts.runner, 2))).wait()
     else:
         max_rows = measure_rows(parts.runner, min(MAX_MEASURED_ROWS, parts.max_num_batched_tokens))
         logger.info("speculation: up to %d tokens a step are nearly free, drafts included", max_rows)
@@ -109,7 +112,7 @@ def measure_rows(runner: ModelRunner, most: int) -> int:
 
 def cost_of_doubling(runner: ModelRunner, num_rows: int) -> float:
     """Return the time of a step with `2 * num_rows` rows divided by that with `num_rows`, from the fastest runs."""
-    batches = [decodes_of_nobody(count, runner.backend.block_size) for count in (num_rows, 2 * num_rows)]
+    batches = [make_measured_step(runner, count) for count in (num_rows, 2 * num_rows)]
     for step, tables in batches:
         runner.run(build_batch(step, tables)).wait()  # kernels may be compiled, memory touched
     times: tuple[list[float], list[float]] = ([], [])
@@ -121,11 +124,31 @@ def cost_of_doubling(runner: ModelRunner, num_rows: int) -> float:
     return min(times[1]) / min(times[0])
 
 
+def make_measured_step(runner: ModelRunner, num_rows: int) -> tuple[Step, BlockTables]:
+    """Return a step with `num_rows` decodes, which read and write only the null block.
+
+    The rows of a model with recurrent states are decodes with as many drafts as the options allow: each draft waits for
+    the row before it, which plain decodes do not. Their states are in slots that no sequence owns yet.
+    """
+    step, tables = decodes_of_nobody(num_rows, runner.backend.block_size)
+    if runner.shape.state_shape is None:
+        return step, tables
+    from nanovllm.extras.states.drafted_slots import drafts_of_nobody
+
+    cache: Any = runner.kv_cache
+    assert runner.config.speculative_config is not None
+    most_drafts = read_options(runner.config.speculative_config).num_speculative_tokens
+    moves = drafts_of_nobody(num_rows, most_drafts, cache.num_slots)
+    for slot in moves.slots:
+        cache.copy_state(0, slot)  # zeros of the null slot: memory that nobody has written may slow arithmetic down
+    return replace(step, copies=moves), tables
+
+
 def decodes_of_nobody(num_rows: int, block_size: int) -> tuple[Step, BlockTables]:
-    """Return a step with `num_rows` decodes, which read and write only the null block."""
+    """Return a step with `num_rows` decodes over the null block. None of them begins a sequence."""
     tables = BlockTables(block_size)
-    seq = Sequence("measured", [0] * num_rows, SamplingParams(temperature=0))
-    for _ in range(-(-num_rows // block_size)):
+    seq = Sequence("measured", [0] * (num_rows + 1), SamplingParams(temperature=0))
+    for _ in range(-(-(num_rows + 1) // block_size)):
         tables.append(seq.block_table, 0)
-    chunks = [(seq, position, 1) for position in range(num_rows)]
+    chunks = [(seq, max(1, row), 1) for row in range(num_rows)]
     return Step(chunks, num_rows, num_rows, [seq] * num_rows, [*range(num_rows)]), tables

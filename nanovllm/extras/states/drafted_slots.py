@@ -146,3 +146,15 @@ class DraftedStateScheduler(SpeculativeScheduler, StateScheduler):
         if seq.finish_reason is None:  # else it has failed, and has freed its slots
             self.block_manager.keep_state(seq, num_accepted)
         return num_accepted
+
+
+def drafts_of_nobody(num_rows: int, most_drafts: int, num_slots: int) -> StateMoves:
+    """Return the slots of a step that is only measured: of decodes with `most_drafts` drafts each, or fewer at the end.
+
+    6 rows, most_drafts 3 -> slots [1, 2, 3, 4, 5, 6], sources [1, 1, 2, 3, 5, 5]
+
+    If the pool has fewer slots than the step has rows, rows share them: the states mean nothing.
+    """
+    slots = [1 + row % num_slots for row in range(num_rows)]
+    sources = [slots[row - (row % (1 + most_drafts) > 0)] for row in range(num_rows)]
+    return StateMoves([], [], slots, sources=sources)

@@ -81,8 +81,9 @@ def launch_all(kv_cache_dtypes, logits_dtypes):
         # few tokens and many, decodes and mixed, a context that is split
         for prompts in ([[1, 2, 3]], [[5] * 40, [7] * 9], [[8] * 300, [9]], [[6] * 1100]):
             llm.generate(prompts, params, use_tqdm=False)
-    # a model with recurrent states: decodes, long and short chunks
-    llm = LLM(TINY_QWEN3_5, **options, max_num_seqs=4, max_num_batched_tokens=45)
+    # a model with recurrent states: decodes, long and short chunks, and the steps with drafts that a start measures
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
+    llm = LLM(TINY_QWEN3_5, **options, max_num_seqs=4, max_num_batched_tokens=45, speculative_config=speculation)
     llm.generate([[5] * 40, [7] * 9], params, use_tqdm=False)
     temperatures, uniforms = torch.ones(2), torch.zeros(2, dtype=torch.float64)
     for dtype in logits_dtypes:

@@ -3,6 +3,9 @@ token.
 
 Collected only where the kernels can run: on a CUDA device, or under TRITON_INTERPRET=1, which
 `test_triton_attention.py` sets for a process that runs this file. Memory that no kernel has written holds NaN.
+
+Broken by hand, and seen here: drafts that read the state or the tail of their decode, a chain that ends after its first
+draft, a chain that goes on with the next decode, and a draft that is also computed by its own program.
 """
 
 import math
@@ -12,6 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks import kernel_states
 from nanovllm import LLM, SamplingParams
@@ -23,6 +28,7 @@ from nanovllm.extras.models.gated_delta import CausalConv, GatedDeltaNet, GatedR
 from nanovllm.extras.self_check.state_check import metadata_of
 from tests.conftest import every_second
 from tests.extras.models.hybrid_checkpoints import QWEN35, HybridCheckpoints
+from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
@@ -201,10 +207,10 @@ def make_layers(sizes, dtype):
     return layer, holder["mixer"]
 
 
-def make_pools(sizes, dtype):
+def make_pools(sizes, dtype, num_slots=NUM_SLOTS):
     num_key_heads, num_heads, key_dim, value_dim, width = sizes
-    conv = randn(NUM_SLOTS + 1, width - 1, 2 * num_key_heads * key_dim + num_heads * value_dim, dtype=dtype)
-    return conv, randn(NUM_SLOTS + 1, num_heads, key_dim, value_dim, seed=2)
+    conv = randn(num_slots + 1, width - 1, 2 * num_key_heads * key_dim + num_heads * value_dim, dtype=dtype)
+    return conv, randn(num_slots + 1, num_heads, key_dim, value_dim, seed=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -221,6 +227,64 @@ def test_the_fast_version_equals_the_layer(sizes, dtype):
         check(fast(x, *others, metadata), layer(x, *pools, metadata), dtype)
         for pool, other in zip(pools, others, strict=True):
             check(other, pool, dtype)
+
+
+def drafted_step(num_drafts, prompts):
+    """Return the chunks of a step with drafts, and the slots that they read.
+
+    num_drafts: of each decode; prompts: (computed tokens, new tokens) of each chunk
+    """
+    chunks, sources = [], []
+    for i, count in enumerate(num_drafts):
+        for j in range(count + 1):
+            sources.append(len(chunks) + (j == 0))
+            chunks.append((len(chunks) + 1, i % 3 + j, 1))  # some sequences begin
+    for computed, new in prompts:
+        chunks.append((len(chunks) + 1, computed, new))
+        sources.append(len(chunks))
+    return chunks, sources
+
+
+def shuffle_slots(chunks, sources, seed):
+    """Give each slot another number. One of them is not used."""
+    order = [0, *(torch.randperm(len(chunks) + 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()]
+    return [(order[slot], *rest) for slot, *rest in chunks], [order[slot] for slot in sources]
+
+
+def check_drafts(sizes, num_drafts, prompts, dtype, seed=0):
+    """Compare a step with the definition, which computes decodes with their drafts and prompts one after the other."""
+    layer, fast = make_layers(sizes, dtype)
+    chunks, sources = shuffle_slots(*drafted_step(num_drafts, prompts), seed)
+    pools = make_pools(sizes, dtype, num_slots=len(chunks) + 1)
+    others = [pool.clone() for pool in pools]
+    nd = len(chunks) - len(prompts)
+    x = randn(sum(n for *_, n in chunks), HIDDEN, dtype=dtype, seed=seed)
+    expected = [layer(x[:nd], *pools, metadata_of(chunks[:nd], DEVICE, sources[:nd]))] if nd else []
+    if prompts:
+        expected.append(layer(x[nd:], *pools, metadata_of(chunks[nd:], DEVICE)))
+    check(fast(x, *others, metadata_of(chunks, DEVICE, sources)), torch.cat(expected), dtype)
+    for pool, other in zip(pools, others, strict=True):
+        check(other, pool, dtype)
+
+
+@pytest.mark.parametrize("dtype", every_second(DTYPES))
+def test_drafts_read_the_state_of_the_row_before(dtype):
+    check_drafts(SIZES[1], [2, 0, 1], [], dtype)
+    check_drafts(SIZES[1], [0, 3], [(4, 2)], dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES)
+@given(
+    num_drafts=st.lists(st.integers(0, 9), max_size=4),
+    prompts=st.lists(st.tuples(st.integers(0, 3), st.integers(2, 37)), max_size=2),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=25, deadline=None)
+def test_chains_of_drafts_equal_the_layer(sizes, num_drafts, prompts, seed):
+    """Chains longer than a tile and than the tail, between plain decodes, and before chunks of prompts."""
+    if num_drafts or prompts:
+        check_drafts(sizes, num_drafts, prompts, torch.float32, seed)
 
 
 @pytest.mark.parametrize("dtype", every_second(DTYPES))
@@ -315,6 +379,19 @@ def test_tokens_are_those_of_transformers(hybrids):
     assert llm.get_stats().prefix_cache_hit_tokens > 0
 
 
+@pytest.mark.slow
+def test_drafts_change_no_token(hybrids, monkeypatch):
+    """Right and wrong drafts, none of which PyTorch's layer computes."""
+    monkeypatch.setattr(GatedDeltaNet, "forward", None)
+    speculation = drafting(Knowing(texts_of(hybrids)))
+    options = {"num_kv_blocks": 40, "max_num_seqs": 3, "max_model_len": 80, "speculative_config": speculation}
+    llm = LLM(hybrids.make()[0], dtype="float32", device=DEVICE.type, attention_backend="triton", **options)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    outputs = llm.generate(hybrids.prompts()[:3], params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [ids for ids, _ in hybrids.greedy()[:3]]
+    assert 0 < llm.get_stats().num_accepted_tokens < llm.get_stats().num_draft_tokens
+
+
 def test_enforce_eager_keeps_the_layers_of_pytorch(hybrids):
     options = {"dtype": "float32", "device": DEVICE.type, "num_kv_blocks": 8, "attention_backend": "triton"}
     llm = LLM(hybrids.make()[0], enforce_eager=True, **options)
@@ -361,9 +438,14 @@ def test_real_sizes_equal_the_layer(num_heads, dtype):
     sizes = (16, num_heads, 128, 128, 4)
     layer, fast = make_layers(sizes, dtype)
     pools, others = make_pools(sizes, dtype), make_pools(sizes, dtype)
-    for chunks in ([(1, 0, 300), (2, 0, 70)], [(1, 300, 1), (2, 70, 1), (3, 0, 65), (4, 5, 2)]):
+    decodes = [(1, 300, 1), (2, 70, 1)]
+    for chunks, sources in (
+        ([(1, 0, 300), (2, 0, 70)], None),
+        ([*decodes, (3, 0, 65), (4, 5, 2)], None),
+        ([*decodes, (3, 71, 1), (4, 72, 1)], [1, 2, 2, 3]),
+    ):
         x = randn(sum(n for *_, n in chunks), HIDDEN, dtype=dtype)
-        metadata = metadata_of(chunks, DEVICE)
+        metadata = metadata_of(chunks, DEVICE, sources)
         expected, out = layer(x, *pools, metadata), fast(x, *others, metadata)
         assert ((out - expected).norm(dim=-1) <= TOLERANCES[dtype] * expected.norm(dim=-1)).all()
         assert (others[1][1:5] - pools[1][1:5]).norm() <= TOLERANCES[dtype] * pools[1][1:5].norm()
@@ -372,8 +454,8 @@ def test_real_sizes_equal_the_layer(num_heads, dtype):
 @only_on_gpu
 def test_the_host_waits_for_nothing():
     layer, fast = make_layers(SIZES[0], torch.float32)
-    pools, chunks = make_pools(SIZES[0], torch.float32), [(1, 0, 1), (2, 3, 9)]
-    x, metadata = randn(10, HIDDEN), metadata_of(chunks, DEVICE)
+    pools, chunks = make_pools(SIZES[0], torch.float32), [(1, 0, 1), (3, 1, 1), (2, 3, 9)]
+    x, metadata = randn(11, HIDDEN), metadata_of(chunks, DEVICE, [1, 1, 2])
     fast(x, *pools, metadata)  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -64,7 +64,8 @@ KERNELS = {name for module in MODULES for name in vars(module) if name.endswith(
 FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
 QUANTISED = {f"int{bits}_{n}" for bits in (4, 8) for n in ("few", "some", "many")}  # of `quantised_linear_kernel`
 PREFILLS = {"prefill", "split_prefill"}  # the same, of `prefill_kernel`
-CONVS = {"causal_conv", "decode_conv"}  # of `causal_conv_kernel`
+CONVS = {"causal_conv", "decode_conv", "draft_conv"}  # of `causal_conv_kernel`
+DELTAS = {"gated_delta", "draft_delta"}  # of `gated_delta_kernel`
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -133,12 +134,13 @@ def test_each_kernel_is_described_as_it_is():
         assert build.constants.keys() == constants, case
     assert named <= pointers
     built = {case.kernel for case in one_of_each(90)}
-    several = FEW_TOKENS | PREFILLS | QUANTISED | CONVS
+    several = FEW_TOKENS | PREFILLS | QUANTISED | CONVS | DELTAS
     assert {f"{name}_kernel" for name in built - several} == KERNELS - {
         "few_tokens_kernel",
         "prefill_kernel",
         "quantised_linear_kernel",
         "causal_conv_kernel",
+        "gated_delta_kernel",
     }
     assert built >= several
 

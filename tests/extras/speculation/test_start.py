@@ -1,9 +1,11 @@
 """How many tokens a step verifies almost for nothing, and what an engine keeps of that."""
 
 import pytest
+import torch
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
 from nanovllm.extras.speculation import start_speculation as start
+from nanovllm.extras.states.drafted_slots import drafts_of_nobody
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
@@ -44,6 +46,36 @@ def test_real_steps_are_timed():
     cache = llm.engine.runner.kv_cache.tensor
     assert 0.2 < start.cost_of_doubling(llm.engine.runner, 2) < 20
     assert not cache[:, :, 1:].any(), "only the null block is written"
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_steps_of_models_with_states_are_timed_with_drafts(monkeypatch, backend):
+    """Two decodes with three drafts each, which read real states; and unwritten memory is not computed with."""
+    options = {"num_kv_blocks": 9, "attention_backend": backend}
+    llm = LLM(TINY_QWEN3_5, speculative_config={**NGRAM, "disable_by_batch_size": 4}, max_num_seqs=4, **options)
+    runner, seen = llm.engine.runner, []
+    for states in runner.kv_cache.states:
+        states[:, 1:] = torch.nan
+    compute = runner.compute_hidden
+    monkeypatch.setattr(runner, "compute_hidden", lambda *step: seen.append(step[1]) or compute(*step))
+    assert start.cost_of_doubling(runner, 4) > 0
+    small, large = seen[:2]
+    assert small.state_sources.tolist() == [1, 1, 2, 3]
+    assert large.state_slots.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert large.state_sources.tolist() == [1, 1, 2, 3, 5, 5, 6, 7]
+    assert [rows.tolist() for rows in large.rounds] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert not large.is_first.any()
+    for states in runner.kv_cache.states:
+        assert states[:, 1:9].isfinite().all()
+        assert states[:, 9:].isnan().all()
+        assert not states[:, 0].any()
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_a_small_pool_is_measured_too(num_slots):
+    moves = drafts_of_nobody(8, 3, num_slots)
+    assert set(moves.slots) == set(range(1, num_slots + 1))
+    assert set(moves.sources) <= set(moves.slots)
 
 
 def test_overlap_is_off():

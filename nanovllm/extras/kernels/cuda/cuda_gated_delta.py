@@ -24,12 +24,9 @@ class TritonGatedDeltaNet(nn.Module):
         self.conv1d, self.norm = layer.conv1d, layer.norm
         self.A_log, self.dt_bias = layer.A_log, layer.dt_bias
         self.num_key_heads = layer.num_key_heads
-        self.compute_drafts = layer.forward
 
     def forward(self, x: torch.Tensor, conv: torch.Tensor, recurrent: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Compute the layer: [num_tokens, hidden_size] -> the same shape. Reads and writes the sequences' states."""
-        if metadata.rounds:  # a draft reads the state after the row before it, which is computed at the same time
-            return self.compute_drafts(x, conv, recurrent, metadata)
         qkv, z, b, a = self.in_proj(x)  # [num_tokens, …] each, parts of one tensor
         mixed = causal_conv(qkv, conv, self.conv1d.weight, metadata)  # [num_tokens, num_channels]
         out = gated_delta(mixed, b, a, self.A_log, self.dt_bias, recurrent, self.num_key_heads, metadata)

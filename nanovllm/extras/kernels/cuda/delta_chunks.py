@@ -100,6 +100,30 @@ def invert_tiles_kernel(
     tl.store(reads_ptr + places, tl.where(i[:, None] >= i[None, :], reads, 0.0))
 
 
+@triton.jit
+def advance_tile(
+    state,  # [KEYS, VALUES] float32
+    q,  # [TOKENS, KEYS], as k
+    k,
+    v,  # [TOKENS, VALUES]
+    log_decay,  # [TOKENS], as later and strength
+    later,  # the logarithm of the decay of the next token
+    strength,
+    inverse,  # [TOKENS, TOKENS], as reads: what `invert_tiles_kernel` has computed
+    reads,
+    PRECISION: tl.constexpr,
+):
+    """Advance columns of a state by a tile of tokens. Returns what the tokens read, like v, and the new state."""
+    before = tl.exp(tl.cumsum(log_decay, 0))[:, None]  # how much each token still sees of `state`
+    stored = tl.dot(k, state, input_precision=PRECISION)
+    lacking = strength[:, None] * (v - before * stored)
+    w = tl.dot(inverse, lacking, input_precision=PRECISION)  # [TOKENS, VALUES]
+    out = before * tl.dot(q, state, input_precision=PRECISION) + tl.dot(reads, w, input_precision=PRECISION)
+    after = tl.exp(tl.cumsum(later, 0, reverse=True))[:, None]  # how much is left of each token's w after the tile
+    state = tl.exp(tl.sum(log_decay, 0)) * state + tl.dot(tl.trans(after * k), w, input_precision=PRECISION)
+    return out, state
+
+
 @triton.jit(do_not_specialize=["slots_ptr", "is_first_ptr", "cu_seqlens_ptr", "first_tile"])
 def delta_chunks_kernel(
     out_ptr,  # [num_tokens, NUM_HEADS, VALUE_DIM], contiguous
@@ -159,16 +183,9 @@ def delta_chunks_kernel(
         place = begin // TOKENS + seq + (first - begin) // TOKENS - first_tile
         matrix = (place * NUM_HEADS + head).to(tl.int64) * (TOKENS * TOKENS) + of_head
         inverse, reads = tl.load(inverses_ptr + matrix), tl.load(reads_ptr + matrix)
-        before = tl.exp(tl.cumsum(log_decay, 0))[:, None]  # how much each token still sees of `state`
-        stored = tl.dot(k, state, input_precision=PRECISION)
-        lacking = strength[:, None] * (v - before * stored)
-        w = tl.dot(inverse, lacking, input_precision=PRECISION)  # [TOKENS, VALUES]
-        out = before * tl.dot(q, state, input_precision=PRECISION) + tl.dot(reads, w, input_precision=PRECISION)
-        tl.store(
-            out_ptr + (rows[:, None] * NUM_HEADS + head) * VALUE_DIM + values[None, :], out.to(dtype), mask=is_value
-        )
-        after = tl.exp(tl.cumsum(later, 0, reverse=True))[:, None]  # how much is left of each token's w after the tile
-        state = tl.exp(tl.sum(log_decay, 0)) * state + tl.dot(tl.trans(after * k), w, input_precision=PRECISION)
+        out, state = advance_tile(state, q, k, v, log_decay, later, strength, inverse, reads, PRECISION)
+        out_rows = out_ptr + (rows[:, None] * NUM_HEADS + head) * VALUE_DIM
+        tl.store(out_rows + values[None, :], out.to(dtype), mask=is_value)
     tl.store(state_ptr, state, mask=is_used)
 
 
