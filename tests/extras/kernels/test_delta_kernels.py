@@ -4,12 +4,14 @@ token.
 Collected only where the kernels can run: on a CUDA device, or under TRITON_INTERPRET=1, which
 `test_triton_attention.py` sets for a process that runs this file. Memory that no kernel has written holds NaN.
 
-Broken by hand, and seen here: drafts that read the state or the tail of their decode, a chain that ends after its first
-draft, a chain that goes on with the next decode, and a draft that is also computed by its own program.
+Broken by hand, and seen here: drafts that read the tail of their own slot, a chain that ends after its first draft, a
+chain that goes on with the next decode, drafts that are also computed by their own programs, and the states of drafts
+in the slot of their decode.
 """
 
 import math
 import os
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.runtime import interpreter
 
 from benchmarks import kernel_states
 from nanovllm import LLM, SamplingParams
@@ -251,6 +254,42 @@ def shuffle_slots(chunks, sources, seed):
     return [(order[slot], *rest) for slot, *rest in chunks], [order[slot] for slot in sources]
 
 
+@contextmanager
+def independent_programs():
+    """Check that no program of a launch reads or writes what another one writes: on a GPU they run at the same time."""
+    if not IS_INTERPRETED:
+        yield
+        return
+    builder, launches = interpreter.interpreter_builder, []
+    set_grid_dim, load, store = builder.set_grid_dim, builder.create_masked_load, builder.create_masked_store
+
+    def note(kind, pointers, mask):  # launches[-1]: (reads, writes), the programs of each address
+        for address in pointers.data[mask.data].tolist():
+            launches[-1][kind].setdefault(address, set()).add(builder.grid_idx)
+
+    def begin(*sizes):
+        launches.append(({}, {}))
+        set_grid_dim(*sizes)
+
+    def note_load(pointers, mask, *rest):
+        note(0, pointers, mask)
+        return load(pointers, mask, *rest)
+
+    def note_store(pointers, value, mask, *rest):
+        note(1, pointers, mask)
+        return store(pointers, value, mask, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "set_grid_dim", begin)
+        patch.setattr(builder, "create_masked_load", note_load)
+        patch.setattr(builder, "create_masked_store", note_store)
+        yield
+    assert launches
+    for reads, writes in launches:
+        assert writes
+        assert all(len(programs | reads.get(address, programs)) == 1 for address, programs in writes.items())
+
+
 def check_drafts(sizes, num_drafts, prompts, dtype, seed=0):
     """Compare a step with the definition, which computes decodes with their drafts and prompts one after the other."""
     layer, fast = make_layers(sizes, dtype)
@@ -262,7 +301,9 @@ def check_drafts(sizes, num_drafts, prompts, dtype, seed=0):
     expected = [layer(x[:nd], *pools, metadata_of(chunks[:nd], DEVICE, sources[:nd]))] if nd else []
     if prompts:
         expected.append(layer(x[nd:], *pools, metadata_of(chunks[nd:], DEVICE)))
-    check(fast(x, *others, metadata_of(chunks, DEVICE, sources)), torch.cat(expected), dtype)
+    with independent_programs():
+        out = fast(x, *others, metadata_of(chunks, DEVICE, sources))
+    check(out, torch.cat(expected), dtype)
     for pool, other in zip(pools, others, strict=True):
         check(other, pool, dtype)
 
