@@ -6,6 +6,7 @@ import torch
 from nanovllm import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
 from nanovllm.extras.speculation import start_speculation as start
 from nanovllm.extras.states.drafted_slots import drafts_of_nobody
+from tests.conftest import every_second
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
@@ -48,7 +49,7 @@ def test_real_steps_are_timed():
     assert not cache[:, :, 1:].any(), "only the null block is written"
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", every_second(["cpu", "torch"]))
 def test_steps_of_models_with_states_are_timed_with_drafts(monkeypatch, backend):
     """Two decodes with three drafts each, which read real states; and unwritten memory is not computed with."""
     options = {"num_kv_blocks": 9, "attention_backend": backend}
