@@ -46,11 +46,10 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
         from nanovllm.extras.speculation.drafted_runner import DraftedRunner as kind
     tables = ""
     if len(set(shape.attention_options)) > 1:  # layers with and without a window
-        from nanovllm.extras.kv_groups.grouped_runner import GroupedLayersRunner
         from nanovllm.extras.kv_groups.layer_groups import describe_tables, has_groups
 
         tables = describe_tables(config, shape)
-        kind = GroupedLayersRunner if has_groups(config, shape) else kind
+        kind = grouped_runner(shape) if has_groups(config, shape) else kind
     if config.attention_backend != "torch" or not config.enforce_eager:  # not only PyTorch's layers
         from nanovllm.extras.self_check.fallbacks import start
 
@@ -58,6 +57,17 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
     runner = kind(config, folder)
     runner.description = tables + runner.description
     return runner, replace(config, max_num_seqs=runner.config.max_num_seqs)  # fewer, if there is memory for fewer
+
+
+def grouped_runner(shape: Any) -> type[ModelRunner]:
+    """Return the runner of a model whose groups of layers have block tables of their own."""
+    if shape.kv_groups:
+        from nanovllm.extras.kv_groups.equal_blocks_runner import EqualBlocksRunner
+
+        return EqualBlocksRunner
+    from nanovllm.extras.kv_groups.grouped_runner import GroupedLayersRunner
+
+    return GroupedLayersRunner
 
 
 def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:

@@ -1,6 +1,7 @@
-"""The runner of models with several groups of K and V, and which options do not work with such models.
+"""The runner of models whose K and V have several shapes, and which options do not work with such models.
 
-`assembly.py` makes it when the network's config has `kv_groups`. All other models have the runners that they had.
+`assembly.py` makes `GroupRunner` for such a model if it has one block table, and otherwise the other subclass of
+`ShapesRunner` (`equal_blocks_runner.py`). All other models have the runners that they had.
 """
 
 from dataclasses import replace
@@ -46,17 +47,12 @@ def check_options(config: Config) -> None:
         )
 
 
-class GroupRunner(ModelRunner):
-    """Runs steps as `ModelRunner` does, with a backend and a KV cache for each group, and without CUDA graphs."""
-
-    kv_cache: GroupedKVCache
+class ShapesRunner(ModelRunner):
+    """Runs steps as `ModelRunner` does, with an attention backend for each shape, and without CUDA graphs."""
 
     def __init__(self, config: Config, folder: Path, **options: Any) -> None:
         check_options(config)
         super().__init__(replace(config, enable_cuda_graphs=False), folder, **options)
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache.tensors)
 
     def describe(self) -> str:
         groups = ", ".join([str(group) for group in self.shape.kv_groups])
@@ -67,7 +63,7 @@ class GroupRunner(ModelRunner):
         return Unchecked()
 
     def make_backend(self) -> TorchAttention:
-        """Choose the attention backend of each group, with the same block size, and return that of the first."""
+        """Choose the attention backend of each shape, with the same block size, and return that of the first."""
         config, shape, chosen = self.config, self.shape, []
         for group in shape.kv_groups:
             sizes = {"head_dim": group.head_dim, "num_key_value_heads": group.num_kv_heads}
@@ -79,12 +75,21 @@ class GroupRunner(ModelRunner):
         return chosen[0][0]
 
     def load_network(self) -> nn.Module:
-        """Return the network on the device, with its weights. Its layers choose from the backends of all groups."""
+        """Return the network on the device, with its weights. Its layers choose from the backends of all shapes."""
         seed = self.config.seed if self.config.load_format == "dummy" else None
         return load_model(self.model_class, self.shape, self.backends, self.dtype, self.device, self.folder, seed)
 
+
+class GroupRunner(ShapesRunner):
+    """Runs models with one block table, and a KV cache for each shape."""
+
+    kv_cache: GroupedKVCache
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache.tensors)
+
     def make_kv_cache(self) -> GroupedKVCache:
-        """Return the caches of all groups. With swap, each one has its part of every block in host memory."""
+        """Return the caches of all shapes. With swap, each one has its part of every block in host memory."""
         pairs = zip(self.backends, self.shape.kv_groups, strict=True)
         arguments = [(backend, group.num_layers, self.dtype, self.device) for backend, group in pairs]
         caches = tuple(KVCache(*of_group) for of_group in arguments)

@@ -39,9 +39,7 @@ class GroupedLayersRunner(ModelRunner):
 
     def make_kv_cache(self) -> KVCache:
         """Return the cache. The layers are final now: let each of them take the metadata of its group."""
-        model: Any = self.model
-        for layer, place in zip(model.model.layers, self.layer_groups.places, strict=True):
-            layer.register_forward_pre_hook(take_group(place.group))
+        pass_groups(self.model, self.layer_groups.places)
         return super().make_kv_cache()
 
     def forward(self, batch: Batch) -> Tensor:
@@ -50,6 +48,12 @@ class GroupedLayersRunner(ModelRunner):
         of_groups = metadata.of_groups() if is_grouped else [metadata] * self.layer_groups.num_groups
         cache = LayersOfBlocks(self.kv_cache.tensor, self.layer_groups.places)
         return self.model(batch.input_ids, batch.positions, of_groups, cache)
+
+
+def pass_groups(model: Any, places: tuple[LayerPlace, ...]) -> None:
+    """Let each layer of the model take the metadata of its group from that of all groups."""
+    for layer, place in zip(model.model.layers, places, strict=True):
+        layer.register_forward_pre_hook(take_group(place.group))
 
 
 def take_group(group: int) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:

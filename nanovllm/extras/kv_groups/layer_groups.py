@@ -16,13 +16,18 @@ tensor, but never the same blocks. With block_size 4, a window of 5, and positio
     group 1           [  0          3          6   ]    the block behind the window was given back
 
 If the last group has fewer layers, the rest of its blocks is never used: `num_unused_layers`.
+
+In Gemma 4, K and V of the layers with a window have another size. Blocks of all groups are equally large all the same:
+`equal_blocks.py` says how many layers with a window fit into one. Several layers may have the same place, if they share
+the K and V of the first of them.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanovllm.config import resolve_device
 from nanovllm.extras.all_options import Config
+from nanovllm.extras.kv_groups.equal_blocks import lay_out
 from nanovllm.extras.models.network_config import NetworkConfig
 
 
@@ -38,8 +43,9 @@ class LayerGroups:
     """The groups of a model's layers. Group 0 sees all tokens, the others see `window` tokens."""
 
     places: tuple[LayerPlace, ...]  # of each layer
-    layers_per_block: int
+    layers_per_block: int  # as many as see all tokens
     window: int
+    layers_per_window_block: int | None = None  # of the groups with a window; None is `layers_per_block`
 
     @property
     def num_groups(self) -> int:
@@ -48,7 +54,8 @@ class LayerGroups:
     @property
     def num_unused_layers(self) -> int:
         """The layers for which blocks have room, and which the model does not have."""
-        return self.num_groups * self.layers_per_block - len(self.places)
+        num_places = (self.num_groups - 1) * (self.layers_per_window_block or self.layers_per_block)
+        return num_places - len({place for place in self.places if place.group})
 
     def __str__(self) -> str:
         size, num_windows = self.layers_per_block, self.num_groups - 1
@@ -60,10 +67,19 @@ def windows_of(shape: NetworkConfig) -> list[int | None]:
     return [options.window for options in shape.attention_options]
 
 
+def share_of_windows(shape: NetworkConfig) -> float:
+    """Return the share of a token's K and V that belongs to layers with a window."""
+    owners = [
+        (group.options.window, group.num_layers * group.num_kv_heads * group.head_dim) for group in shape.kv_groups
+    ]
+    sizes = owners or [(window, 1) for window in windows_of(shape)]
+    return sum([size for window, size in sizes if window is not None]) / sum([size for _, size in sizes])
+
+
 def mixes_windows(shape: NetworkConfig) -> bool:
-    """Return whether some layers see a window and others see all tokens, and all have K and V of the same shape."""
+    """Return whether some layers see a window and others see all tokens."""
     windows = set(windows_of(shape))
-    return len(windows) == 2 and None in windows and not shape.kv_groups and shape.state_shape is None
+    return len(windows) == 2 and None in windows and shape.state_shape is None
 
 
 def has_groups(config: Config, shape: NetworkConfig) -> bool:
@@ -81,6 +97,8 @@ def describe_tables(config: Config, shape: NetworkConfig) -> str:
 
 def group_layers(shape: NetworkConfig) -> LayerGroups:
     """Return the groups of a model that `mixes_windows`, of whose layers at least half have a window."""
+    if shape.kv_groups:
+        return group_shapes(shape)
     windows = windows_of(shape)
     layers_per_block = windows.count(None)
     num_seen = {True: 0, False: 0}  # layers so far, with and without a window
@@ -90,6 +108,18 @@ def group_layers(shape: NetworkConfig) -> LayerGroups:
         places.append(LayerPlace(group if window is None else group + 1, layer))
         num_seen[window is not None] += 1
     return LayerGroups(tuple(places), layers_per_block, max([window for window in windows if window is not None]))
+
+
+def group_shapes(shape: Any) -> LayerGroups:
+    """Return the groups of a model with `kv_groups`: blocks have room for fewer or more layers with a window."""
+    per_block = lay_out(shape.kv_groups).layers_per_block
+    windows = [group.options.window for group in shape.kv_groups]
+    full = windows.index(None)
+    places = []
+    for kind, number, _ in shape.kv_places:
+        group, layer = divmod(number, per_block[kind])
+        places.append(LayerPlace(group if kind == full else group + 1, layer))
+    return LayerGroups(tuple(places), per_block[full], windows[1 - full], per_block[1 - full])
 
 
 def why_one_table(config: Config, shape: NetworkConfig) -> str | None:
@@ -104,11 +134,13 @@ def why_one_table(config: Config, shape: NetworkConfig) -> str | None:
         return "a draft model reads one"
     if config.explain_prefix_misses:
         return "explain_prefix_misses follows one"
+    if shape.kv_groups and resolve_device(config.device).type != "cpu":
+        return "on a GPU, layers with K and V of different shapes have one"
     if resolve_device(config.device).type != "cpu":
         return "CUDA graphs read one"
-    windows = windows_of(shape)
-    if windows.count(None) > len(windows) // 2:
-        return "most layers see all tokens"
-    if (config.max_model_len or shape.max_position_embeddings) <= max([one for one in windows if one is not None]):
+    if share_of_windows(shape) < 0.5:
+        return "most K and V are of layers that see all tokens" if shape.kv_groups else "most layers see all tokens"
+    windows = [window for window in windows_of(shape) if window is not None]
+    if (config.max_model_len or shape.max_position_embeddings) <= max(windows):
         return "no sequence is longer than the window"
     return None

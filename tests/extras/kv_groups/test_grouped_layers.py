@@ -18,9 +18,9 @@ from nanovllm.extras.full_observer import Observer
 from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
 from tests.conftest import every_second
 from tests.extras.models.architectures import Checkpoints
+from tests.extras.models.gemma4_checkpoints import EXPERTS, FULL, K_IS_V, NOT_SHARED, WINDOW, make_gemma4
 from tests.extras.models.hybrid_checkpoints import continue_greedily, logprobs_of
 
-WINDOW, FULL = "sliding_attention", "full_attention"
 MODELS = {  # one group with a window; three, of which the last has one layer of two; and one
 # whose layers are computed by one call of C each
     "gpt_oss": ("plain", {"num_hidden_layers": 4, "layer_types": [WINDOW, FULL] * 2}),
@@ -28,12 +28,21 @@ MODELS = {  # one group with a window; three, of which the last has one layer of
     "smollm3": ("windows", {"num_hidden_layers": 4, "layer_types": [WINDOW, WINDOW, FULL, WINDOW],
                             "no_rope_layers": [1, 0, 1, 1]}),
 }  # fmt: skip
+HEADS = {**K_IS_V, **NOT_SHARED, "hidden_size_per_layer_input": 0}  # one of 64 in layers that see all tokens
+GEMMAS = {  # two layers with a window take as much as one that sees all; two that see all as much as one with a window;
+    # a block that only layers with a window fill; and two layers that see all take as much as three with a window
+    "gemma4_e2b": {"layer_types": [*[WINDOW] * 4, FULL, WINDOW, FULL], "num_kv_shared_layers": 2},
+    "gemma4_31b": {**HEADS, "num_key_value_heads": 4, "layer_types": [WINDOW, WINDOW, FULL, WINDOW, FULL]},
+    "gemma4_26b": {**HEADS, **EXPERTS, "num_key_value_heads": 4, "layer_types": [WINDOW, WINDOW, FULL]},
+    "gemma4_odd": {**HEADS, "global_head_dim": 96, "layer_types": [WINDOW, WINDOW, FULL, WINDOW, FULL]},
+}
 MAX_TOKENS = 20
 LENS = (1, 7, 16, 33, 48, 61)
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}
 ONE_TABLE = {"disable_hybrid_kv_cache_manager": True}
 FEW = {"num_kv_blocks": 16, "max_num_batched_tokens": 30}
+NAMES = [*MODELS, *GEMMAS]
 TINY_POOLS = {1: 90, 4: 23, 16: 6}  # blocks, by their size: one prompt and its output fit, not all of them
 
 
@@ -42,6 +51,8 @@ class GroupedCheckpoints(Checkpoints):
 
     @functools.cache  # noqa: B019 (lives as long as the module's tests)
     def of(self, name):
+        if name in GEMMAS:
+            return make_gemma4(self._root / name, num_hidden_layers=len(GEMMAS[name]["layer_types"]), **GEMMAS[name])
         variant, others = MODELS[name]
         return Checkpoints.make.__wrapped__(self, name, variant, **others)  # lists cannot be cached
 
@@ -91,14 +102,16 @@ def check_greedy(llm, prompts, expected):
 DEFAULT_CASES = [
     ("gpt_oss", "cpu", 64, 16, "tiny"), ("gpt_oss", "torch", 13, 1, "tiny"), ("gemma3", "torch", 13, 4, "tiny"),
     ("gemma3", "cpu", 7, 16, "large"), ("smollm3", "torch", 64, 4, "large"),
+    ("gemma4_e2b", "cpu", 13, 16, "tiny"), ("gemma4_31b", "torch", 7, 4, "large"),
+    ("gemma4_26b", "torch", 64, 1, "tiny"), ("gemma4_odd", "cpu", 64, 16, "large"),
 ]  # fmt: skip
 
 
 def cases():
     """(model, backend, budget, block size, pool). The backend `cpu` has blocks of 16."""
-    grid = itertools.product(MODELS, ["torch", "cpu"], [1, 7, 13, 64], [1, 4, 16], ["large", "tiny"])
-    for i, case in enumerate(grid):
-        is_taken = case in DEFAULT_CASES or i % 3 < 2  # each budget and block size with at least one pool
+    grid = itertools.product(NAMES, ["torch", "cpu"], [1, 7, 13, 64], [1, 4, 16], ["large", "tiny"])
+    for i, case in enumerate(grid):  # each budget and block size with at least one pool, and fewer of Gemma 4
+        is_taken = case in DEFAULT_CASES or (i % 3 < 2 if case[0] in MODELS else i % 5 == 0)
         if is_taken and (case[1] == "torch" or case[3] == 16):
             yield pytest.param(*case, marks=[] if case in DEFAULT_CASES else [pytest.mark.slow])
 
@@ -121,11 +134,16 @@ def test_tokens_are_those_of_transformers(checkpoints, name, backend, budget, bl
         assert llm.get_stats().prefix_cache_hit_tokens >= sum((n - 1) // block_size * block_size for n in LENS)
 
 
+def is_default(i, j):
+    """Return whether model `i` is run with options `j` by default: Gemma 4 with two kinds of swap."""
+    return (i + j) % 5 == 0 if i < len(MODELS) else i == j
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param(name, options, marks=[] if (i + j) % 5 == 0 else [pytest.mark.slow], id=f"{name}-{options}")
-        for i, name in enumerate(MODELS)
+        pytest.param(name, options, marks=[] if is_default(i, j) else [pytest.mark.slow], id=f"{name}-{options}")
+        for i, name in enumerate([*MODELS, "gemma4_e2b", "gemma4_26b"])
         for j, options in enumerate(
             [
                 {**SWAP, **FEW},
@@ -153,7 +171,9 @@ def test_tokens_do_not_depend_on_how_they_are_scheduled(checkpoints, name, optio
     assert (stats.num_swaps > 0) == ("swap_space_bytes" in options)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma3", "gemma4_31b")), "gemma4_e2b"]
+)
 def test_drafts_change_no_token(checkpoints, name):
     """Prompts that repeat themselves, so that n-grams are found."""
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "disable_by_batch_size": 8}
@@ -170,6 +190,8 @@ def test_drafts_change_no_token(checkpoints, name):
     [
         ("gpt_oss", {"max_num_batched_tokens": 7}),
         ("gemma3", {"num_kv_blocks": 30}),
+        ("gemma4_e2b", {"max_num_batched_tokens": 7}),
+        pytest.param("gemma4_26b", {"attention_backend": "cpu", "block_size": 16}, marks=pytest.mark.slow),
         pytest.param("gemma3", {"attention_backend": "cpu", "block_size": 16}, marks=pytest.mark.slow),
         pytest.param("smollm3", {"attention_backend": "cpu", "block_size": 16}, marks=pytest.mark.slow),
     ],
@@ -187,7 +209,7 @@ def test_samples_share_the_blocks_of_all_groups(checkpoints, name, options):
     assert blocks_of(llm).num_used_blocks == 0
 
 
-@pytest.mark.parametrize("name", every_second(MODELS))
+@pytest.mark.parametrize("name", every_second([*MODELS, "gemma4_31b"]))
 def test_samples_are_those_of_one_table(checkpoints, name):
     params = SamplingParams(n=2, temperature=0.9, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
     found = []
@@ -202,20 +224,26 @@ def test_samples_are_those_of_one_table(checkpoints, name):
 # ---- memory
 
 
-def test_a_pool_of_the_same_size_holds_longer_sequences(checkpoints):
-    """As many layers with a window as without: a block beyond the window takes half of what it takes in one table."""
-    folder = checkpoints.of("gpt_oss")[0]
+@pytest.mark.parametrize(
+    ("name", "num_groups", "unused"), [("gpt_oss", 2, 0), ("gemma4_e2b", 3, 0), ("gemma4_26b", 3, 1 / 6)]
+)
+def test_a_pool_of_the_same_size_holds_longer_sequences(checkpoints, name, num_groups, unused):
+    """Beyond the window, a block takes a half or a third of what it takes in one table."""
+    folder = checkpoints.of(name)[0]
     sizes = {"block_size": 4, "num_kv_blocks": 20, "max_num_batched_tokens": 4, "max_model_len": 160}
     grouped, one_table = make_llm(folder, **sizes), make_llm(folder, **sizes, **ONE_TABLE)
-    assert grouped.engine.runner.kv_cache.bytes_per_block * 2 == one_table.engine.runner.kv_cache.bytes_per_block
-    assert (blocks_of(grouped).num_blocks, blocks_of(one_table).num_blocks) == (40, 20)
+    of_groups, of_one = (llm.engine.runner.kv_cache.bytes_per_block for llm in (grouped, one_table))
+    assert of_groups * num_groups * (1 - unused) == pytest.approx(of_one)
+    assert (blocks_of(grouped).num_blocks, blocks_of(one_table).num_blocks) == (20 * num_groups, 20)
     assert blocks_of(one_table).capacity == 80
-    assert blocks_of(grouped).capacity == 4 * (40 - 4), "3 + 1 blocks for a window of 9 and chunks of 4"
+    most = (num_groups - 1) * 4
+    assert blocks_of(grouped).capacity == 4 * (20 * num_groups - most), "3 + 1 blocks for a window of 9 and chunks of 4"
     params = SamplingParams(temperature=0, max_tokens=130, ignore_eos=True)
     output = grouped.generate([[7] * 10], params, use_tqdm=False)[0].outputs[0]
     assert len(output.token_ids) == 130
     stats = grouped.get_stats()
-    assert stats.peak_used_blocks <= 35 + 4
+    assert stats.peak_used_blocks <= 35 + most
+    assert stats.num_window_blocks == (num_groups - 1) * ((138 - 8) // 4), "all that the last token does not see"
     assert stats.num_preemptions == 0
     assert 0 <= stats.waste < 0.2
     cut = one_table.generate([[7] * 10], params, use_tqdm=False)[0].outputs[0]

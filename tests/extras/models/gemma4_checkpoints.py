@@ -77,6 +77,15 @@ def set_weights_that_matter(model):
             tensor.uniform_(0.6, 1.4)
 
 
+def make_gemma4(folder, **fields):
+    """(folder, transformers model in float32)"""
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM(make_config(**fields)).eval()
+    set_weights_that_matter(model)
+    model.save_pretrained(folder)
+    return folder, model
+
+
 class Gemma4Checkpoints:
     """Each variant is made once, as are the continuations that `transformers` computes without a cache."""
 
@@ -86,12 +95,7 @@ class Gemma4Checkpoints:
     @functools.cache  # noqa: B019 (lives as long as the module's tests)
     def make(self, variant="plain"):
         """(folder, transformers model in float32)"""
-        torch.manual_seed(0)
-        model = transformers.Gemma4ForCausalLM(make_config(**VARIANTS[variant])).eval()
-        set_weights_that_matter(model)
-        folder = self._root / f"gemma4-{len(list(self._root.iterdir()))}"
-        model.save_pretrained(folder)
-        return folder, model
+        return make_gemma4(self._root / f"gemma4-{len(list(self._root.iterdir()))}", **VARIANTS[variant])
 
     def prompts(self):
         """Random tokens; the last two prompts begin with the same 40."""

@@ -1,5 +1,6 @@
 """Gemma 4 gives the tokens and log-probabilities of `transformers` in float32, however its steps are made up.
 
+All engines have one block table, as on a GPU; `kv_groups/test_grouped_layers.py` has those with a table for each group.
 The oracle recomputes all tokens for each new one, without a cache. By default each option has each of its values; the
 sweep (`pytest -m slow`) takes all combinations, and all variants of the config.
 """
@@ -29,6 +30,7 @@ from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, continue_greedily
 pytest.importorskip("transformers.models.gemma4")
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
 TINY_POOLS = {4: 19, 16: 6}  # blocks, by their size: one prompt fits, not all of them
+ONE_TABLE = {"disable_hybrid_kv_cache_manager": True}
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}
 DEFAULT_CASES = [("torch", 1, 4, "large"), ("cpu", 7, 16, "large"), ("torch", 13, 4, "tiny"), ("cpu", 64, 16, "tiny")]
 
@@ -47,7 +49,7 @@ def gemmas(tmp_path_factory):
 
 def make_llm(folder, **options):
     options = {"attention_backend": "torch", "block_size": 4, "num_kv_blocks": 120, "max_num_seqs": 8, **options}
-    return LLM(folder, dtype="float32", device="cpu", **options)
+    return LLM(folder, dtype="float32", device="cpu", **ONE_TABLE, **options)
 
 
 def logprobs(completion):
@@ -194,8 +196,9 @@ def test_each_group_has_its_share_of_a_block(gemmas):
 
 def test_the_description_ends_with_what_computes(gemmas):
     """The announcement of a server shows the part after the last semicolon."""
-    first, *_, last = make_llm(gemmas.make()[0]).engine.description.split("; ")
-    assert first.startswith("groups of layers with K and V: 3 that see ")
+    first, second, *_, last = make_llm(gemmas.make()[0]).engine.description.split("; ")
+    assert first.startswith("one block table for all layers (disable_hybrid_kv_cache_manager is set")
+    assert second.startswith("groups of layers with K and V: 3 that see ")
     assert last.startswith("PyTorch on cpu, ")
 
 
