@@ -4,54 +4,70 @@
     python -m benchmarks.layer_groups --gib 40 --context-len 65536
 
 No model runs: the engine's own block managers admit prompts of a context length, and compute them chunk by chunk, until
-the next one has to wait. `one table` keeps K and V of all tokens in all layers, and
-`groups` gives back the blocks behind the window (`nanovllm/extras/kv_groups`). The shapes are those of the models'
-config.json.
+the next one has to wait. `one table` keeps K and V of all tokens in all layers, and `groups` gives back the blocks
+behind the window (`nanovllm/extras/kv_groups`). The shapes are those of the models' config.json. For Gemma 4, they are
+not read from these files, but are as several public programs that read them state them.
 """
 
 import argparse
-from dataclasses import dataclass
 from itertools import count
+from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.full_observer import Observer
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.kv_groups.equal_blocks import lay_out
 from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm.extras.kv_groups.layer_groups import LayerGroups, group_layers
+from nanovllm.extras.kv_groups.layer_groups import group_layers
+from nanovllm.extras.models.architectures import find_architecture
 from nanovllm.extras.models.masking import AttentionOptions
 from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.models.window_layers import FULL, SLIDING
 from nanovllm.extras.request_params import SamplingParams
 
 BUDGET = 2048  # tokens of a step, the engine's default on a CPU
 
 
-@dataclass(frozen=True)
-class MixedShape:
-    """Layer i sees all tokens if i + 1 is a multiple of `period`, and otherwise `window` tokens."""
+class Shape(NamedTuple):
+    """What the block managers need of a model. K and V are numbers of 16 bits."""
 
-    num_layers: int
-    period: int
+    bytes_per_token: int  # in all layers
+    group_bytes_per_token: int  # that a block has for each of its tokens, if each group has a table
+    num_groups: int
     window: int
-    num_kv_heads: int
-    head_dim: int
 
-    @property
-    def groups(self) -> LayerGroups:
-        windows = [None if (i + 1) % self.period == 0 else self.window for i in range(self.num_layers)]
-        options = tuple(AttentionOptions(window=window) for window in windows)
-        heads = (self.num_kv_heads, self.num_kv_heads, self.head_dim)
-        return group_layers(NetworkConfig(0, 0, 0, self.num_layers, *heads, attention_options=options))
 
-    def bytes_per_block(self, num_layers: int, block_size: int) -> int:
-        """Return the size of a block of `num_layers` layers, with numbers of 16 bits."""
-        return 2 * 2 * num_layers * block_size * self.num_kv_heads * self.head_dim
+def mixed(num_layers: int, period: int, window: int, num_kv_heads: int, head_dim: int) -> Shape:
+    """Return the shape of a model in which layer i sees all tokens if i + 1 is a multiple of `period`."""
+    windows = [None if (i + 1) % period == 0 else window for i in range(num_layers)]
+    options = tuple(AttentionOptions(window=one) for one in windows)
+    heads = (num_kv_heads, num_kv_heads, head_dim)
+    groups = group_layers(NetworkConfig(0, 0, 0, num_layers, *heads, attention_options=options))
+    of_layer = 2 * 2 * num_kv_heads * head_dim
+    return Shape(num_layers * of_layer, groups.layers_per_block * of_layer, groups.num_groups, window)
+
+
+def gemma4(**fields: Any) -> Shape:
+    """Return the shape of a Gemma 4 with these fields of config.json. Heads have the default sizes, 256 and 512."""
+    sizes = {"vocab_size": 262_144, "hidden_size": 2560, "intermediate_size": 10_240}  # do not matter
+    _, shape = find_architecture({"architectures": ["Gemma4ForCausalLM"], **sizes, **fields})
+    layout, groups = lay_out(shape.kv_groups), group_layers(shape)
+    of_token = 2 * 2 * sum([group.num_layers * group.num_kv_heads * group.head_dim for group in shape.kv_groups])
+    return Shape(of_token, 2 * layout.num_rows * layout.row_size, groups.num_groups, groups.window)
 
 
 SHAPES = {
-    "gpt-oss-20b": MixedShape(24, 2, 128, 8, 64),
-    "Gemma-3-1b": MixedShape(26, 6, 512, 1, 256),
-    "Gemma-3-4b": MixedShape(34, 6, 1024, 4, 256),
-}
+    "gpt-oss-20b": mixed(24, 2, 128, 8, 64),
+    "Gemma-3-1b": mixed(26, 6, 512, 1, 256),
+    "Gemma-3-4b": mixed(34, 6, 1024, 4, 256),
+    "Gemma-4-E2B": gemma4(num_hidden_layers=35, layer_types=[*[SLIDING] * 4, FULL] * 7, num_kv_shared_layers=20,
+                          num_attention_heads=8, num_key_value_heads=1),
+    "Gemma-4-E4B": gemma4(num_hidden_layers=42, num_kv_shared_layers=18, num_attention_heads=8, num_key_value_heads=2),
+    "Gemma-4-31B": gemma4(num_hidden_layers=60, num_attention_heads=32, num_key_value_heads=16, sliding_window=1024,
+                          attention_k_eq_v=True, num_global_key_value_heads=4),
+    "Gemma-4-26B": gemma4(num_hidden_layers=30, num_attention_heads=16, num_key_value_heads=8, sliding_window=1024,
+                          attention_k_eq_v=True, num_global_key_value_heads=2),
+}  # fmt: skip
 
 
 def main() -> None:
@@ -65,19 +81,17 @@ def main() -> None:
     for name, shape in SHAPES.items():
         for context_len in args.context_len:
             one, grouped = (count_seqs(make(args.gib, args.block_size, shape), context_len) for make in MAKERS)
-            num_tokens = grouped * context_len
-            print(f"{name:<12}{context_len:>9,}{one:>11,}{grouped:>8,}{num_tokens:>12,}{grouped / one:>7.2f}")
+            ratio = f"{grouped / one:.2f}" if one else "-"
+            print(f"{name:<12}{context_len:>9,}{one:>11,}{grouped:>8,}{grouped * context_len:>12,}{ratio:>7}")
 
 
-def make_one_table(gib: float, block_size: int, shape: MixedShape) -> BlockManager:
-    num_bytes = int(gib * 2**30)
-    return BlockManager(num_bytes // shape.bytes_per_block(shape.num_layers, block_size) - 1, block_size, False)
+def make_one_table(gib: float, block_size: int, shape: Shape) -> BlockManager:
+    return BlockManager(int(gib * 2**30) // (shape.bytes_per_token * block_size) - 1, block_size, False)
 
 
-def make_groups(gib: float, block_size: int, shape: MixedShape) -> BlockManager:
-    groups, num_bytes = shape.groups, int(gib * 2**30)
-    num_blocks = num_bytes // shape.bytes_per_block(groups.layers_per_block, block_size) - 1
-    sizes = {"num_groups": groups.num_groups, "window": groups.window, "max_chunk_len": BUDGET}
+def make_groups(gib: float, block_size: int, shape: Shape) -> BlockManager:
+    num_blocks = int(gib * 2**30) // (shape.group_bytes_per_token * block_size) - 1
+    sizes = {"num_groups": shape.num_groups, "window": shape.window, "max_chunk_len": BUDGET}
     return GroupedBlockManager(num_blocks, block_size, False, Observer(), **sizes)
 
 

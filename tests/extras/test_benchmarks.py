@@ -230,17 +230,25 @@ def test_the_store_saves_and_loads_a_whole_prompt(run_main):
     assert 0 < shares[0] < 100 > shares[1] > 0
 
 
-def test_sequences_that_fit_are_counted_as_by_hand(run_main):
-    """1 GiB and 4,096 tokens in blocks of 16: 256 blocks, and 9 in each group with a window of 128.
+CASES_OF_LAYER_GROUPS = [  # (model, groups, bytes of a token in all layers, blocks of a window)
+    ("gpt-oss", 2, 24 * 2 * 8 * 64 * 2, 9),
+    ("Gemma-4-E2B", 3, (12 * 256 + 3 * 512) * 2 * 2, 33),
+]
 
-    With one table, a block of gpt-oss-20b has 24 layers of K and V of 8 heads of 64 numbers of 2 bytes.
+
+def test_sequences_that_fit_are_counted_as_by_hand(run_main):
+    """1 GiB and 4,096 tokens in blocks of 16: 256 blocks, and 9 or 33 in each group with a window of 128 or 512.
+
+    With one table, a block of gpt-oss-20b has 24 layers of K and V of 8 heads of 64 numbers of 2 bytes. One of Gemma 4
+    E2B has 12 layers with a head of 256 numbers and 3 layers with one of 512.
     """
     lines = run_main(layer_groups, "--gib", 1, "--context-len", 4096)
-    name, _, one_table, grouped, _, _ = next(line.split() for line in lines if line.startswith("gpt-oss"))
-    num_blocks = 2**30 // (24 * 2 * 8 * 64 * 2 * 16)
-    most = 2 * num_blocks // (256 + 9)
-    assert int(one_table) == (num_blocks - 1) // 256
-    assert most - 1 <= int(grouped) <= most, "a prompt needs room for its last chunk"
+    for model, num_groups, bytes_per_token, of_window in CASES_OF_LAYER_GROUPS:
+        one_table, grouped = (int(one) for one in next(line for line in lines if line.startswith(model)).split()[2:4])
+        num_blocks = 2**30 // (bytes_per_token * 16)
+        assert one_table == (num_blocks - 1) // 256
+        most = num_groups * num_blocks // (256 + (num_groups - 1) * of_window)
+        assert most - 1 <= grouped <= most, "a prompt needs room for its last chunk"
 
 
 def test_short_prompts_wait_for_the_long_one_or_go_beside_it(run_main, monkeypatch, tiny_checkpoint):
