@@ -1,8 +1,9 @@
-"""Groups of layers: one KV cache for each shape of K and V, with the same block ids in all of them.
+"""One KV cache for each shape of K and V, with the same block ids in all of them.
 
-In Gemma 4, layers with a window and layers that see all tokens have heads of different sizes, so their K and V do not
-fit into one tensor. Each group of layers has a tensor of its own. A block id names one block in each group, so a
-sequence has one block table, and the scheduler and the block manager do not depend on groups:
+In Gemma 4, layers with a window and layers that see all tokens have heads of different sizes. If all layers have one
+block table (`why_one_table`), the layers of each shape have a tensor of their own. A block id names one block in each
+tensor, so the scheduler and the block manager do not depend on shapes. Otherwise the blocks are those of
+`equal_blocks.py`.
 
     layer                0          1          2          3          4               5
     sees                 window     all        window     window     window          all
@@ -26,7 +27,7 @@ from nanovllm.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class KVGroup:
-    """The shape of the K and V of some layers, and how these layers attend."""
+    """The shape of the K and V of some layers, and how these layers attend. A block table may be for a part of them."""
 
     num_layers: int
     """Layers that own K and V. Layers that share them are not counted."""
@@ -50,7 +51,7 @@ class KVPlace(NamedTuple):
 
 
 class GroupedKVCache(KVCache):
-    """The caches of all groups. They have the same number of blocks."""
+    """The caches of all shapes. They have the same number of blocks."""
 
     def __init__(self, groups: tuple[KVCache, ...]) -> None:
         self.groups = groups

@@ -5,7 +5,7 @@
 
 As in Gemma 3, most layers see a window only, and each kind of layer has rotary positions of its own. New are:
 
-    groups of K and V     Layers that see all tokens have larger heads, so there are two KV caches (`kv_groups/`).
+    groups of K and V     Layers that see all tokens have larger heads, so K and V have two shapes (`kv_groups/`).
     shared K and V        The last layers attend to the K and V of the last earlier layer of their kind.
     K as V                In large models, the projection of the keys gives the values too, in layers that see all.
     per-layer embeddings  Each layer adds what depends on its own embedding e of the token, and on the input x.
