@@ -28,11 +28,12 @@ class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
         pass_groups(self.model, self.layer_groups.places)
         self.layout = lay_out(self.shape.kv_groups, self.backend.block_size)
         arguments: tuple[Any, ...] = (self.layout, self.layout.num_rows, self.dtype, self.device)
-        if not self.config.swap_space_bytes:
-            return KVCache(*arguments)
-        from nanovllm.extras.swap.host_blocks import SwappingKVCache
+        kind: Any = KVCache
+        if self.config.swap_space_bytes:
+            from nanovllm.extras.swap.host_blocks import SwappingKVCache as kind
 
-        return SwappingKVCache(*arguments, self.config.swap_space_bytes)
+            arguments = (*arguments, self.config.swap_space_bytes)
+        return kind(*arguments)  # type: ignore[no-any-return]
 
     def forward(self, batch: Batch) -> Tensor:
         metadata: Any = batch.metadata
