@@ -72,6 +72,7 @@ class ModelRunner(PlainRunner):
         argmax = getattr(self.backend, "argmax", None)
         self.draw = sample_tokens if argmax is None else partial(sample_with, argmax)
         self.device_setup.prepare(self)
+        self.prepare_layers()
         clock.lap("layers")
         with self.device_setup.advice():
             self.device_setup.allocate(self.kv_cache, self.num_blocks_that_fit())
@@ -172,6 +173,9 @@ class ModelRunner(PlainRunner):
 
             kind = loading(kind)
         return kind(*arguments)  # type: ignore[no-any-return]
+
+    def prepare_layers(self) -> None:
+        """Prepare the layers for the first forward pass. From now on, no layer is replaced by a faster version."""
 
     def make_graphs(self) -> CudaGraphs:
         """Return the core's graphs of the forward pass of decodes; `choose_graphs` has decided that there are some."""

@@ -24,8 +24,7 @@ class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
     """Runs steps as `GroupedLayersRunner` does. The KV cache has rows, in which each layer has pieces for K and V."""
 
     def make_kv_cache(self) -> KVCache:
-        """Return the cache. Let each layer take the metadata of its group."""
-        pass_groups(self.model, self.layer_groups.places)
+        """Return the cache, with rows of equal blocks instead of layers."""
         self.layout = lay_out(self.shape.kv_groups, self.backend.block_size)
         arguments: tuple[Any, ...] = (self.layout, self.layout.num_rows, self.dtype, self.device)
         kind: Any = KVCache
@@ -34,6 +33,9 @@ class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
 
             arguments = (*arguments, self.config.swap_space_bytes)
         return kind(*arguments)  # type: ignore[no-any-return]
+
+    def prepare_layers(self) -> None:
+        pass_groups(self.model, self.layer_groups.places)
 
     def forward(self, batch: Batch) -> Tensor:
         metadata: Any = batch.metadata

@@ -1,7 +1,8 @@
 """The runner of models in which some layers see a window and others see all tokens: a block table for each group.
 
-`assembly.py` makes it if `why_one_table` finds no reason against it. The model does not depend on groups: before each
-layer runs, a hook passes it the metadata of its group.
+`assembly.py` makes it if `why_one_table` finds no reason against it. The model does not depend on groups: a hook gives
+it the metadata of all groups, and before each layer runs, a hook passes it those of its group. So whatever calls the
+model, for example a CUDA graph while it is recorded, calls it as any other model.
 """
 
 from collections.abc import Callable
@@ -9,11 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nanovllm.batch import Batch
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.kv_groups.grouped_tables import GroupedMetadata
-from nanovllm.extras.kv_groups.layer_groups import LayerPlace, group_layers
-from nanovllm.kv_cache import KVCache
+from nanovllm.extras.kv_groups.layer_groups import LayerGroups, LayerPlace, group_layers
 
 
 class GroupedLayersRunner(ModelRunner):
@@ -37,17 +36,21 @@ class GroupedLayersRunner(ModelRunner):
         """Return the number of blocks in the pool, each of which serves one group at a time."""
         return super().num_blocks_that_fit() * self.layer_groups.num_groups
 
-    def make_kv_cache(self) -> KVCache:
-        """Return the cache. The layers are final now: let each of them take the metadata of its group."""
+    def prepare_layers(self) -> None:
+        self.model.register_forward_pre_hook(spread_over(self.layer_groups))
         pass_groups(self.model, self.layer_groups.places)
-        return super().make_kv_cache()
 
-    def forward(self, batch: Batch) -> Tensor:
-        metadata: Any = batch.metadata
+
+def spread_over(groups: LayerGroups) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a hook that replaces the last arguments of a model: metadata by that of all groups, and the KV cache."""
+
+    def spread(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        input_ids, positions, metadata, kv_cache = arguments
         is_grouped = isinstance(metadata, GroupedMetadata)  # not in a step over null blocks only
-        of_groups = metadata.of_groups() if is_grouped else [metadata] * self.layer_groups.num_groups
-        cache = LayersOfBlocks(self.kv_cache.tensor, self.layer_groups.places)
-        return self.model(batch.input_ids, batch.positions, of_groups, cache)
+        of_groups = metadata.of_groups() if is_grouped else [metadata] * groups.num_groups
+        return input_ids, positions, of_groups, LayersOfBlocks(kv_cache, groups.places)
+
+    return spread
 
 
 def pass_groups(model: Any, places: tuple[LayerPlace, ...]) -> None:

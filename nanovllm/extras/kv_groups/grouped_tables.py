@@ -4,6 +4,7 @@ A sequence has the same row in the tables of all groups. In those of groups with
 blocks behind the window (`layer_groups.py` has an example).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -20,8 +21,8 @@ from nanovllm.scheduler import Step
 class GroupedMetadata(AttentionMetadata):
     """The metadata of a step. The slots and block tables of the parent are those of the group that sees all tokens."""
 
-    window_slots: Tensor  # [num_window_groups, num_tokens] int32
-    window_tables: Tensor  # [num_window_groups, num_seqs, max_num_blocks] int32
+    window_slots: tuple[Tensor, ...]  # of each group with a window: [num_tokens] int32
+    window_tables: tuple[Tensor, ...]  # of each group with a window: [num_seqs, max_num_blocks] int32
 
     def of_groups(self) -> list[AttentionMetadata]:
         """Return the metadata for the layers of each group."""
@@ -29,6 +30,11 @@ class GroupedMetadata(AttentionMetadata):
         own = zip(self.window_slots, self.window_tables, strict=True)
         windows = [shared | {"slot_mapping": slots, "block_tables": tables} for slots, tables in own]
         return [self, *(AttentionMetadata(**one) for one in windows)]
+
+
+def with_windows(metadata: AttentionMetadata, slots: Iterable[Tensor], tables: Iterable[Tensor]) -> GroupedMetadata:
+    """Return metadata with the slots and block tables of each group with a window."""
+    return GroupedMetadata(**vars(metadata), window_slots=tuple(slots), window_tables=tuple(tables))
 
 
 class GroupedBlockTables(BlockTables):
@@ -64,5 +70,5 @@ class GroupedBlockTables(BlockTables):
         positions = built.positions.numpy()
         slots = tables[:, owners, positions // size] * size + positions % size  # [num_window_groups, num_tokens]
         # numpy orders the elements of what it has gathered as it likes, and kernels read rows
-        own = [torch.from_numpy(np.ascontiguousarray(one)) for one in (slots, tables)]
-        return replace(built, metadata=GroupedMetadata(**vars(metadata), window_slots=own[0], window_tables=own[1]))
+        own = [map(torch.from_numpy, np.ascontiguousarray(one)) for one in (slots, tables)]
+        return replace(built, metadata=with_windows(metadata, *own))
