@@ -49,7 +49,7 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
         from nanovllm.extras.kv_groups.layer_groups import describe_tables, has_groups
 
         tables = describe_tables(config, shape)
-        kind = grouped_runner(shape) if has_groups(config, shape) else kind
+        kind = grouped_runner(shape, is_shared) if has_groups(config, shape) else kind
     if config.attention_backend != "torch" or not config.enforce_eager:  # not only PyTorch's layers
         from nanovllm.extras.self_check.fallbacks import start
 
@@ -59,12 +59,19 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
     return runner, replace(config, max_num_seqs=runner.config.max_num_seqs)  # fewer, if there is memory for fewer
 
 
-def grouped_runner(shape: Any) -> type[ModelRunner]:
-    """Return the runner of a model whose groups of layers have block tables of their own."""
+def grouped_runner(shape: Any, is_shared: bool) -> Callable[[Config, Path], ModelRunner]:
+    """Return what starts the runner of a model whose groups of layers have block tables of their own.
+
+    is_shared: whether there are several ranks
+    """
     if shape.kv_groups:
         from nanovllm.extras.kv_groups.equal_blocks_runner import EqualBlocksRunner
 
         return EqualBlocksRunner
+    if is_shared:
+        from nanovllm.extras.kv_groups.group_ranks import start_grouped_ranks
+
+        return start_grouped_ranks
     from nanovllm.extras.kv_groups.grouped_runner import GroupedLayersRunner
 
     return GroupedLayersRunner

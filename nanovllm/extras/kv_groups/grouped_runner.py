@@ -2,7 +2,7 @@
 
 `assembly.py` makes it if `why_one_table` finds no reason against it. The model does not depend on groups: a hook gives
 it the metadata of all groups, and before each layer runs, a hook passes it those of its group. So whatever calls the
-model, for example a CUDA graph while it is recorded, calls it as any other model.
+model, for example a CUDA graph while it is recorded, calls it as any other model. `group_ranks.py` has several ranks.
 """
 
 from collections.abc import Callable

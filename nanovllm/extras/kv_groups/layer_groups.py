@@ -128,8 +128,6 @@ def why_one_table(config: Config, shape: NetworkConfig) -> str | None:
         return "disable_hybrid_kv_cache_manager is set, as it is for recordings and observers"
     if config.has_kv_store:
         return "the K/V store keeps blocks of all layers"
-    if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
-        return "ranks receive one"
     if (config.speculative_config or {}).get("model") is not None:
         return "a draft model reads one"
     if config.explain_prefix_misses:

@@ -6,6 +6,7 @@
     slot mapping    [num_tokens]
     block tables    [num_seqs, max_num_blocks]
     sequence lengths, and offsets of the sequences' rows
+    windows         with groups of layers, the slots of each group with a window, then their block tables
     logits indices  [num_samples]     rows whose logits are computed
     states          with recurrent states, the slot of each sequence, and pairs of slots: copies of states
     moves           pairs of blocks: copies, and with swap those out to host memory and in from it
@@ -51,6 +52,7 @@ class Header(NamedTuple):
     max_seqlen_k: int = 0
     num_prefix_tokens: int = 0
     hidden_size: int = 0
+    num_windows: int = 0  # groups of layers with a window, if each has a block table of its own
     num_state_copies: int = -1  # without recurrent states
     keeps_states: int = 0
     is_again: int = 0
@@ -69,10 +71,12 @@ def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False) -> np.nda
     metadata = batch.metadata
     logits_indices = batch.logits_indices.numpy() if has_draw else np.empty(0, np.int32)
     moves, (states, numbers) = moves_of(batch.copies), states_of(batch.copies)
+    slots, tables = getattr(metadata, "window_slots", ()), getattr(metadata, "window_tables", ())
     arrays = [
         batch.input_ids.numpy(),
         batch.positions.numpy(),
         *(getattr(metadata, name).numpy() for name in ARRAYS),
+        *(one.numpy() for one in (*slots, *tables)),
         logits_indices,
         *states,
         *(np.array(pairs, dtype=np.int32) for pairs in moves.values()),
@@ -84,6 +88,7 @@ def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False) -> np.nda
         "num_samples": len(logits_indices),
         "is_plain": wants_only_tokens(batch.sampling),
         "is_replayed": is_replayed,
+        "num_windows": len(slots),
         **{name: getattr(metadata, name) for name in NUMBERS},
         **numbers,
         **{f"num_{name}": len(pairs) for name, pairs in moves.items()},
@@ -119,6 +124,13 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
     input_ids, positions = take(n), take(n)
     arrays: dict[str, Any] = {name: take(*shapes[name]) for name in ARRAYS}
     metadata = AttentionMetadata(**arrays, **{name: getattr(header, name) for name in NUMBERS})
+    if header.num_windows:
+        from nanovllm.extras.kv_groups.grouped_tables import with_windows
+
+        windows = [
+            [take(*shapes[name]) for _ in range(header.num_windows)] for name in ("slot_mapping", "block_tables")
+        ]
+        metadata = with_windows(metadata, *windows)
     logits_indices = take(header.num_samples)
     has_states = header.num_state_copies >= 0
     slots = take(num_seqs if has_states else 0).tolist()

@@ -117,14 +117,14 @@ def start_all(
 
 
 def start_worker(
-    plan: Plan, host: str | None, find_kind: Callable[[NetworkConfig], "type[RankRunner]"]
+    plan: Plan, host: str | None, find_kind: Callable[[Config, NetworkConfig], "type[RankRunner]"]
 ) -> tuple["RankRunner", Communicator]:
     """Start a rank above 0. `host` is this machine's address for the others; None is machine 0's."""
     config, meeting = Config(**plan.config), Meeting(*plan.meeting)
     _, shape = read_model_config(Path(config.model), config.hf_overrides, config.max_model_len)
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
     communicator = connect(meeting, plan.rank, config.tensor_parallel_size, device, dtype, None, host)
-    kind = find_kind(shape)
+    kind = find_kind(config, shape)
     return kind(config, communicator, plan.hears_tokens, max_rows=plan.max_rows), communicator
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn, Optional
 import numpy as np
 import torch
 
+from nanovllm.extras.all_options import Config
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
@@ -48,13 +49,17 @@ def work(
         raise
 
 
-def find_kind(shape: NetworkConfig) -> type[RankRunner]:
+def find_kind(config: Config, shape: NetworkConfig) -> type[RankRunner]:
     """Return the class of the ranks' runners, which is that of rank 0 (`assembly.py`)."""
-    if shape.state_shape is None:
-        return RankRunner
-    from nanovllm.extras.states.state_ranks import StateRankRunner
+    kind = RankRunner
+    if shape.state_shape is not None:
+        from nanovllm.extras.states.state_ranks import StateRankRunner as kind
+    elif len(set(shape.attention_options)) > 1:  # layers with and without a window
+        from nanovllm.extras.kv_groups.layer_groups import has_groups
 
-    return StateRankRunner
+        if has_groups(config, shape):
+            from nanovllm.extras.kv_groups.group_ranks import GroupedRankRunner as kind
+    return kind
 
 
 def serve(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import nanovllm.extras.parallel
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.extras.kv_groups.grouped_tables import GroupedMetadata
 from nanovllm.extras.kv_store.moves import StoreMoves
 from nanovllm.extras.kv_store.tier import BlockName
 from nanovllm.extras.parallel.messages import (
@@ -76,6 +77,10 @@ def batches(draw):
         max_seqlen_k=draw(st.integers(0, 2**31 - 1)),
         num_prefix_tokens=draw(st.integers(0, 2**31 - 1)),
     )
+    if num_windows := draw(st.integers(0, 2)):
+        shapes = metadata.slot_mapping.shape, metadata.block_tables.shape
+        slots, tables = ([array(*shape) for _ in range(num_windows)] for shape in shapes)
+        metadata = GroupedMetadata(**vars(metadata), window_slots=tuple(slots), window_tables=tuple(tables))
     temperatures = torch.rand(num_samples)
     sampling = SamplingBatch(temperatures)
     if draw(st.booleans()):
@@ -118,13 +123,18 @@ def test_a_batch_arrives_as_it_was(batch, has_draw):
     header, values = sent(message)
     assert header.kind == STEP
     found = unpack_step(header, values)
-    for field in dataclasses.fields(AttentionMetadata):
+    assert type(found.metadata) is type(batch.metadata)
+    for field in dataclasses.fields(batch.metadata):
         ours, theirs = getattr(found.metadata, field.name), getattr(batch.metadata, field.name)
-        if isinstance(theirs, torch.Tensor):
-            assert ours.dtype == theirs.dtype
-            assert torch.equal(ours, theirs), field.name
-        else:
+        if isinstance(theirs, int):
             assert ours == theirs, field.name
+            continue
+        if isinstance(theirs, torch.Tensor):
+            ours, theirs = (ours,), (theirs,)
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other), field.name
     assert torch.equal(found.input_ids, batch.input_ids)
     assert torch.equal(found.positions, batch.positions)
     assert torch.equal(found.logits_indices, batch.logits_indices if has_draw else torch.empty(0, dtype=torch.int32))
@@ -163,7 +173,7 @@ def test_256_decodes_are_some_kilobytes():
     metadata = AttentionMetadata(ids, torch.zeros(n, 64, dtype=torch.int32), ids, offsets, ids[:1], ids[:1], n, 0, 0, 0)
     message = pack_step(Batch(ids, ids, metadata, ids, SamplingBatch(torch.zeros(n), None), []), True)
     num_values = len(Header._fields) + 5 * n + 64 * n + (n + 1) + 2
-    assert message.nbytes == 4 * num_values == 71_776
+    assert message.nbytes == 4 * num_values == 71_780
 
 
 def test_a_line_of_json_leaves_what_follows():

@@ -1,0 +1,242 @@
+"""Several ranks serve models whose layers form groups: the tokens of `transformers` in float32, and those of one rank.
+
+Each rank has its heads of all groups. The ranks are threads of this process. By default two cases run, and compare
+with one rank only; the sweep (`pytest -m slow`) takes all.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
+from nanovllm.extras.isolation import IsolatingEngine
+from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
+from nanovllm.extras.kv_groups.group_ranks import GroupedRankRunner
+from nanovllm.extras.parallel import messages, worker
+from nanovllm.extras.parallel import start_ranks as start
+from tests.extras.kernels.processors import need_a_compiler
+from tests.extras.kv_groups.test_grouped_layers import (
+    GREEDY,
+    MODELS,
+    ONE_TABLE,
+    SWAP,
+    TINY_POOLS,
+    GroupedCheckpoints,
+    blocks_of,
+    is_grouped,
+    logprobs,
+    make_llm,
+)
+
+ENGINES = {
+    "one token at a time": {"max_num_batched_tokens": 1, "block_size": 4},
+    "chunks": {"max_num_batched_tokens": 13, "block_size": 4},
+    "preemption": {"max_num_batched_tokens": 30, "block_size": 4, "num_kv_blocks": TINY_POOLS[4]},
+    "swap": {"max_num_batched_tokens": 30, "block_size": 4, "num_kv_blocks": TINY_POOLS[4], **SWAP},
+    "overlap": {"max_num_batched_tokens": 11, "block_size": 4, "enable_overlap": True},
+    "overlap, swap": {"block_size": 4, "num_kv_blocks": TINY_POOLS[4], "enable_overlap": True, **SWAP},
+    "cpu": {"attention_backend": "cpu", "max_num_batched_tokens": 33, "block_size": 16},
+    "cpu, swap": {"attention_backend": "cpu", "block_size": 16, "num_kv_blocks": TINY_POOLS[16], **SWAP},
+}
+DEFAULT_CASES = [("gemma3", "swap"), ("smollm3", "cpu")]
+SAMPLED = SamplingParams(n=2, temperature=0.9, seed=5, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory):
+    return GroupedCheckpoints(tmp_path_factory.mktemp("grouped_ranks"))
+
+
+def greedy_of(llm, prompts):
+    """For each prompt: its continuation, and the log-probability of each of its tokens."""
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    return [(output.outputs[0].token_ids, logprobs(output.outputs[0])) for output in outputs]
+
+
+def check_greedy(llm, prompts, expected):
+    for (token_ids, scores), (wanted_ids, wanted) in zip(greedy_of(llm, prompts), expected, strict=True):
+        assert token_ids == wanted_ids
+        assert scores == pytest.approx(wanted, abs=2e-4)
+    assert blocks_of(llm).num_used_blocks == 0
+
+
+def samples_of(llm, prompts):
+    outputs = llm.generate(prompts, SAMPLED, use_tqdm=False)
+    return [[sample.token_ids for sample in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        pytest.param(name, engine, marks=[] if (name, engine) in DEFAULT_CASES else [pytest.mark.slow])
+        for name in MODELS
+        for engine in ENGINES
+    ],
+)
+def test_ranks_give_the_tokens_of_transformers_and_of_one(grouped, request, name, engine):
+    """Prompts come twice, so prefixes are found in all groups. Samples of a prompt are forked on all ranks."""
+    is_cpu, is_default, options = engine.startswith("cpu"), (name, engine) in DEFAULT_CASES, ENGINES[engine]
+    ranks = request.getfixturevalue("rank_threads" if is_cpu else "quick_ranks")
+    if is_cpu:
+        need_a_compiler(torch.float32)
+    some = slice(0, 3 if engine == "one token at a time" else 6)
+    if is_default:  # few requests and fewer blocks
+        few = {"num_kv_blocks": 11, "max_num_batched_tokens": 13} if "swap" in engine else {"num_kv_blocks": 60}
+        some, options = slice(3, 6), {**options, **few}
+    folder, prompts = grouped.of(name)[0], grouped.prompts()[some]
+    one = make_llm(folder, **options)
+    expected = greedy_of(one, prompts) if is_default else grouped.greedy(name)[some]
+    samples = samples_of(one, prompts[:1])
+    with make_llm(folder, tensor_parallel_size=2, **options) as llm:
+        assert is_grouped(llm)
+        assert llm.engine.description.startswith("block tables: one for ")
+        check_greedy(llm, prompts, expected)
+        if not is_default:
+            check_greedy(llm, prompts[::-1], expected[::-1])
+        assert samples_of(llm, prompts[:1]) == samples
+        stats, runner = llm.get_stats(), llm.engine.runner
+        num_fused = sum(isinstance(module, CpuDecoderLayer) for module in runner.model.modules())
+    assert isinstance(runner, GroupedRankRunner)
+    assert num_fused == (4 if is_cpu and name == "smollm3" else 0)
+    num_shares = 1 if name == "smollm3" else 2  # it has one head of K and V, which both ranks hold
+    assert runner.kv_cache.bytes_per_block * num_shares == one.engine.runner.kv_cache.bytes_per_block
+    assert runner.kv_cache.num_blocks == one.engine.runner.kv_cache.num_blocks
+    assert stats.num_window_blocks > 0
+    assert (stats.num_preemptions > 0) == (options.get("num_kv_blocks", 120) < 60)
+    assert (stats.num_swaps > 0) == ("swap" in engine)
+    assert stats.prefix_cache_hit_tokens > 0 or stats.num_preemptions, "few blocks are kept where preemptions are"
+    assert [rank.wait(10) for rank in ranks] == [0]
+
+
+def test_all_ranks_have_as_many_blocks(grouped, quick_ranks, monkeypatch):
+    """Each rank finds other free memory. All of them take the least, and have as many blocks for each group."""
+    runners, find_kind = [], worker.find_kind
+
+    def keep(config, shape):
+        kind = find_kind(config, shape)
+        return lambda *arguments, **options: runners.append(kind(*arguments, **options)) or runners[-1]
+
+    def free_bytes(self, runner):
+        return 200_000 if runner.communicator.rank else 300_000
+
+    monkeypatch.setattr(worker, "find_kind", keep)
+    monkeypatch.setattr(start.Device, "free_bytes", free_bytes)
+    folder, prompts = grouped.of("gpt_oss")[0], grouped.prompts()[1:3]
+    with make_llm(folder, tensor_parallel_size=2, num_kv_blocks=None) as llm:
+        caches = [runner.kv_cache for runner in (llm.engine.runner, *runners)]
+        assert [type(runner) for runner in runners] == [GroupedRankRunner]
+        size = 2 * 2 * 4 * 32 * 4  # K and V, of two layers, for four tokens, of one head of 32 numbers in float32
+        assert [cache.bytes_per_block for cache in caches] == [size] * 2
+        assert [cache.num_blocks for cache in caches] == [2 * (200_000 // (2 * size) - 1)] * 2
+        check_greedy(llm, prompts, greedy_of(make_llm(folder), prompts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3"])
+def test_drafts_of_two_ranks_change_no_token(grouped, quick_ranks, name):
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "disable_by_batch_size": 8}
+    prompts, options = [prompt[:12] * 3 for prompt in grouped.prompts()[2:4]], {"max_num_batched_tokens": 64}
+    folder = grouped.of(name)[0]
+    expected = greedy_of(make_llm(folder, **options), prompts)
+    with make_llm(folder, tensor_parallel_size=2, speculative_config=drafts, **options) as llm:
+        assert is_grouped(llm)
+        check_greedy(llm, prompts, expected)
+        assert llm.get_stats().num_draft_tokens > 0
+
+
+class FailingError(Exception):
+    pass
+
+
+@pytest.mark.slow
+def test_a_request_that_fails_does_not_change_the_blocks_of_others(grouped, quick_ranks):
+    folder, prompts = grouped.of("gemma3")[0], grouped.prompts()[:4]
+    config = Config(model=folder, device="cpu", dtype="float32", attention_backend="torch", block_size=4,
+                    num_kv_blocks=120, max_num_seqs=8, max_num_batched_tokens=16, tensor_parallel_size=2)  # fmt: skip
+    engine = IsolatingEngine(config)
+
+    def fail(output_token_ids, logits):
+        if len(output_token_ids) == 3:
+            raise FailingError
+        return logits
+
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, GREEDY)
+    engine.add_request("bad", [1, 2, 3], SamplingParams(temperature=0, max_tokens=9, logits_processors=[fail]))
+    outputs, errors = {}, {}
+    while engine.has_unfinished_requests():
+        outputs |= {one.request_id: one.outputs[0].token_ids for one in engine.step().outputs}
+        errors |= engine.take_failures()
+    assert isinstance(errors["bad"], FailingError)
+    expected = [token_ids for token_ids, _ in greedy_of(make_llm(folder), prompts)]
+    assert [outputs[str(i)] for i in range(len(prompts))] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [ONE_TABLE, {"explain_prefix_misses": True}], ids=str)
+def test_all_ranks_have_one_table_if_rank_0_has(grouped, quick_ranks, options):
+    folder, prompts = grouped.of("gemma3")[0], grouped.prompts()[:3]
+    with make_llm(folder, tensor_parallel_size=2, **options) as llm:
+        assert not is_grouped(llm)
+        assert llm.engine.description.startswith("one block table for all layers (")
+        check_greedy(llm, prompts, greedy_of(make_llm(folder), prompts))
+
+
+@pytest.mark.slow
+def test_ranks_that_are_processes(grouped):
+    folder, prompts = grouped.of("gemma3")[0], grouped.prompts()
+    with make_llm(folder, tensor_parallel_size=2) as llm:
+        assert is_grouped(llm)
+        check_greedy(llm, prompts, grouped.greedy("gemma3"))
+
+
+# ---- planted faults
+
+
+def change_metadata_on_rank_1(monkeypatch, change):
+    def unpack_step(header, values):
+        batch = messages.unpack_step(header, values)
+        return dataclasses.replace(batch, metadata=change(batch.metadata))
+
+    monkeypatch.setattr(worker, "unpack_step", unpack_step)
+
+
+def rank_1_reads_one_table(monkeypatch):
+    change_metadata_on_rank_1(monkeypatch, lambda metadata: metadata.of_groups()[0])
+
+
+def windows_in_another_order_on_rank_1(monkeypatch):
+    change_metadata_on_rank_1(
+        monkeypatch, lambda metadata: dataclasses.replace(metadata, window_tables=metadata.window_tables[::-1])
+    )
+
+
+def no_copies_on_rank_1(monkeypatch):
+    right = GroupedRankRunner.run
+
+    def run(self, batch):
+        if self.communicator.rank:
+            batch.copies.clear()
+        return right(self, batch)
+
+    monkeypatch.setattr(GroupedRankRunner, "run", run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [rank_1_reads_one_table, windows_in_another_order_on_rank_1, no_copies_on_rank_1],
+    ids=lambda plant: plant.__name__,
+)
+def test_planted_faults_are_seen(grouped, quick_ranks, monkeypatch, plant):
+    folder, prompts = grouped.of("gemma3")[0], grouped.prompts()
+    expected = samples_of(make_llm(folder), prompts)
+    plant(monkeypatch)
+    with make_llm(folder, tensor_parallel_size=2) as llm:
+        assert samples_of(llm, prompts) != expected
+
+
+def test_models_of_one_kind_of_layer_have_the_runner_that_they_had(quick_ranks):
+    with LLM(TINY_QWEN3, device="cpu", tensor_parallel_size=2, attention_backend="torch", num_kv_blocks=20) as llm:
+        assert type(llm.engine.runner) is start.RankRunner
