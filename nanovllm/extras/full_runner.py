@@ -38,6 +38,9 @@ class ModelRunner(PlainRunner):
     decodes for which CUDA graphs are recorded: by default one for each sequence, and with speculation some drafts.
     """
 
+    num_windows = 0
+    """The groups of layers with a window that have block tables of their own (`kv_groups/`)."""
+
     def __init__(
         self,
         config: Config,

@@ -7,6 +7,7 @@ host decides: addresses, shapes, numbers of programs. The contents of the memory
 - the inputs of all sizes have the same addresses, and one copy from the host fills them;
 - a batch is padded to the next size recorded, with sequences of no tokens, whose K and V go to the null block;
 - block tables are as wide as the longest sequence needs;
+- groups of layers with block tables of their own (`kv_groups/`) have slots and tables of their own;
 - the newest tokens are read from, and written to, one tensor: with overlap the host does not know them yet.
 
     256 sequences, 27 graphs:   1 2 4 8 16 24 … 64 | 72 80 … 128 | 144 160 … 256
@@ -55,7 +56,6 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "min_p": np.dtype(np.float32),
 }
 NUM_STREAMS = 32
-ROW_BYTES = sum(dtype.itemsize for dtype in COLUMNS.values())
 OF_ATTENTION = ("slot_mapping", "seq_lens")
 OF_SAMPLING = ("uniforms", "top_k", "temperatures", "top_p", "min_p")
 # the part of `Batch` that a column comes from; the others are fields of `Batch` itself
@@ -145,7 +145,10 @@ def frozen_objects() -> Iterator[None]:
 
 
 class CudaGraphs:
-    """A decode step of `model` and `draw`, recorded for each of `sizes`. The KV cache must keep its address."""
+    """A decode step of `model` and `draw`, recorded for each of `sizes`. The KV cache must keep its address.
+
+    num_windows: the groups of layers with a window, if each has block tables of its own
+    """
 
     def __init__(
         self,
@@ -155,12 +158,13 @@ class CudaGraphs:
         sizes: list[int],
         max_num_blocks: int,
         recorder: Recorder | None = None,
+        num_windows: int = 0,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._draw = draw
         self._sizes = sorted(sizes)
-        self._inputs = DecodeInputs(self._sizes[-1], max_num_blocks, kv_cache.device)
+        self._inputs = DecodeInputs(self._sizes[-1], max_num_blocks, kv_cache.device, num_windows)
         self._newest_ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=kv_cache.device)  # [max_batch_size]
         self._recorder = recorder or Recorder()
         self._graphs: dict[int, Recorded] = {}
@@ -235,13 +239,16 @@ class DecodeInputs:
     """The tensors of a batch of decodes, at fixed addresses on the device: columns of `max_batch_size` rows.
 
     The host sends all columns and, after them, the block tables, as narrow as they are in the batch. On the device the
-    block tables are then copied into the wide table that the graphs read.
+    block tables are then copied into the wide tables that the graphs read: one for each group of layers.
     """
 
-    def __init__(self, max_batch_size: int, max_num_blocks: int, device: torch.device) -> None:
+    def __init__(self, max_batch_size: int, max_num_blocks: int, device: torch.device, num_windows: int = 0) -> None:
         self._num_rows = -(-max_batch_size // 4) * 4  # so that each column begins at a multiple of 16 bytes
-        self._buffer = InputBuffer(device, self._num_rows * ROW_BYTES + max_batch_size * max_num_blocks * 4)
-        self._block_tables = torch.zeros(max_batch_size, max_num_blocks, dtype=torch.int32, device=device)
+        self._dtypes = COLUMNS | {window_column(i): np.dtype(np.int32) for i in range(num_windows)}
+        self._num_column_bytes = self._num_rows * sum([dtype.itemsize for dtype in self._dtypes.values()])
+        shape = (1 + num_windows, max_batch_size, max_num_blocks)
+        self._block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._buffer = InputBuffer(device, self._num_column_bytes + self._block_tables.nbytes)
         self._offsets = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
 
     def batch(self, size: int) -> Batch:
@@ -250,11 +257,17 @@ class DecodeInputs:
         for name, (start, stop, dtype) in self._layout(size).items():
             column[name] = self._buffer.device_bytes[start:stop].view(getattr(torch, dtype.name))
         slots, seq_lens = column.pop("slot_mapping"), column.pop("seq_lens")
-        offsets = self._offsets[: size + 1]
+        (tables, *window_tables), offsets = self._block_tables[:, :size], self._offsets[: size + 1]
+        metadata = AttentionMetadata.of_decodes(slots, tables, seq_lens, offsets)
+        if window_tables:
+            from nanovllm.extras.kv_groups.grouped_tables import with_windows
+
+            window_slots = [column.pop(window_column(i)) for i in range(len(window_tables))]
+            metadata = with_windows(metadata, window_slots, window_tables)
         return Batch(
             input_ids=column.pop("input_ids"),
             positions=column.pop("positions"),
-            metadata=AttentionMetadata.of_decodes(slots, self._block_tables[:size], seq_lens, offsets),
+            metadata=metadata,
             logits_indices=self._offsets[:size],
             sampling=SamplingBatch(**column),
             copies=[],
@@ -263,27 +276,40 @@ class DecodeInputs:
     def fill(self, batch: Batch, size: int) -> None:
         """Send `batch`, on the host, followed by padding up to `size` sequences."""
         num_seqs, width = batch.metadata.block_tables.shape
-        packed = self._buffer.next_host_bytes()
+        packed, values_of = self._buffer.next_host_bytes(), columns_of(batch)
         for name, (start, stop, dtype) in self._layout(size).items():
-            column = packed[start:stop].view(dtype)
-            values = getattr(getattr(batch, OWNERS[name]) if name in OWNERS else batch, name)
+            column, values = packed[start:stop].view(dtype), values_of[name]
             column[:num_seqs] = OFF[name] if values is None else values.numpy()
             # a sequence of padding has no tokens and is greedy, and slot 0 is in the null block
             column[num_seqs:] = 0
-        start = self._num_rows * ROW_BYTES
-        tables = batch.metadata.block_tables.numpy().reshape(-1).view(np.uint8)
-        packed[start : start + len(tables)] = tables
-        self._buffer.send(start + len(tables))
-        narrow = self._buffer.device_bytes[start : start + len(tables)].view(torch.int32)
-        self._block_tables[:num_seqs, :width] = narrow.view(num_seqs, width)
+        stop = self._num_column_bytes
+        for tables in (batch.metadata.block_tables, *getattr(batch.metadata, "window_tables", ())):
+            flat = tables.numpy().reshape(-1).view(np.uint8)
+            start, stop = stop, stop + len(flat)
+            packed[start:stop] = flat
+        self._buffer.send(stop)
+        narrow = self._buffer.device_bytes[self._num_column_bytes : stop].view(torch.int32)
+        self._block_tables[:, :num_seqs, :width] = narrow.view(-1, num_seqs, width)
 
     def _layout(self, size: int) -> dict[str, tuple[int, int, np.dtype[Any]]]:
         """Return (start, stop, dtype) of each column's first `size` rows, in bytes of the buffer."""
         layout, start = {}, 0
-        for name, dtype in COLUMNS.items():
+        for name, dtype in self._dtypes.items():
             layout[name] = (start, start + size * dtype.itemsize, dtype)
             start += self._num_rows * dtype.itemsize
         return layout
+
+
+def columns_of(batch: Batch) -> dict[str, torch.Tensor | None]:
+    """Return the values of each column: [num_seqs] each, or None if no row of the batch asks for it."""
+    found = {name: getattr(getattr(batch, OWNERS[name]) if name in OWNERS else batch, name) for name in COLUMNS}
+    windows = getattr(batch.metadata, "window_slots", ())
+    return found | {window_column(i): slots for i, slots in enumerate(windows)}
+
+
+def window_column(i: int) -> str:
+    """Return the name of the column of slots of a group of layers with a window."""
+    return f"window_slots.{i}"
 
 
 # ---- at startup
@@ -324,19 +350,23 @@ def choose_graphs(
 def replay_decodes(runner: "ModelRunner", newest: NewestTokens, sizes: StepSizes) -> None:
     """Record graphs for all batches of decodes that a step can have, and wrap `compute` to replay them."""
     table_width = -(-sizes.max_model_len // runner.backend.block_size)
-    graphs = record_graphs(runner.model, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)
+    recorded = (runner.model, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)
+    graphs = record_graphs(*recorded, runner.num_windows)
     ReplayedDecodes(graphs, runner, newest)
 
 
 def record_graphs(
-    model: Any, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
+    model: Any, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int, num_windows: int = 0
 ) -> CudaGraphs:
-    """Record graphs for up to `max_batch_size` decodes, with block tables of up to `max_num_blocks` blocks."""
+    """Record graphs for up to `max_batch_size` decodes, with block tables of up to `max_num_blocks` blocks.
+
+    num_windows: the groups of layers with a window, if each has block tables of its own
+    """
     start = time.monotonic()
     sizes = graph_sizes(max_batch_size)
     with torch.cuda.device_of(kv_cache):
         free_before = torch.cuda.mem_get_info()[0]
-        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks)
+        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks, num_windows=num_windows)
         graphs.record_all()
         num_bytes = free_before - torch.cuda.mem_get_info()[0]
     logger.info(
@@ -347,7 +377,7 @@ def record_graphs(
 
 
 def measure_graph_bytes(
-    model: Any, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
+    model: Any, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int, num_windows: int = 0
 ) -> int:
     """Estimate the device memory of all graphs: the largest one's, and for each other one that of the smallest.
 
@@ -356,7 +386,7 @@ def measure_graph_bytes(
     sizes = graph_sizes(max_batch_size)
     with torch.cuda.device_of(kv_cache):
         before = torch.cuda.mem_get_info()[0]
-        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks)
+        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks, num_windows=num_windows)
         graphs.record(sizes[-1])
         after_largest = torch.cuda.mem_get_info()[0]
         graphs.record(sizes[0])

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.kv_groups.grouped_tables import GroupedMetadata
 from nanovllm.extras.kv_groups.layer_groups import LayerGroups, LayerPlace, group_layers
@@ -35,6 +36,16 @@ class GroupedLayersRunner(ModelRunner):
     def num_blocks_that_fit(self) -> int:
         """Return the number of blocks in the pool, each of which serves one group at a time."""
         return super().num_blocks_that_fit() * self.layer_groups.num_groups
+
+    @property
+    def num_windows(self) -> int:  # type: ignore[override]  # a constant of the parent
+        return self.layer_groups.num_groups - 1
+
+    def make_graphs(self) -> CudaGraphs:
+        from nanovllm.extras.kv_groups.grouped_graphs import GroupedCudaGraphs
+
+        sizes = (min(self.max_rows, self.max_num_batched_tokens), -(-self.max_model_len // self.backend.block_size))
+        return GroupedCudaGraphs(self.model, self.kv_cache.tensor, *sizes, self.num_windows)
 
     def prepare_layers(self) -> None:
         self.model.register_forward_pre_hook(spread_over(self.layer_groups))

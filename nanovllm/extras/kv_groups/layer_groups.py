@@ -134,8 +134,6 @@ def why_one_table(config: Config, shape: NetworkConfig) -> str | None:
         return "explain_prefix_misses follows one"
     if shape.kv_groups and resolve_device(config.device).type != "cpu":
         return "on a GPU, layers with K and V of different shapes have one"
-    if resolve_device(config.device).type != "cpu":
-        return "CUDA graphs read one"
     if share_of_windows(shape) < 0.5:
         return "most K and V are of layers that see all tokens" if shape.kv_groups else "most layers see all tokens"
     windows = [window for window in windows_of(shape) if window is not None]

@@ -16,11 +16,14 @@ from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.kernels.cuda.cuda_decoder_layer import TritonDecoderLayer
 from nanovllm.extras.kernels.cuda.sample import sample_tokens
+from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm.extras.overlap import NewestTokens
 from tests.conftest import hf_greedy
+from tests.extras.kv_groups.test_grouped_layers import SWAP, GroupedCheckpoints
 from tests.extras.late_runner import LateRunner
+from tests.extras.models.hybrid_checkpoints import continue_greedily
 from tests.extras.recorded_operations import OperationRecorder
-from tests.extras.test_full_engine import assert_at_rest, ids, run, tokens_of
+from tests.extras.test_full_engine import assert_at_rest, greedy, ids, run, tokens_of
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("on a GPU, test_gpu.py records real graphs", allow_module_level=True)
@@ -37,9 +40,10 @@ def make_engine(monkeypatch, folder, **options):
     """As on CUDA: fast layers, draws in Triton, graphs, overlap."""
     recorder = OperationRecorder()
 
-    def record(model, kv_cache, draw, max_batch_size, max_num_blocks):
+    def record(model, kv_cache, draw, max_batch_size, max_num_blocks, num_windows):
         assert draw is sample_tokens
-        graphs = CudaGraphs(model, kv_cache, draw, graph_sizes(max_batch_size), max_num_blocks, recorder)
+        sizes = graph_sizes(max_batch_size)
+        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks, recorder, num_windows)
         graphs.record_all()
         return graphs
 
@@ -103,3 +107,19 @@ def test_mixtures_of_draws_are_those_of_eager_steps(monkeypatch, checkpoints, op
     assert serve(engine, requests) == serve(plain, requests)
     assert recorder.num_replays >= 6
     assert bool(engine.get_stats().num_preemptions) == bool(options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"num_kv_blocks": 60}, {"num_kv_blocks": 5, **SWAP}], ids=str)
+def test_groups_of_layers_give_the_tokens_of_transformers(monkeypatch, tmp_path, options):
+    """Fused layers, each with the slots and block tables of its group, in eager and replayed steps."""
+    grouped = GroupedCheckpoints(tmp_path)
+    folder, model = grouped.of("smollm3")
+    engine, recorder, _ = make_engine(monkeypatch, folder, **{**options, "max_model_len": 128})
+    assert isinstance(engine.scheduler.block_manager, GroupedBlockManager)
+    prompts = [grouped.prompts()[i][:n] for i, n in ((4, 40), (1, 7), (5, 30))]
+    outputs = serve(engine, [(prompt, greedy(14)) for prompt in prompts])
+    assert [outputs[str(i)] for i in range(3)] == [continue_greedily(model, prompt, 14)[0] for prompt in prompts]
+    assert recorder.num_replays > 3
+    assert engine.get_stats().num_window_blocks > 0
+    assert (engine.get_stats().num_swaps > 0) == ("swap_space_bytes" in options)

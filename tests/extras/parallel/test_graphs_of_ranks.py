@@ -16,12 +16,14 @@ from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, 
 from nanovllm.extras.cuda.warm_up import draws, null_batch
 from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.parallel import start_ranks as start
 from nanovllm.extras.parallel.communicator import Communicator
 from nanovllm.extras.parallel.messages import Header, pack_step
 from nanovllm.extras.parallel.worker import compute_step
 from tests.extras.cuda.test_graphs import draw_plainly, serve
+from tests.extras.kv_groups.test_grouped_layers import GroupedCheckpoints
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 
 COMMUNICATORS = {}  # by number: operations of PyTorch take no other objects
@@ -81,10 +83,10 @@ def recorders(quick_ranks, monkeypatch):
     """One for each rank whose graphs have been recorded."""
     made, numbers, connect = [], itertools.count(), start.connect
 
-    def record(model, kv_cache, draw, max_batch_size, max_num_blocks):
+    def record(model, kv_cache, draw, max_batch_size, max_num_blocks, num_windows):
         made.append(OperationRecorder())
         draw = draw if draw is start.draw_nothing else draw_plainly
-        graphs = CudaGraphs(model, kv_cache, draw, graph_sizes(max_batch_size), max_num_blocks, made[-1])
+        graphs = CudaGraphs(model, kv_cache, draw, graph_sizes(max_batch_size), max_num_blocks, made[-1], num_windows)
         graphs.record_all()
         return graphs
 
@@ -118,6 +120,17 @@ def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenize
     assert [recorder.num_recorded for recorder in recorders] == [4, 4]  # 1, 2, 4, 6 on both ranks
     assert recorders[0].num_replays == recorders[1].num_replays > 5
     assert isinstance(engine.runner.driver._compute, ReplayedDecodes)
+
+
+@pytest.mark.slow
+def test_replayed_decodes_of_groups_of_layers(recorders, tmp_path):
+    """Each rank has static slots and block tables for each group."""
+    alone, engine = make_engines(GroupedCheckpoints(tmp_path).of("gemma3")[0], True, block_size=4)
+    del recorders[0]
+    assert isinstance(engine.scheduler.block_manager, GroupedBlockManager)
+    requests = [(prompt, dataclasses.replace(params, max_tokens=25)) for prompt, params in REQUESTS]
+    assert serve(engine, requests) == serve(alone, requests)
+    assert recorders[0].num_replays == recorders[1].num_replays > 5
 
 
 @pytest.mark.parametrize("enable_overlap", [pytest.param(False, marks=pytest.mark.slow), True])

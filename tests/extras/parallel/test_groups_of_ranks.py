@@ -17,11 +17,11 @@ from nanovllm.extras.parallel import messages, worker
 from nanovllm.extras.parallel import start_ranks as start
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.kv_groups.test_grouped_layers import (
+    FEW,
     GREEDY,
     MODELS,
     ONE_TABLE,
     SWAP,
-    TINY_POOLS,
     GroupedCheckpoints,
     blocks_of,
     is_grouped,
@@ -32,12 +32,12 @@ from tests.extras.kv_groups.test_grouped_layers import (
 ENGINES = {
     "one token at a time": {"max_num_batched_tokens": 1, "block_size": 4},
     "chunks": {"max_num_batched_tokens": 13, "block_size": 4},
-    "preemption": {"max_num_batched_tokens": 30, "block_size": 4, "num_kv_blocks": TINY_POOLS[4]},
-    "swap": {"max_num_batched_tokens": 30, "block_size": 4, "num_kv_blocks": TINY_POOLS[4], **SWAP},
+    "preemption": {"block_size": 4, **FEW},
+    "swap": {"block_size": 4, **FEW, **SWAP},
     "overlap": {"max_num_batched_tokens": 11, "block_size": 4, "enable_overlap": True},
-    "overlap, swap": {"block_size": 4, "num_kv_blocks": TINY_POOLS[4], "enable_overlap": True, **SWAP},
+    "overlap, swap": {"block_size": 4, "enable_overlap": True, **FEW, **SWAP},
     "cpu": {"attention_backend": "cpu", "max_num_batched_tokens": 33, "block_size": 16},
-    "cpu, swap": {"attention_backend": "cpu", "block_size": 16, "num_kv_blocks": TINY_POOLS[16], **SWAP},
+    "cpu, swap": {**FEW, **SWAP, "attention_backend": "cpu", "block_size": 16, "num_kv_blocks": 5},
 }
 DEFAULT_CASES = [("gemma3", "swap"), ("smollm3", "cpu")]
 SAMPLED = SamplingParams(n=2, temperature=0.9, seed=5, max_tokens=12, ignore_eos=True)
@@ -82,8 +82,8 @@ def test_ranks_give_the_tokens_of_transformers_and_of_one(grouped, request, name
         need_a_compiler(torch.float32)
     some = slice(0, 3 if engine == "one token at a time" else 6)
     if is_default:  # few requests and fewer blocks
-        few = {"num_kv_blocks": 11, "max_num_batched_tokens": 13} if "swap" in engine else {"num_kv_blocks": 60}
-        some, options = slice(3, 6), {**options, **few}
+        some, few = (slice(0, 3), {"num_kv_blocks": 8}) if "swap" in engine else (slice(3, 5), {"num_kv_blocks": 60})
+        options = {**options, **few, "max_num_batched_tokens": 13}
     folder, prompts = grouped.of(name)[0], grouped.prompts()[some]
     one = make_llm(folder, **options)
     expected = greedy_of(one, prompts) if is_default else grouped.greedy(name)[some]

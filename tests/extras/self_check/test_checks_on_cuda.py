@@ -90,7 +90,7 @@ def test_faults_in_graphs_of_whole_steps_are_found(monkeypatch, tiny_checkpoint,
     def faulty(self, batch, size):
         metadata = self.batch(size).metadata
         inputs = types.SimpleNamespace(
-            tables=self._block_tables, slots=metadata.slot_mapping, lens=metadata.seq_lens, block_size=16
+            tables=self._block_tables[0], slots=metadata.slot_mapping, lens=metadata.seq_lens, block_size=16
         )
         fault(inputs, lambda changed: fill(self, changed, size), batch)
 

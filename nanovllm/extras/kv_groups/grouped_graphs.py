@@ -1,0 +1,43 @@
+"""The core's CUDA graphs of the forward pass, for groups of layers: each group has buffers for slots and block tables.
+
+    group                    0                   1                   2
+    slots of a batch         slot_mapping        window_slots[0]     window_slots[1]
+    its block tables         block_tables        window_tables[0]    window_tables[1]
+
+A row of padding has slot 0 in each group, which is in the null block. `cuda/graphs.py` has the graphs of whole steps.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.batch import Batch
+from nanovllm.cuda_graphs import CudaGraphs
+from nanovllm.extras.kv_groups.grouped_tables import with_windows
+from nanovllm.layers.attention import AttentionMetadata
+
+
+class GroupedCudaGraphs(CudaGraphs):
+    """Graphs of `model`, which takes the metadata of all groups: that of a batch, or of the buffers."""
+
+    def __init__(
+        self, model: nn.Module, kv_cache: Tensor, max_num_seqs: int, max_num_blocks: int, num_windows: int
+    ) -> None:
+        super().__init__(model, kv_cache, max_num_seqs, max_num_blocks)
+        self.window_slots = self.slot_mapping.new_zeros(num_windows, max_num_seqs)
+        self.window_tables = self.block_tables.new_zeros(num_windows, max_num_seqs, max_num_blocks)
+
+    def forward(self, size: int) -> Tensor:
+        tables, offsets = self.block_tables[:size], self.offsets[: size + 1]
+        metadata = AttentionMetadata.of_decodes(self.slot_mapping[:size], tables, self.seq_lens[:size], offsets)
+        of_groups = with_windows(metadata, self.window_slots[:, :size], self.window_tables[:, :size])
+        return self.model(self.input_ids[:size], self.positions[:size], of_groups, self.kv_cache)  # type: ignore[no-any-return]
+
+    def replay(self, batch: Batch) -> Tensor:
+        metadata: Any = batch.metadata
+        n, width = batch.metadata.block_tables.shape
+        self.window_slots[:, n:] = 0  # padding
+        self.window_slots[:, :n] = torch.stack(metadata.window_slots)
+        self.window_tables[:, :n, :width] = torch.stack(metadata.window_tables)
+        return super().replay(batch)

@@ -1,0 +1,283 @@
+"""Groups of layers on CUDA, as far as they go without a GPU: each layer gets the slots and block tables of its group.
+
+Eager steps, graphs of whole steps and the core's graphs of the forward pass, over replacements of CUDA's recording
+(`recorded_operations.py`), of the library flash-attn, and of a device that the host does not wait for. The oracle are
+the tokens of `transformers`. By default one case of each kind runs; the sweep (`pytest -m slow`) takes all.
+
+Broken by hand, and seen here: slots or tables of another group, and padding that keeps the slots of an older batch.
+"""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm.batch import build_batch
+from nanovllm.extras.cuda.graphs import DecodeInputs
+from nanovllm.extras.cuda.input_buffer import InputBuffer
+from nanovllm.extras.device_setup import Device
+from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm.extras.kv_groups.grouped_graphs import GroupedCudaGraphs
+from nanovllm.extras.kv_groups.grouped_runner import GroupedLayersRunner, LayersOfBlocks
+from nanovllm.extras.kv_groups.grouped_tables import GroupedBlockTables, GroupedMetadata
+from nanovllm.extras.plain_runner import compute_eagerly
+from nanovllm.scheduler import make_step
+from tests.extras.cuda import test_core_graphs, test_graphs
+from tests.extras.cuda.test_core_graphs import recorded  # noqa: F401 (a fixture)
+from tests.extras.cuda.test_host_waits import META, DeviceCheck
+from tests.extras.kernels.test_flash_backend import flash_attn_3  # noqa: F401 (a fixture)
+from tests.extras.kv_groups.test_grouped_layers import FEW, MAX_TOKENS, SWAP, GroupedCheckpoints
+from tests.extras.models.hybrid_checkpoints import continue_greedily
+from tests.extras.test_full_engine import greedy, run, tokens_of
+
+CPU = torch.device("cpu")
+NAMES = ("gemma3", "smollm3")  # graphs serve no experts, and gpt-oss has some
+POOL = {"block_size": 4, "num_kv_blocks": 120}
+ENGINES = {
+    "one at a time": {**POOL, "enable_overlap": False},
+    "overlap, chunked prefill": {**POOL, "enable_overlap": True, "max_num_batched_tokens": 9},
+    "overlap, preemption": {**POOL, "enable_overlap": True, **FEW},
+    "overlap, swap": {**POOL, "enable_overlap": True, **FEW, **SWAP},
+    "odd length": {**POOL, "enable_overlap": True, "max_model_len": 101, "block_size": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory):
+    return GroupedCheckpoints(tmp_path_factory.mktemp("grouped_cuda"))
+
+
+def cases(default):
+    """(model, engine): one by default."""
+    for name in NAMES:
+        for engine in ENGINES:
+            yield pytest.param(name, engine, marks=[] if (name, engine) == default else [pytest.mark.slow])
+
+
+def check_tokens(engine, prompts, expected, max_tokens=MAX_TOKENS):
+    """Requests come one after the other, so batches have all sizes, and prompts share steps with decodes."""
+    assert isinstance(engine.scheduler.block_manager, GroupedBlockManager)
+    engine.runner.kv_cache.tensor[:, :, 1:] = 50.0  # garbage that would show
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, greedy(max_tokens))
+        engine.step()
+    found = tokens_of(run(engine))
+    assert [found[str(i)] for i in range(len(prompts))] == expected
+    assert engine.get_stats().num_window_blocks > 0
+
+
+def requests_of(grouped, name, is_default, max_tokens=MAX_TOKENS):
+    """Prompts, and what follows each of them: few requests by default."""
+    folder, model = grouped.of(name)
+    if is_default:
+        prompts = [grouped.prompts()[i][:20] for i in (1, 2, 4)]
+        return folder, prompts, [continue_greedily(model, prompt, max_tokens)[0] for prompt in prompts]
+    return folder, grouped.prompts(), [token_ids for token_ids, _ in grouped.greedy(name)]
+
+
+# ---- what is sent
+
+
+def grouped_batch(num_seqs, num_windows, seed):
+    """Decodes of sequences with up to 36 tokens, and random blocks in all groups."""
+    rng, tables = random.Random(seed), GroupedBlockTables(4, num_windows)
+    chunks = []
+    for i in range(num_seqs):
+        num_tokens = rng.randint(1, 36)
+        seq = Sequence(str(i), [7] * num_tokens, SamplingParams(temperature=0))
+        for _ in range(-(-num_tokens // 4)):
+            tables.append(seq.block_table, rng.randint(1, 99))
+        windows = tables.windows_of(seq.block_table)
+        windows[:] = [[rng.randint(100 * g, 100 * g + 99) for _ in row] for g, row in enumerate(windows, 1)]
+        chunks.append((seq, num_tokens - 1, 1))
+    step = make_step(chunks, num_seqs)
+    return tables.add_groups(step, build_batch(step, tables))
+
+
+@pytest.mark.parametrize("num_windows", [1, 3])
+def test_slots_and_tables_of_all_groups_arrive_in_their_places(num_windows):
+    inputs = DecodeInputs(13, 9, CPU, num_windows)
+    static = {size: inputs.batch(size).metadata for size in (1, 5, 13)}  # as a graph keeps them
+    for seed, (num_seqs, size) in enumerate([(13, 13), (3, 5), (1, 1), (5, 5), (2, 13), (12, 13)]):
+        batch = grouped_batch(num_seqs, num_windows, seed)
+        inputs.fill(batch, size)
+        assert isinstance(static[size], GroupedMetadata)
+        pairs = list(zip(static[size].of_groups(), batch.metadata.of_groups(), strict=True))
+        assert len(pairs) == 1 + num_windows
+        for found, sent in pairs:
+            width = sent.block_tables.shape[1]
+            assert found.slot_mapping.dtype == found.block_tables.dtype == torch.int32
+            assert torch.equal(found.slot_mapping[:num_seqs], sent.slot_mapping)
+            assert not found.slot_mapping[num_seqs:].any(), "padding writes to the null block of every group"
+            assert torch.equal(found.block_tables[:num_seqs, :width], sent.block_tables)
+            assert torch.equal(found.seq_lens[:num_seqs], sent.seq_lens)
+            assert not found.seq_lens[num_seqs:].any()
+    for group in range(1, 1 + num_windows):
+        assert (static[13].of_groups()[group].slot_mapping[:12] >= 400 * group).all(), "blocks of this group"
+
+
+def test_one_copy_sends_the_slots_and_tables_of_all_groups():
+    buffer, batch = InputBuffer(CPU, 1 << 12), grouped_batch(5, 3, 0)
+    sent = buffer.send_record(batch)
+    assert type(sent.metadata) is GroupedMetadata
+    for found, wanted in zip(sent.metadata.of_groups(), batch.metadata.of_groups(), strict=True):
+        for name in ("slot_mapping", "block_tables"):
+            tensor = getattr(found, name)
+            assert torch.equal(tensor, getattr(wanted, name))
+            assert tensor.untyped_storage().data_ptr() == buffer.device_bytes.untyped_storage().data_ptr()
+            assert tensor.data_ptr() % 16 == buffer.device_bytes.data_ptr() % 16
+            assert tensor.is_contiguous()
+
+
+# ---- eager steps
+
+
+class EagerDevice(Device):
+    """Sends each step in one copy, as CUDA's does."""
+
+    def prepare(self, runner):
+        runner.transfer = InputBuffer(CPU, 1 << 10).send_record
+
+
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("smollm3", marks=pytest.mark.slow)])
+def test_flash_attn_gets_the_tables_of_each_group(grouped, monkeypatch, flash_attn_3, name):  # noqa: F811
+    """Version 3 takes blocks of any size. Its stand-in checks the documented interface."""
+
+    def make_backend(runner):
+        runner.reasons, shape = "as on CUDA", runner.shape
+        return FlashAttention(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, 4)
+
+    monkeypatch.setattr(ModelRunner, "make_backend", make_backend)
+    monkeypatch.setattr(ModelRunner, "make_device", lambda runner: EagerDevice())
+    monkeypatch.setattr(FlashAttention, "replace_layers", lambda *_: None)
+    folder, prompts, expected = requests_of(grouped, name, True, 12)
+    options = {"num_kv_blocks": 120, "max_num_batched_tokens": 13, "self_check": "off"}
+    engine = LLMEngine(Config(folder, device="cpu", dtype="float32", **options))
+    assert type(engine.runner.backend) is FlashAttention
+    check_tokens(engine, prompts, expected, 12)
+    assert flash_attn_3.calls
+
+
+@torch.inference_mode()
+def test_an_eager_step_is_one_copy_and_no_wait(grouped):
+    """On PyTorch's `meta` device. Each layer reads the metadata of its group, at its part of the cache."""
+    engine = LLMEngine(
+        Config(grouped.of("gemma3")[0], device="cpu", dtype="float32", attention_backend="torch", **POOL)
+    )
+    run_on_host, batches, seen = engine.runner.run, [], []
+    engine.runner.run = lambda batch: (batches.append(batch), run_on_host(batch))[1]
+    for i in range(3):
+        engine.add_request(str(i), [i] * 9, greedy(5))
+        engine.step()
+    run(engine)
+    runner, buffer = GroupedLayersRunner.__new__(GroupedLayersRunner), InputBuffer(META, 1 << 16)
+    runner.layer_groups, runner.device, runner.graphs = engine.runner.layer_groups, META, None
+    runner.model, runner.kv_cache = FakeModel(len(runner.layer_groups.places), seen), engine.runner.kv_cache
+    runner.transfer, runner.compute, runner.draw = (
+        buffer.send_record,
+        compute_eagerly,
+        lambda logits, *_: logits[:, 0].long(),
+    )
+    runner.prepare_layers()
+    for batch in batches:
+        with DeviceCheck(buffer) as check:
+            runner.compute(runner, batch)
+        assert check.num_copies == 1
+        assert len(seen) == 7
+        starts = [metadata.slot_mapping.storage_offset() for _, metadata in seen]
+        groups = [place.group for place in runner.layer_groups.places]
+        assert [starts.index(one) for one in starts] == [groups.index(one) for one in groups]
+        assert {metadata.block_tables.device for _, metadata in seen} == {META}
+        parts = [cache.data_ptr() for cache, _ in seen]
+        assert parts == [runner.kv_cache.tensor[:, place.layer].data_ptr() for place in runner.layer_groups.places]
+        seen.clear()
+    assert len(batches) > 5
+
+
+class FakeLayer(torch.nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, layer_cache, metadata):
+        self.seen.append((layer_cache, metadata))
+
+
+class FakeModel(torch.nn.Module):
+    """Calls its layers as real models do."""
+
+    def __init__(self, num_layers, seen):
+        super().__init__()
+        self.model = torch.nn.Module()
+        self.model.layers = torch.nn.ModuleList(FakeLayer(seen) for _ in range(num_layers))
+
+    def forward(self, input_ids, positions, metadata, kv_cache):
+        assert type(kv_cache) is LayersOfBlocks
+        for i, layer in enumerate(self.model.layers):
+            layer(kv_cache[:, i], metadata)
+        return input_ids[:, None].float()
+
+    def compute_logits(self, hidden):
+        return hidden
+
+
+# ---- graphs
+
+
+@pytest.mark.parametrize(("name", "engine"), list(cases(default=("gemma3", "overlap, chunked prefill"))))
+def test_replayed_steps_give_the_tokens_of_transformers(grouped, monkeypatch, name, engine):
+    is_default = (name, engine) == ("gemma3", "overlap, chunked prefill")
+    folder, prompts, expected = requests_of(grouped, name, is_default)
+    _, replaying = test_graphs.make_engines(monkeypatch, folder, max_num_seqs=5, **ENGINES[engine])
+    check_tokens(replaying, prompts, expected)
+    assert replaying.recorder.num_recorded == 4  # 1, 2, 4, 5
+    assert replaying.recorder.num_replays > 5
+    assert (replaying.get_stats().num_preemptions > 0) == (ENGINES[engine]["num_kv_blocks"] < 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["seeded", "samples", "logprobs", "penalties", "all kinds"])
+def test_outputs_of_all_kinds_are_those_of_eager_steps(grouped, monkeypatch, kind):
+    rng, requests = random.Random(1), []
+    for i in range(9):
+        fields = test_graphs.KINDS[rng.choice(list(test_graphs.KINDS)) if kind == "all kinds" else kind](i)
+        fields = {"max_tokens": rng.randint(2, 30), "ignore_eos": True, **fields}
+        requests.append((grouped.prompts()[i % 6][: rng.randint(1, 40)], SamplingParams(**fields)))
+    options = ENGINES["overlap, preemption"]
+    eager, replaying = test_graphs.make_engines(
+        monkeypatch, grouped.of("gemma3")[0], skip_tokenizer_init=True, **options
+    )
+    assert test_graphs.serve(replaying, requests) == test_graphs.serve(eager, requests)
+    assert replaying.recorder.num_replays > 5
+
+
+@pytest.mark.parametrize(("name", "engine"), list(cases(default=None)))
+def test_graphs_of_the_forward_pass_give_the_tokens_of_transformers(grouped, monkeypatch, recorded, name, engine):  # noqa: F811
+    folder, prompts, expected = requests_of(grouped, name, False)
+    options = {"attention_backend": "torch", **ENGINES[engine]}
+    replaying = test_core_graphs.make_engine(monkeypatch, folder, True, max_num_seqs=5, **options)
+    check_tokens(replaying, prompts, expected)
+    assert type(replaying.runner.graphs) is GroupedCudaGraphs
+    assert [size for size, _ in recorded] == [5, 4, 2, 1]
+    assert sum(graph.num_replays for _, graph in recorded) > 5
+
+
+def test_a_replay_of_the_forward_pass_reads_the_buffers_of_all_groups(recorded):  # noqa: F811
+    """The model returns what each group says of a row: its slot, and the first block of its table."""
+
+    def model(input_ids, positions, metadata, kv_cache):
+        columns = [column for one in metadata.of_groups() for column in (one.slot_mapping, one.block_tables[:, 0])]
+        return torch.stack(columns, dim=1)
+
+    graphs = GroupedCudaGraphs(model, torch.zeros(1), 6, 9, 3)
+    graphs.record_all()
+    for seed, num_seqs in enumerate((6, 3, 4, 1, 5)):
+        batch = grouped_batch(num_seqs, 3, seed)
+        size = next(size for size in graphs.sizes if size >= num_seqs)
+        assert torch.equal(graphs.replay(batch), model(None, None, batch.metadata, None))
+        padding = graphs.graphs[size][1][num_seqs:]
+        assert not padding[:, ::2].any(), "padding writes to the null block of every group"
