@@ -159,6 +159,16 @@ def make_observer(watcher: Observer | None, explains_misses: bool) -> Scheduling
     return SchedulingStats() if watcher is None else Watching(watcher)
 
 
+def attach_store(store: Any, blocks: BlockManager) -> None:
+    """Let a `KVStore` load and save the blocks of a new scheduler."""
+    connect: Callable[[Any, Any], object]
+    if hasattr(blocks, "num_groups"):  # of layers
+        from nanovllm.extras.kv_groups.grouped_store import GroupedStoreHooks as connect
+    else:
+        from nanovllm.extras.kv_store.store import StoreHooks as connect
+    connect(store, blocks)
+
+
 def make_preemption(parts: "Parts", blocks: BlockManager) -> Any:
     """Return what happens to the K and V of preempted sequences; None computes them again."""
     if parts.config.preemption_mode == "recompute":

@@ -349,9 +349,9 @@ class LLMEngine(engine.LLMEngine):
         self._next_step: Callable[[Any], Any] = LLMEngine.launch_one
         if self._is_plain:
             return super().make_scheduler(block_manager)
-        from nanovllm.extras.assembly import make_scheduler
+        from nanovllm.extras.assembly import attach_store, make_scheduler
 
         scheduler, self._next_step = make_scheduler(self.parts, block_manager, LLMEngine.launch_one)
         if self.parts.kv_store is not None:
-            self.parts.kv_store.attach(block_manager)
+            attach_store(self.parts.kv_store, block_manager)
         return scheduler

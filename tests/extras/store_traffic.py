@@ -64,7 +64,9 @@ class FakeStore:
         return self.rng is not None and self.rng.random() < probability
 
 
-class LoadingFakeKVCache(FullFakeKVCache):
+class Loading:
+    """Mixed into a fake KV cache: does the loads of a step."""
+
     def move(self, swap_outs=(), swap_ins=(), copies=()):
         journal = super().move(swap_outs, swap_ins, copies)
         for name, block_id in getattr(copies, "loads", ()):
@@ -72,6 +74,10 @@ class LoadingFakeKVCache(FullFakeKVCache):
                 self.slots[block_id, i] = held
                 journal.append((self.slots, (block_id, i), None))
         return journal
+
+
+class LoadingFakeKVCache(Loading, FullFakeKVCache):
+    pass
 
 
 class WithStore:

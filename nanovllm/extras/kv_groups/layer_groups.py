@@ -126,8 +126,6 @@ def why_one_table(config: Config, shape: NetworkConfig) -> str | None:
     """Return why all layers of a model that `mixes_windows` have one block table, or None if each group has its own."""
     if config.disable_hybrid_kv_cache_manager:
         return "disable_hybrid_kv_cache_manager is set, as it is for recordings and observers"
-    if config.has_kv_store:
-        return "the K/V store keeps blocks of all layers"
     if (config.speculative_config or {}).get("model") is not None:
         return "a draft model reads one"
     if config.explain_prefix_misses:

@@ -1,7 +1,7 @@
 """The engine's side of the store: which blocks are loaded when a sequence is admitted, and which are saved.
 
-`KVStore` lives as long as the engine. `attach` connects it with the block manager of a new scheduler, by wrapping four
-methods:
+`KVStore` lives as long as the engine. `StoreHooks` connects it with the block manager of a new scheduler, by wrapping
+four methods:
 
     try_admit       after the pool's own prefix hits: load the blocks that follow, and count them as computed
     register        a full block is registered in the prefix cache: note it, to be saved after the step
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.block_manager import BlockManager
 from nanovllm.extras.kv_store.keys import digest_folder, make_root_key, names_of
 from nanovllm.extras.kv_store.moves import NamedBlocks, StoreMoves
 from nanovllm.extras.kv_store.share import Loaded, Share
@@ -96,10 +95,6 @@ class KVStore(Share):
     def wait(self) -> None:
         super().wait()
         self.tiers.finished()
-
-    def attach(self, blocks: BlockManager) -> None:
-        """Load and save the blocks of a new scheduler."""
-        StoreHooks(self, blocks)
 
     def forget_all(self) -> None:
         """Let new sequences find no block that was saved before: their keys begin with another root."""
@@ -237,11 +232,8 @@ class StoreHooks:
             if i < num_behind:
                 blocks._share(seq, NULL_BLOCK)
                 continue
-            block_id = blocks._take(seq)
-            blocks._append(seq, block_id)
-            by_tier.setdefault(loaded[i].tier, []).append(block_id)
-            self._loads.append((names[i - first], block_id))
-            self._loaded[names[i - first]] = loaded[i].data
+            for tier, block_id in self._append_block(seq, names[i - first], loaded[i]):
+                by_tier.setdefault(tier, []).append(block_id)
         if num_behind > first:
             self._skip_registration(seq, num_behind)
         seq.num_computed_tokens = stop * blocks.block_size
@@ -249,6 +241,17 @@ class StoreHooks:
         self._store.stats.num_loaded_blocks += sum(map(len, by_tier.values()))
         self._store.stats.loaded_tokens += (stop - first) * blocks.block_size
         blocks.observer.on_load_blocks(seq, by_tier, (stop - first) * blocks.block_size)
+
+    def _append_block(self, seq: Any, name: BlockName, block: Loaded) -> list[tuple[str, int]]:
+        """Append a loaded block to the table of `seq`. Returns the name of the tier that had it, and its id."""
+        block_id = self.blocks._take(seq)
+        self.blocks._append(seq, block_id)
+        return [self._note_load(name, block_id, block)]
+
+    def _note_load(self, name: BlockName, block_id: int, block: Loaded) -> tuple[str, int]:
+        self._loads.append((name, block_id))
+        self._loaded[name] = block.data
+        return block.tier, block_id
 
     def _skip_registration(self, seq: Any, num_blocks: int) -> None:
         """Go on after `num_blocks` blocks, of which the prefix cache does not have all.

@@ -270,7 +270,6 @@ def test_memory_is_that_of_whole_blocks(checkpoints):
     ("options", "reason"),
     [
         (ONE_TABLE, "disable_hybrid_kv_cache_manager is set"),
-        ({"kv_offloading_size": 0.01}, "the K/V store"),
         ({"explain_prefix_misses": True}, "explain_prefix_misses follows one"),
         ({"max_model_len": 9}, "no sequence is longer than the window"),
     ],

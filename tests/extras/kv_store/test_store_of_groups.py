@@ -1,0 +1,128 @@
+"""The K/V store keeps the blocks of all groups of layers: each group finds its own K and V, at what its window sees.
+
+Random traffic over pools of a few blocks, with a store that fails, and engines with the tokens of `transformers`.
+`test_store_parity.py` has more engines of Gemma 3, whose layers form groups.
+"""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from nanovllm.extras.kv_groups.grouped_store import GroupedStoreHooks
+from tests.conftest import examples
+from tests.extras.full_traffic import BeamMachine, OverlapMachine, SchedulerMachine
+from tests.extras.grouped_fake_kv_cache import GroupedFakeKVCache
+from tests.extras.kv_groups.test_grouped_blocks import GroupedRun, GroupedSpeculativeRun, GroupedTraffic
+from tests.extras.kv_groups.test_grouped_layers import SWAP, GroupedCheckpoints, check_greedy, is_grouped, make_llm
+from tests.extras.kv_store.test_store_traffic import serve_twice
+from tests.extras.store_traffic import FakeStore, Loading, WithStore
+from tests.scheduling_traffic import SETTINGS
+
+
+class LoadingGroupedCache(Loading, GroupedFakeKVCache):
+    pass
+
+
+class WithGroupedStore(WithStore):
+    def make_cache(self, block_size):
+        self.store = FakeStore(block_size, self.store_seed)
+        GroupedStoreHooks(self.store, self.manager)
+        return LoadingGroupedCache(block_size, self.group_window, self.manager.block_tables)
+
+
+class GroupedStoreRun(WithGroupedStore, GroupedRun):
+    pass
+
+
+class SpeculativeGroupedStoreRun(WithGroupedStore, GroupedSpeculativeRun):
+    pass
+
+
+class StoreTraffic(GroupedTraffic):
+    make_run = GroupedStoreRun
+
+    def draw_options(self, data):
+        return super().draw_options(data) | {"store_seed": data.draw(st.sampled_from([None, 0, 1, 2]))}
+
+
+class StoreMachine(StoreTraffic, BeamMachine):
+    pass
+
+
+class OverlapStoreMachine(StoreTraffic, OverlapMachine):
+    pass
+
+
+class SpeculativeStoreMachine(StoreTraffic, SchedulerMachine):
+    make_run = SpeculativeGroupedStoreRun
+
+
+TestTraffic = pytest.mark.examples(StoreMachine.TestCase)
+TestTraffic.settings = settings(SETTINGS, max_examples=examples(30))
+TestTrafficWithOverlap = pytest.mark.slow(OverlapStoreMachine.TestCase)
+TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(60))
+TestTrafficWithDrafts = pytest.mark.slow(SpeculativeStoreMachine.TestCase)
+TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(60))
+
+
+OTHERS = [[50 + i] * 15 for i in range(12)]
+
+
+@pytest.mark.parametrize(("window", "num_of_window"), [(1, 0), (5, 1), (9, 2), (99, 5)])
+@pytest.mark.parametrize("num_groups", [2, 4])
+def test_what_was_pushed_out_of_the_pool_is_loaded_in_all_groups(num_groups, window, num_of_window):
+    """Position 20 sees the positions from 16, or from 12, on. The pool has none of the blocks of the prompt."""
+    run = GroupedStoreRun(num_groups=num_groups, group_window=window, num_blocks=10 * num_groups, block_size=4)
+    again = serve_twice(run, list(range(21)), OTHERS, max_tokens=4)
+    assert again.num_cached_tokens == run.store.stats.loaded_tokens == 20
+    assert run.store.num_loads == run.store.stats.num_loaded_blocks == 5 + (num_groups - 1) * num_of_window
+
+
+def test_a_hit_ends_before_a_block_that_one_group_has_lost():
+    run = GroupedStoreRun(num_groups=3, group_window=5, num_blocks=30, block_size=4)
+    seq = run.add(list(range(21)), max_tokens=4)
+    run.finish()
+    names = run.store.names(seq, 0, 5)
+    lost = [name for name in run.store.kept if name.tokens == names[4].tokens and name != names[4]]
+    assert len(lost) == 2, "the fifth block of both groups with a window"
+    del run.store.kept[lost[1]]
+    for other in OTHERS:
+        run.add(other, max_tokens=2)
+        run.finish()
+    again = run.add(list(range(21)), max_tokens=4)
+    run.finish()
+    assert again.num_cached_tokens == 16
+    assert run.store.stats.loaded_tokens == 16
+
+
+# ---- engines
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory):
+    return GroupedCheckpoints(tmp_path_factory.mktemp("grouped_store"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "smollm3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kv_blocks": 30},
+        {"num_kv_blocks": 23, "enable_overlap": True, "max_num_batched_tokens": 30},
+        {"num_kv_blocks": 23, "max_num_batched_tokens": 30, **SWAP},
+        {"num_kv_blocks": 6, "attention_backend": "cpu", "block_size": 16},
+    ],
+    ids=str,
+)
+def test_engines_with_a_store_give_the_tokens_of_transformers(grouped, name, options):
+    llm = make_llm(grouped.of(name)[0], kv_offloading_size=0.01, **options)
+    assert is_grouped(llm)
+    prompts, expected = grouped.prompts(), grouped.greedy(name)
+    for _ in range(2):
+        for some in (slice(4, 6), slice(0, 3), slice(3, 4)):
+            check_greedy(llm, prompts[some], expected[some])
+            assert llm.engine.parts.kv_store.saver.wait(5)
+    stats = llm.get_stats().kv_store
+    assert stats.num_loaded_blocks > 0
+    assert stats.num_dropped_blocks == 0
