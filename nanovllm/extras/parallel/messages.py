@@ -112,16 +112,8 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
         taken, rest = rest[:count].view(shape), rest[count:]
         return taken
 
-    n, num_seqs, num_prefills = header.num_tokens, header.num_seqs, header.num_seqs - header.num_decodes
-    shapes = {
-        "slot_mapping": (n,),
-        "block_tables": (num_seqs, header.table_width),
-        "seq_lens": (num_seqs,),
-        "cu_seqlens_q": (num_seqs + 1,),
-        "prefill_cu_seqlens_q": (num_prefills + 1,),
-        "prefill_cu_seqlens_k": (num_prefills + 1,),
-    }
-    input_ids, positions = take(n), take(n)
+    shapes, num_seqs = shapes_of(header), header.num_seqs
+    input_ids, positions = take(header.num_tokens), take(header.num_tokens)
     arrays: dict[str, Any] = {name: take(*shapes[name]) for name in ARRAYS}
     metadata = AttentionMetadata(**arrays, **{name: getattr(header, name) for name in NUMBERS})
     if header.num_windows:
@@ -145,6 +137,19 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
     if not header.is_plain:
         greedy = ProcessedSampling(torch.zeros(header.num_samples), num_logprobs=0)
     return Batch(input_ids, positions, metadata, logits_indices, greedy, moves)
+
+
+def shapes_of(header: Header) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each of `ARRAYS`."""
+    num_seqs, num_prefills = header.num_seqs, header.num_seqs - header.num_decodes
+    return {
+        "slot_mapping": (header.num_tokens,),
+        "block_tables": (num_seqs, header.table_width),
+        "seq_lens": (num_seqs,),
+        "cu_seqlens_q": (num_seqs + 1,),
+        "prefill_cu_seqlens_q": (num_prefills + 1,),
+        "prefill_cu_seqlens_k": (num_prefills + 1,),
+    }
 
 
 def moves_of(copies: list[Any]) -> dict[str, list[Any]]:
