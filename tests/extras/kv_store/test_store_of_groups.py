@@ -95,6 +95,23 @@ def test_a_hit_ends_before_a_block_that_one_group_has_lost():
     assert run.store.stats.loaded_tokens == 16
 
 
+def test_what_the_pool_has_behind_the_window_of_loaded_blocks_is_given_back():
+    """The pool has two blocks, and the store three more. Position 20 sees only the last one of them."""
+    run = GroupedStoreRun(num_groups=3, group_window=5, num_blocks=30, block_size=4)
+    serve_twice(run, list(range(21)), OTHERS, max_tokens=1)
+    for other in OTHERS:
+        run.add(other, max_tokens=1)
+        run.finish()
+    run.add(list(range(9)), max_tokens=1)
+    run.finish()
+    num_loads = run.store.num_loads
+    seq = run.add(list(range(21)), max_tokens=3)
+    run.step()
+    assert run.store.num_loads - num_loads == 3 + 2
+    assert [block_id == 0 for block_id in run.tables(seq)[0]] == [True] * 4 + [False] * 2
+    run.finish()
+
+
 # ---- engines
 
 
