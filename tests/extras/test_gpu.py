@@ -24,6 +24,7 @@ from nanovllm.cuda_graphs import CudaGraphs as ForwardGraphs
 from nanovllm.extras.cuda.graphs import CudaGraphs
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from tests.conftest import every_second, hf_greedy
+from tests.extras.kv_groups.test_grouped_layers import MAX_TOKENS, GroupedCheckpoints, is_grouped
 from tests.extras.test_all_configurations import make_requests, serve
 from tests.extras.test_parity import NUM_OUTPUT_TOKENS, Oracle, assert_at_rest, assert_parity
 
@@ -73,6 +74,11 @@ def in_modes(places, modes=tuple(MODES)):
     return [
         pytest.param(mode, *place.values, marks=marks(mode, place), id=f"{mode}-{place.id}") for mode, place in pairs
     ]
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory):
+    return GroupedCheckpoints(tmp_path_factory.mktemp("grouped"))
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +135,21 @@ def test_greedy_tokens_in_every_mode(oracles, monkeypatch, mode, device, backend
     assert llm.get_stats().prefix_cache_hit_tokens > 0
     has_graphs = device == "cuda" and backend != "torch" and mode in ("graphs", "everything")
     assert sum(replayed) > NUM_OUTPUT_TOKENS if has_graphs else not replayed
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [pytest.param("cpu", "torch", marks=pytest.mark.slow), *EXACT_PLACES[1:]]
+)
+@pytest.mark.parametrize("mode", ["eager", "graphs", "everything"])
+@pytest.mark.parametrize("name", ["gemma3", "smollm3"])
+def test_groups_of_layers(grouped, name, mode, device, backend):
+    """Each group of layers has slots and block tables of its own, also in graphs."""
+    options = {"device": device, "attention_backend": backend, "block_size": 16, "num_kv_blocks": 60, **MODES[mode]}
+    llm, expected = LLM(grouped.of(name)[0], dtype="float32", max_num_seqs=5, **options), grouped.greedy(name)
+    assert is_grouped(llm)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    outputs = llm.generate(grouped.prompts(), params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [token_ids for token_ids, _ in expected]
 
 
 @pytest.mark.parametrize(("device", "backend"), EXACT_PLACES)
