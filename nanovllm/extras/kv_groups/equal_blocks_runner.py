@@ -53,8 +53,8 @@ class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
             metadata,
             slot_mapping=slots_of_pieces(metadata.slot_mapping, of_full, block_size),
             block_tables=metadata.block_tables * of_full,
-            window_slots=slots_of_pieces(metadata.window_slots, of_windows, block_size),
-            window_tables=metadata.window_tables * of_windows,
+            window_slots=tuple([slots_of_pieces(one, of_windows, block_size) for one in metadata.window_slots]),
+            window_tables=tuple([one * of_windows for one in metadata.window_tables]),
         ).of_groups()
 
 
@@ -73,7 +73,7 @@ class LayersInBlocks:
 
 
 def slots_of_pieces(slots: Tensor, pieces_per_row: int, block_size: int) -> Tensor:
-    """Return the slots if block `i` is piece `i * pieces_per_row`. slots: [..., num_tokens] int32 -> as slots
+    """Return the slots if block `i` is piece `i * pieces_per_row`. slots: [num_tokens] int32 -> as slots
 
     With blocks of 4 tokens and 2 pieces, slot 30 (block 7, token 2) becomes slot 58 (piece 14, token 2).
     """
