@@ -33,7 +33,7 @@ from nanovllm.scheduler import Step
 if TYPE_CHECKING:
     from nanovllm.block_manager import BlockManager
 
-CAUSES = ("differs", "evicted", "partial_block", "cache_off", "no_snapshot", "never_seen")
+CAUSES = ("differs", "evicted", "partial_block", "cache_off", "no_snapshot", "no_window", "never_seen")
 MAX_SHOWN_TOKENS = 4
 
 
@@ -42,12 +42,15 @@ class PrefixMiss:
     """The prompt tokens [start, end) were not found in the prefix cache. `cause` says why, in one of these words:
 
     differs        the prompt differs from the cached prefix at token `start`
-    evicted        their blocks were cached, and evicted (or the block before them was, so that they are not found)
+    evicted        their blocks were cached, and evicted (or the block before them was, so that they are not found; or,
+                   if layers form groups, all blocks that a group lacks inside its window)
     partial_block  they do not fill a block that can be found. The last block of a prompt is never looked up: it is not
                    full, or its last token must be computed for its logits
     cache_off      the prefix cache is off, or the request needs the hidden states of all prompt tokens
     no_snapshot    their blocks are cached, but the model keeps a recurrent state and has no snapshot of it
                    (`states/slots.py`)
+    no_window      their blocks are cached in the group of layers that sees all tokens, but another group lacks blocks
+                   inside its window, and no eviction of these is remembered (`kv_groups/grouped_blocks.py`)
     never_seen     no cached prefix continues with them, and no eviction of their blocks is remembered
     """
 
@@ -78,12 +81,14 @@ Place = tuple[int, str | None]
 class PrefixHistory:
     """The blocks of a prefix cache by the block that they follow, and the newest `max_evictions` evictions."""
 
-    def __init__(self, cache: PrefixCache, max_evictions: int) -> None:
+    def __init__(self, cache: Any, max_evictions: int) -> None:
         self.cache = cache
         self.max_evictions = max_evictions
         self._cached: dict[int, tuple[CachedBlock, Place]] = {}  # block id -> what is cached in it, and where
         self._next: defaultdict[Place, list[bytes]] = defaultdict(list)  # -> the tokens of the cached blocks, sorted
         self._evictions: OrderedDict[int, Eviction] = OrderedDict()  # by the hash of the evicted block, oldest first
+        # by the serial number of a cached block of group 0: what evicted the other groups' blocks with the same tokens
+        self._window_evictions: dict[int, Eviction] = {}
 
     def register(self, seq: Sequence, block_id: int) -> None:
         """Note a block of `seq` that the prefix cache has registered."""
@@ -95,6 +100,7 @@ class PrefixHistory:
     def forget(self, block_id: int) -> None:
         """Note that the prefix cache has forgotten a block."""
         one, place = self._cached.pop(block_id)
+        self._window_evictions.pop(one.serial, None)
         tokens = self._next[place]
         del tokens[bisect_left(tokens, one.tokens)]
         if not tokens:
@@ -102,17 +108,25 @@ class PrefixHistory:
 
     def evict(self, block_id: int, eviction: Eviction) -> None:
         """Remember the eviction of a block, which the prefix cache is about to forget."""
+        if block_id not in self._cached:  # it is of a group of layers with a window
+            self._window_evictions[self.cache._serials_of[block_id]] = eviction
+            return
         block_hash = self._cached[block_id][0].block_hash
         self._evictions[block_hash] = eviction
         self._evictions.move_to_end(block_hash)
         if len(self._evictions) > self.max_evictions:
             self._evictions.popitem(last=False)
 
+    def register_window(self, serial: int) -> None:
+        """Note that all groups with a window have blocks with the tokens of the cached block `serial`."""
+        self._window_evictions.pop(serial, None)
+
     def clear(self) -> None:
         """Forget everything, as the prefix cache does when it is reset."""
         self._cached.clear()
         self._next.clear()
         self._evictions.clear()
+        self._window_evictions.clear()
 
     def explain(self, seq: Sequence) -> list[PrefixMiss]:
         """Return why `seq`, which has just been admitted, does not find its prompt tokens after the computed ones."""
@@ -120,20 +134,31 @@ class PrefixHistory:
         if not self.cache.is_enabled or seq.reads_prompt:
             return [PrefixMiss(0, num_tokens, "cache_off")]
         first, stop = seq.num_computed_tokens // size, (num_tokens - 1) // size  # blocks that could have been found
-        misses: list[PrefixMiss] = []
         parent_serial = seq.parent_serial
-        cached = PrefixCache.find(self.cache, seq)  # the core's `find`: a cache of states drops some of its hits
-        if len(cached) > first:
-            misses.append(PrefixMiss(first * size, len(cached) * size, "no_snapshot"))
+        cached = PrefixCache.find(self.cache, seq)  # the core's `find`: others drop hits without a state or a window
+        unusable = [self._why_unusable(cached, i) for i in range(first + 1, len(cached) + 1)]
+        if unusable:
             first, parent_serial = len(cached), cached[-1].serial
         evicted = list(self._find_evicted(seq, first, stop))
-        misses += merge_evicted(evicted, first, size)
+        misses = merge_blocks([*unusable, *evicted], first - len(unusable), size)
         if first + len(evicted) < stop:
             misses += self._compare(seq, first, stop, parent_serial) if not evicted else []
             start = misses[-1].end if misses else first * size
             if start < stop * size:
                 misses.append(PrefixMiss(start, stop * size, "never_seen"))
         return [*misses, PrefixMiss(stop * size, num_tokens, "partial_block")]
+
+    def _why_unusable(self, cached: list[CachedBlock], num_blocks: int) -> str | Eviction:
+        """Return why the first `num_blocks` of the `cached` blocks are not a hit: a cause, or an eviction.
+
+        Groups of layers with a window lack blocks that the next token sees. The newest eviction of these is the cause
+        if evictions are the only one.
+        """
+        if not hasattr(self.cache, "windows"):
+            return "no_snapshot"
+        lost = [self._window_evictions.get(serial) for serial in self.cache.missing_windows(cached, num_blocks)]
+        evictions = [one for one in lost if one is not None]
+        return max(evictions) if len(evictions) == len(lost) else "no_window"
 
     def _find_evicted(self, seq: Sequence, first: int, stop: int) -> Iterator[Eviction]:
         """Yield the evictions to which the blocks of `seq` from `first` on are lost, up to the first that is not.
@@ -178,14 +203,15 @@ class PrefixHistory:
         return [*part, PrefixMiss(middle, stop * size, "differs", cached, own)]
 
 
-def merge_evicted(evicted: list[Eviction], first: int, size: int) -> list[PrefixMiss]:
-    """Return the evicted blocks from block `first` on. Consecutive blocks with the same eviction are one record."""
+def merge_blocks(reasons: list[str | Eviction], first: int, size: int) -> list[PrefixMiss]:
+    """Return the misses of the blocks from block `first` on. Consecutive blocks with the same reason are one record."""
     misses: list[PrefixMiss] = []
-    for i, (step, request_id) in enumerate(evicted, first):
-        start = i * size
-        if i > first and evicted[i - first - 1] == (step, request_id):
-            start = misses.pop().start
-        misses.append(PrefixMiss(start, (i + 1) * size, "evicted", step=step, request_id=request_id))
+    for i, reason in enumerate(reasons, first):
+        start = misses.pop().start if i > first and reasons[i - first - 1] == reason else i * size
+        if isinstance(reason, str):
+            misses.append(PrefixMiss(start, (i + 1) * size, reason))
+        else:
+            misses.append(PrefixMiss(start, (i + 1) * size, "evicted", step=reason.step, request_id=reason.request_id))
     return misses
 
 
@@ -226,6 +252,15 @@ class ExplainingStats(SchedulingStats):
         super().on_take_block(seq, block_id, is_evicted)
         if is_evicted:
             self._history.evict(block_id, Eviction(self._num_scheduled + 1, seq.request_id))
+
+    def on_take_in_group(self, seq: Sequence, group: int, place: int, block_id: int, is_evicted: bool) -> None:
+        super().on_take_in_group(seq, group, place, block_id, is_evicted)
+        if is_evicted:
+            self._history.evict(block_id, Eviction(self._num_scheduled + 1, seq.request_id))
+
+    def on_register_in_group(self, seq: Sequence, group: int, block_id: int, block_hash: int, serial: int) -> None:
+        super().on_register_in_group(seq, group, block_id, block_hash, serial)
+        self._history.register_window(serial)
 
     def on_reset_prefix_cache(self) -> None:
         super().on_reset_prefix_cache()

@@ -14,6 +14,7 @@ from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.full_observer import Observer, SchedulingStats
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm.extras.prefix_misses import CAUSES, MAX_SHOWN_TOKENS, ExplainingStats, PrefixMiss
 from nanovllm.extras.roll_back import reset_prefix_cache, roll_back
 from nanovllm.extras.serve.metrics_route import Metrics
@@ -21,6 +22,7 @@ from nanovllm.extras.states.slots import StateBlockManager, StateScheduler
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm.scheduler import Scheduler
 from tests.conftest import examples
+from tests.extras.grouped_fake_kv_cache import window_tables
 
 ANY_TOKEN = 0
 
@@ -39,6 +41,8 @@ class NaiveModel(ExplainingStats):
         self._history.max_evictions = self.max_evictions
         self.blocks, self.size = blocks, blocks.block_size
         self.prefixes, self.evictions = {}, {}  # block id -> prefix; prefix -> (step, request), the oldest first
+        # the same for groups of layers with a window: block id -> (group, prefix); prefix -> (step, request)
+        self.window_prefixes, self.window_evictions = {}, {}
 
     def on_register_block(self, seq, block_id, block_hash, serial):
         super().on_register_block(seq, block_id, block_hash, serial)
@@ -47,20 +51,43 @@ class NaiveModel(ExplainingStats):
 
     def on_forget_block(self, block_id):
         super().on_forget_block(block_id)
-        del self.prefixes[block_id]
+        self.window_evictions.pop(self.prefixes.pop(block_id), None)
 
     def on_take_block(self, seq, block_id, is_evicted):
         super().on_take_block(seq, block_id, is_evicted)
         if is_evicted:
-            prefix = self.prefixes[block_id]
-            self.evictions.pop(prefix, None)
-            self.evictions[prefix] = self.next_step, seq.request_id
-            if len(self.evictions) > self.max_evictions:
-                del self.evictions[next(iter(self.evictions))]
+            self.evict(block_id, (self.next_step, seq.request_id))
+
+    def evict(self, block_id, eviction):
+        if block_id in self.window_prefixes:
+            _, prefix = self.window_prefixes[block_id]
+            self.window_evictions[prefix] = eviction
+            return
+        prefix = self.prefixes[block_id]
+        self.evictions.pop(prefix, None)
+        self.evictions[prefix] = eviction
+        if len(self.evictions) > self.max_evictions:
+            del self.evictions[next(iter(self.evictions))]
+
+    def on_take_in_group(self, seq, group, place, block_id, is_evicted):
+        super().on_take_in_group(seq, group, place, block_id, is_evicted)
+        if is_evicted:
+            self.evict(block_id, (self.next_step, seq.request_id))
+
+    def on_register_in_group(self, seq, group, block_id, block_hash, serial):
+        super().on_register_in_group(seq, group, block_id, block_hash, serial)
+        place = window_tables(self.blocks.block_tables, seq)[group - 1].index(block_id)
+        prefix = tuple(seq.token_ids.view(0, (place + 1) * self.size).tolist())
+        self.window_prefixes[block_id] = group, prefix
+        self.window_evictions.pop(prefix, None)
+
+    def on_forget_in_group(self, block_id):
+        super().on_forget_in_group(block_id)
+        del self.window_prefixes[block_id]
 
     def on_reset_prefix_cache(self):
         super().on_reset_prefix_cache()
-        self.prefixes, self.evictions = {}, {}
+        self.prefixes, self.evictions, self.window_evictions = {}, {}, {}
 
     def on_miss(self, seq, misses):
         prompt = seq.token_ids.view().tolist()
@@ -70,15 +97,31 @@ class NaiveModel(ExplainingStats):
             said += [(miss.cause, miss.step, miss.request_id)] * (miss.end - miss.start)
             if miss.cause == "differs":
                 self.check_shown(prompt, miss.start // self.size * self.size, miss)
-        # of states: the naive model has the core's own search for blocks, and knows nothing of snapshots
+        # of states and groups: the naive model has the core's own search for blocks, and knows nothing of snapshots
         num_cached = len(PrefixCache.find(self.blocks.prefix_cache, seq)) * self.size
-        causes = [("no_snapshot", None, None)] * (num_cached - seq.num_computed_tokens)
+        causes = [self.cause_of_unusable(prompt, i) for i in range(seq.num_computed_tokens, num_cached)]
         num_cached = max(num_cached, seq.num_computed_tokens)
         causes += [self.cause_of(seq, prompt, i, num_cached) for i in range(num_cached, len(prompt))]
         assert said == ["hit"] * seq.num_computed_tokens + causes, prompt
         for one, other in zip(misses, misses[1:], strict=False):
             assert (one.cause, one.step, one.request_id) != (other.cause, other.step, other.request_id), "one span"
         self.found.update(miss.cause for miss in misses)
+
+    def cause_of_unusable(self, prompt, i):
+        """Token `i` has a cached block in group 0, which cannot be used."""
+        if not hasattr(self.blocks, "num_groups"):
+            return "no_snapshot", None, None
+        end = (i // self.size + 1) * self.size  # the prefix up to here is not found
+        missing = []
+        for stop in range(self.size, end + 1, self.size):  # blocks with a token that token `end` sees
+            groups = {group for group, prefix in self.window_prefixes.values() if list(prefix) == prompt[:stop]}
+            if stop > end - self.blocks.window + 1 and len(groups) < self.blocks.num_groups - 1:
+                missing.append(self.window_evictions.get(tuple(prompt[:stop])))
+        assert missing, "the prefix could be used"
+        if None in missing:
+            return "no_window", None, None
+        self.found["evicted from a window"] += 1
+        return "evicted", *max(missing)
 
     def cause_of(self, seq, prompt, i, num_hits):
         if not self.blocks.prefix_cache.is_enabled or seq.reads_prompt:
@@ -120,8 +163,9 @@ class NaiveModel(ExplainingStats):
         start, end = miss.start, miss.start + len(own)
         assert own == prompt[start:end]
         assert all(one != other for one, other in zip(cached, own, strict=True))
-        [*_, shown] = [one for one in self.followers(prompt, num_hits) if list(one[:end]) == prompt[:start] + cached]
-        assert len(own) in (MAX_SHOWN_TOKENS, len(shown) - start) or shown[end] == prompt[end]
+        shown = [one for one in self.followers(prompt, num_hits) if list(one[:end]) == prompt[:start] + cached]
+        assert shown
+        assert len(own) == MAX_SHOWN_TOKENS or any(end == len(one) or one[end] == prompt[end] for one in shown)
 
 
 def common(one, other):
@@ -142,9 +186,12 @@ class ReadsPrompt:
 class Traffic:
     """Requests over a tiny pool. The sampled tokens are the parity of the tokens before, so that texts meet again."""
 
-    def __init__(self, num_blocks, block_size, budget, max_evictions, is_enabled=True, num_slots=0):
+    def __init__(self, num_blocks, block_size, budget, max_evictions, is_enabled=True, num_slots=0, window=0):
         self.stats = NaiveModel(max_evictions)
         self.blocks = BlockManager(num_blocks, block_size, is_enabled, self.stats)
+        if window:  # three groups of layers
+            sizes = {"num_groups": 3, "window": window, "max_chunk_len": budget}
+            self.blocks = GroupedBlockManager(3 * num_blocks, block_size, is_enabled, self.stats, **sizes)
         if num_slots:
             self.blocks = StateBlockManager(num_blocks, block_size, is_enabled, self.stats, num_slots=num_slots)
         self.stats.on_start(self.blocks)
@@ -191,13 +238,13 @@ STEP = st.tuples(st.sampled_from(["step"] * 12 + ["fail", "reset"]))
     st.integers(1, 4),
     st.sampled_from([3, 8, 30]),
     st.integers(1, 30),
-    st.sampled_from([0, 0, 3, 5]),
+    st.sampled_from([{}, {}, {"num_slots": 3}, {"num_slots": 5}, {"window": 1}, {"window": 4}, {"window": 7}]),
     st.lists(ADD | AGAIN | STEP),
 )
 def test_each_token_has_the_cause_that_the_whole_history_gives(
-    num_blocks, size, budget, max_evictions, num_slots, operations
+    num_blocks, size, budget, max_evictions, others, operations
 ):
-    traffic = Traffic(num_blocks, size, budget, max_evictions, num_slots=num_slots)
+    traffic = Traffic(num_blocks, size, budget, max_evictions, **others)
     play(traffic, operations)
     stats = traffic.stats
     misses = stats.prefix_cache_query_tokens - stats.prefix_cache_hit_tokens
@@ -205,6 +252,7 @@ def test_each_token_has_the_cause_that_the_whole_history_gives(
     assert len(stats._history._evictions) <= max_evictions
     assert set(stats._history._cached) == set(traffic.blocks.prefix_cache._by_id), "nothing is kept longer"
     assert sum(map(len, stats._history._next.values())) == len(stats._history._cached)
+    assert stats._history._window_evictions.keys() <= {one.serial for one, _ in stats._history._cached.values()}
 
 
 def play(traffic, operations):
@@ -221,9 +269,9 @@ def play(traffic, operations):
 def test_random_traffic_meets_all_causes():
     """The comparison above would prove little if it met only some of them."""
     rng, found = random.Random(1), Counter()
-    for _ in range(60):
-        sizes, num_slots = (rng.randint(3, 8), rng.randint(1, 3)), rng.choice([0, 0, 3])
-        traffic = Traffic(*sizes, budget=8, max_evictions=rng.choice([3, 30]), num_slots=num_slots)
+    for _ in range(80):
+        sizes, others = (rng.randint(3, 8), rng.randint(1, 3)), rng.choice([{}, {}, {"num_slots": 3}, {"window": 4}])
+        traffic = Traffic(*sizes, budget=8, max_evictions=rng.choice([3, 30]), **others)
         for _ in range(12):
             length, max_tokens = rng.randint(1, 14), rng.randint(1, 8)
             if traffic.seqs and rng.random() < 0.6:
@@ -232,11 +280,12 @@ def test_random_traffic_meets_all_causes():
                 prompt = [rng.randint(0, 1) for _ in range(length)]
                 traffic.add(prompt, max_tokens, reads_prompt=rng.random() < 0.2)
             for _ in range(rng.randint(0, 3)):
-                traffic.step()
+                traffic.step(is_done="window" not in others or rng.random() > 0.3)
         traffic.finish()
         found.update(traffic.stats.found)
-    assert all(found[cause] > 10 for cause in CAUSES), found
-    assert found["unreachable"] > 2, found
+    assert all(found[cause] > 10 for cause in CAUSES if cause != "no_window"), found
+    assert min(found["unreachable"], found["no_window"]) > 2, found
+    assert found["evicted from a window"] > 10, found
 
 
 # ---- by hand
@@ -313,6 +362,36 @@ def test_blocks_without_a_snapshot_of_the_state_are_not_found():
     ]
 
 
+def test_prefix_whose_window_was_evicted_is_lost_to_the_request_that_needed_the_block():
+    """Three groups; a window of 4 tokens, so that a prefix of 4 tokens needs its two blocks in two of them."""
+    traffic = Traffic(num_blocks=9, block_size=2, budget=30, max_evictions=9, window=4)
+    first = traffic.add([0, 1, 2, 3, 4, 5, 6, 7, 8], max_tokens=4)
+    traffic.finish()  # steps 1 to 4: 18 of 27 blocks are cached, and those behind the window are free first
+    explained(traffic, range(30, 39))  # step 5: takes 15, and so evicts the first three of both windows
+    found = explained(traffic, first.token_ids.view(0, 11).tolist())
+    assert found == [PrefixMiss(10, 11, "partial_block")], "token 10 does not see the evicted blocks"
+    assert explained(traffic, [0, 1, 2, 3, 9, 9, 9]) == [
+        PrefixMiss(0, 4, "evicted", step=5, request_id="r1"),
+        PrefixMiss(4, 6, "differs", (4, 5), (9, 9)),
+        PrefixMiss(6, 7, "partial_block"),
+    ]
+    traffic.add([50])
+    traffic.step(is_done=False)  # the blocks of windows, which were computed again, are forgotten without an eviction
+    traffic.finish()
+    assert explained(traffic, [0, 1, 2, 3, 9])[0] == PrefixMiss(0, 4, "no_window")
+
+
+def test_prefix_whose_window_is_not_cached_without_an_eviction_has_its_own_cause():
+    traffic = Traffic(num_blocks=12, block_size=2, budget=30, max_evictions=9, window=4)
+    prompt = [0, 1, 2, 3, 4, 5, 6]
+    explained(traffic, prompt)
+    traffic.add([9, 9, 9])
+    traffic.step(is_done=False)  # all blocks of windows are forgotten
+    traffic.finish()
+    assert explained(traffic, prompt) == [PrefixMiss(0, 6, "no_window"), PrefixMiss(6, 7, "partial_block")]
+    assert explained(traffic, prompt) == [PrefixMiss(6, 7, "partial_block")], "what is computed again is found again"
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8])
 def test_last_block_of_a_cached_prompt_is_computed(num_tokens):
     traffic = Traffic(num_blocks=9, block_size=4, budget=30, max_evictions=9)
@@ -368,6 +447,7 @@ def test_metrics_of_outputs_and_counters_have_the_causes():
         "partial_block": 7,
         "cache_off": 14,
         "no_snapshot": 0,
+        "no_window": 0,
         "never_seen": 12,
     }
     assert stats.prefix_cache_miss_tokens == counters

@@ -45,6 +45,8 @@ def num_blocks_behind(position: int, window: int, block_size: int) -> int:
 class GroupedPrefixCache(KnownTokensPrefixCache):
     """Finds blocks of all groups. `windows` has those of the groups with a window, by serial number."""
 
+    observer: Observer
+
     def __init__(
         self, block_size: int, observer: Observer, is_enabled: bool, tables: GroupedBlockTables, window: int
     ) -> None:
@@ -67,6 +69,11 @@ class GroupedPrefixCache(KnownTokensPrefixCache):
                 num_usable = i
         return hits[:num_usable]
 
+    def missing_windows(self, hits: list[CachedBlock], num_blocks: int) -> list[int]:
+        """Return the serial numbers of blocks that a hit of the first `num_blocks` of `hits` needs and groups lack."""
+        num_behind = num_blocks_behind(num_blocks * self.block_size, self.window, self.block_size)
+        return [hit.serial for hit in hits[num_behind:num_blocks] if hit.serial not in self.windows]
+
     def register(self, seq: Any, num_tokens: int) -> None:
         if not self.is_enabled:
             return
@@ -76,6 +83,8 @@ class GroupedPrefixCache(KnownTokensPrefixCache):
             if NULL_BLOCK not in blocks and seq.parent_serial not in self.windows:
                 self.windows[seq.parent_serial] = blocks
                 self._serials_of.update(dict.fromkeys(blocks, seq.parent_serial))
+                for group, block_id in enumerate(blocks, 1):
+                    self.observer.on_register_in_group(seq, group, block_id, seq.block_hashes[i], seq.parent_serial)
 
     def forget(self, block_id: int) -> None:
         cached = self._by_id.get(block_id)
@@ -84,9 +93,12 @@ class GroupedPrefixCache(KnownTokensPrefixCache):
         if serial is not None:
             for one in self.windows.pop(serial, ()):
                 del self._serials_of[one]
+                self.observer.on_forget_in_group(one)
 
     def forget_beside(self) -> None:
         """Forget the blocks of all groups with a window, so that there are no hits until new ones are registered."""
+        for block_id in self._serials_of:
+            self.observer.on_forget_in_group(block_id)
         self.windows.clear()
         self._serials_of.clear()
 
@@ -97,6 +109,7 @@ class GroupedBlockManager(KnownTokensBlockManager):
     The other `num_groups - 1` groups see `window` tokens. A chunk has at most `max_chunk_len` tokens.
     """
 
+    observer: Observer
     prefix_cache: GroupedPrefixCache
     block_tables: GroupedBlockTables
 
@@ -111,7 +124,7 @@ class GroupedBlockManager(KnownTokensBlockManager):
         window: int,
         max_chunk_len: int,
     ) -> None:
-        super().__init__(num_blocks, block_size, enable_prefix_caching, observer)
+        super().__init__(num_blocks, block_size, enable_prefix_caching, observer or Observer())
         self.num_groups = num_groups
         self.window = window
         self.max_held_blocks = max_held_blocks(window, max_chunk_len, block_size)  # in each group with a window
@@ -155,7 +168,7 @@ class GroupedBlockManager(KnownTokensBlockManager):
         for hit in hits:
             self._share(seq, hit.block_id)
         for i, blocks in enumerate(windows, num_behind):
-            self._set_windows(seq, i, blocks)
+            self._share_windows(seq, i, blocks)
         seq.num_computed_tokens = len(hits) * self.block_size
         seq.num_registered_blocks = len(hits)
         seq.parent_serial = hits[-1].serial if hits else ROOT_SERIAL
@@ -178,14 +191,14 @@ class GroupedBlockManager(KnownTokensBlockManager):
         for i in range(table.length, num_blocks):
             self._append(seq, self._take(seq))
             if i >= num_behind:
-                self._set_windows(seq, i, tuple([self._take(seq) for _ in range(self.num_groups - 1)]))
+                self._set_windows(seq, i, self._take_in_groups(seq, i))
         return super().try_allocate(seq, num_tokens)  # registers full blocks
 
     def fork(self, parent: Any, child: Any) -> None:
         super().fork(parent, child)
         for i, blocks in enumerate(self.block_tables.windows_of(parent.block_table).T.tolist()):
             if blocks[0] != NULL_BLOCK:
-                self._set_windows(child, i, blocks)
+                self._share_windows(child, i, blocks)
 
     def free(self, seq: Any) -> None:
         owned = owned_by_windows(self.block_tables.windows_of(seq.block_table))
@@ -209,7 +222,23 @@ class GroupedBlockManager(KnownTokensBlockManager):
         given_back = self.take_windows(seq, 0, num_behind)
         for block_id in given_back:
             self._disown(block_id)
-        self.observer.on_give_back(seq, given_back)  # type: ignore[attr-defined]
+        self.observer.on_give_back(seq, given_back)
+
+    def _take_in_groups(self, seq: Any, i: int) -> tuple[int, ...]:
+        """Take a free block for each group with a window, for entry `i` of its block table, as `_take` does."""
+        taken = []
+        for group in range(1, self.num_groups):
+            block_id, _ = self._free.popitem(last=False)
+            self.observer.on_take_in_group(seq, group, i, block_id, block_id in self.prefix_cache)
+            self.prefix_cache.forget(block_id)
+            taken.append(block_id)
+        return tuple(taken)
+
+    def _share_windows(self, seq: Any, i: int, blocks: tuple[int, ...]) -> None:
+        """Let `seq` own blocks with contents as block `i` of the groups with a window."""
+        self._set_windows(seq, i, blocks)
+        for group, block_id in enumerate(blocks, 1):
+            self.observer.on_share_in_group(seq, group, i, block_id)
 
     def _set_windows(self, seq: Any, i: int, blocks: tuple[int, ...]) -> None:
         """Let `seq` own `blocks` as block `i` of the groups with a window, one for each. They may be free until now."""
@@ -222,11 +251,12 @@ class GroupedBlockManager(KnownTokensBlockManager):
         super()._copy_tail(seq)
         i = seq.num_computed_tokens // self.block_size
         sources = self.block_tables.windows_of(seq.block_table)[:, i].tolist()
-        destinations = tuple([self._take(seq) for _ in sources])
+        destinations = self._take_in_groups(seq, seq.block_table.length)
         self._set_windows(seq, i, destinations)
         self._copies += zip(sources, destinations, strict=True)
-        for block_id in sources:
-            self._disown(block_id)
+        for group, (source, destination) in enumerate(zip(sources, destinations, strict=True), 1):
+            self._disown(source)
+            self.observer.on_copy_in_group(seq, group, source, destination)
 
 
 def owned_by_windows(entries: np.ndarray) -> list[int]:
