@@ -8,7 +8,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -304,8 +303,6 @@ class LLMEngine(engine.LLMEngine):
 
     def make_runner(self, folder: Path) -> PlainRunner:
         check_process()
-        if self._watcher is not None:  # its events name the blocks of one table
-            self.config = replace(self.config, disable_hybrid_kv_cache_manager=True)
         self._is_plain = is_plain(self.config, folder)
         if self._is_plain:
             runner = PlainRunner(self.config, folder)

@@ -15,7 +15,6 @@ from tests.extras.schedule_search import OTHER_TEXT, TEXT, Counterexample, Setti
 
 KINDS = ["core", "windows", "groups", "states", "swapped states"]
 SWEPT_KINDS = [kind if kind == "states" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-SWEPT_RECORDED_KINDS = [*SWEPT_KINDS[:2], *SWEPT_KINDS[3:]]  # a recording has one block table for each sequence
 FEW = ((TEXT[:5], 1), (TEXT[:3], 2), (OTHER_TEXT, 1))
 REQUESTS = {  # budget -> the requests that may come, each up to three times
     1: ((TEXT[:1], 1), (TEXT[:3], 2), (OTHER_TEXT, 1)),
@@ -173,11 +172,12 @@ def test_a_planted_fault_is_found(plant, kind, num_actions, monkeypatch):
     assert len(caught.value.actions) == num_actions, caught.value
 
 
-@pytest.mark.parametrize("kind", SWEPT_RECORDED_KINDS)
+@pytest.mark.parametrize("kind", SWEPT_KINDS)
 def test_a_counterexample_is_a_recording_that_can_be_viewed(kind, monkeypatch, tmp_path, capsys):
     plant = {
         "core": faults.copies_are_not_part_of_the_step,
         "windows": faults.the_window_is_one_token_too_short,
+        "groups": faults.blocks_of_windows_are_written_without_a_copy,
         "states": faults.hits_are_copied_before_their_snapshots_are_taken,
         "swapped states": faults.a_state_is_copied_out_before_the_copy_of_its_fork,
     }[kind]

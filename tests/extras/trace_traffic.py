@@ -10,6 +10,8 @@ from nanovllm.extras.roll_back import reset_prefix_cache
 from nanovllm.extras.trace.recorder import Recorder
 from nanovllm.extras.trace.recording import read_recording
 from tests.extras.full_traffic import RecordingStats, Run
+from tests.extras.grouped_fake_kv_cache import window_tables
+from tests.extras.kv_groups.test_grouped_blocks import GroupedRun
 from tests.extras.speculative_traffic import SpeculativeRun
 from tests.extras.store_traffic import WithStore
 
@@ -45,6 +47,7 @@ def state_of_replay(replay):
         "seqs": {
             (seq.request, seq.sample): (
                 seq.status, seq.num_computed_tokens, seq.block_table, seq.host_block_ids, seq.tokens,
+                *[[*table, *[0] * (len(seq.block_table) - len(table))] for table in seq.window_tables],
             )
             for seq in living
         },
@@ -52,16 +55,20 @@ def state_of_replay(replay):
 
 
 def state_of_engine(manager, seqs, running, host_block_ids):
-    cached = manager.prefix_cache._by_id.values()
+    cached = {one.block_id: (f"{one.block_hash:016x}", one.serial) for one in manager.prefix_cache._by_id.values()}
+    by_serial = {serial: (block_hash, serial) for block_hash, serial in cached.values()}
+    for block_id, serial in getattr(manager.prefix_cache, "_serials_of", {}).items():  # of groups of layers
+        cached[block_id] = by_serial[serial]
     living = [seq for seq in seqs if seq.finish_reason is None]
     return {
         "ref_counts": manager._ref_counts[1:],
         "free": list(manager._free),
-        "cached": {one.block_id: (f"{one.block_hash:016x}", one.serial) for one in cached},
+        "cached": cached,
         "seqs": {
             (seq.request_id, seq.sample_index): (
                 "running" if seq in running else "waiting", seq.num_computed_tokens, seq.block_table.view().tolist(),
                 host_block_ids(seq), seq.token_ids.view().tolist(),
+                *(window_tables(manager.block_tables, seq) if hasattr(manager, "num_groups") else []),
             )
             for seq in seqs if seq in living
         },
@@ -115,6 +122,14 @@ class RecordedSpeculativeRun(RecordedRun, SpeculativeRun):
     """The same with drafts."""
 
 
+class RecordedGroupedRun(RecordedRun, GroupedRun):
+    """The same with groups of layers."""
+
+
+class RecordedSpeculativeGroupedRun(RecordedSpeculativeRun, GroupedRun):
+    """The same with groups of layers and drafts."""
+
+
 class RecordedStoreRun(WithStore, RecordedRun):
     """The same with a K/V store."""
 
@@ -162,27 +177,30 @@ def loaded_run(tmp_path):
     return read_recording(tmp_path / "run.jsonl")
 
 
-def random_run(seed, limit=10**9, window=None, has_drafts=False):
+def random_run(seed, limit=10**9, window=None, has_drafts=False, num_groups=1):
     """A finished run of some thirty requests in a pool of a few blocks, in which all kinds of events occur.
 
-    Odd seeds have a K/V store, which fails now and then.
+    Odd seeds have a K/V store, which fails now and then, unless the layers form groups, whose window is `window` then.
     """
     rng = random.Random(seed)
     lines = Lines(limit)
     make_run = RecordedSpeculativeRun if has_drafts else RecordedRun
     options = {}
-    if seed % 2:
+    if num_groups > 1:
+        make_run = RecordedSpeculativeGroupedRun if has_drafts else RecordedGroupedRun
+        options, window = {"num_groups": num_groups, "group_window": window}, None
+    elif seed % 2:
         make_run, options = RecordedSpeculativeStoreRun if has_drafts else RecordedStoreRun, {"store_seed": seed}
     run = make_run(
         lines,
         **options,
-        num_blocks=rng.randint(8, 14),
+        num_blocks=rng.randint(8, 14) * num_groups,
         block_size=rng.choice([1, 2, 4]),
         max_num_seqs=rng.randint(3, 6),
         budget=rng.choice([4, 8, 20]),
         max_model_len=40,
         threshold=rng.choice([0, 3]),
-        num_swap_blocks=rng.choice([None, 12]),
+        num_swap_blocks=rng.choice([None, 12 * num_groups]),
         overlap=rng.random() < 0.5 and not has_drafts,
         window=window,
     )
@@ -233,3 +251,18 @@ def explained_run(path):
             )[0]
             for prompt, params in ASKED
         ]
+
+
+def known_groups():
+    """(lines, states) of a run with three groups: a prefix is shared, forks copy, and a request is preempted."""
+    lines = Lines()
+    sizes = {"num_blocks": 30, "block_size": 4, "num_groups": 3, "group_window": 6}
+    run = RecordedGroupedRun(lines, budget=16, max_num_seqs=4, max_model_len=60, **sizes)
+    run.add(list(range(14)), max_tokens=14)
+    run.step()
+    run.add([*range(12), 50, 51], n=2, max_tokens=8)
+    run.add([60] * 17, max_tokens=6)
+    run.finish()
+    run.stats.close()
+    [segment] = lines.segments
+    return segment, run.stats.states

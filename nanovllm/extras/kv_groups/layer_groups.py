@@ -52,6 +52,11 @@ class LayerGroups:
         return 1 + max([place.group for place in self.places])
 
     @property
+    def num_layers(self) -> list[int]:
+        """The number of layers of each group."""
+        return [sum([place.group == group for place in self.places]) for group in range(self.num_groups)]
+
+    @property
     def num_unused_layers(self) -> int:
         """The layers for which blocks have room, and which the model does not have."""
         num_places = (self.num_groups - 1) * (self.layers_per_window_block or self.layers_per_block)
@@ -125,11 +130,9 @@ def group_shapes(shape: Any) -> LayerGroups:
 def why_one_table(config: Config, shape: NetworkConfig) -> str | None:
     """Return why all layers of a model that `mixes_windows` have one block table, or None if each group has its own."""
     if config.disable_hybrid_kv_cache_manager:
-        return "disable_hybrid_kv_cache_manager is set, as it is for recordings and observers"
+        return "disable_hybrid_kv_cache_manager is set"
     if (config.speculative_config or {}).get("model") is not None:
         return "a draft model reads one"
-    if config.explain_prefix_misses:
-        return "explain_prefix_misses follows one"
     if shape.kv_groups and resolve_device(config.device).type != "cpu":
         return "on a GPU, layers with K and V of different shapes have one"
     if share_of_windows(shape) < 0.5:

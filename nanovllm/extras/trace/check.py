@@ -13,9 +13,10 @@ from typing import Any
 
 from nanovllm.extras.trace.replay import Replay, ReplayError
 
-MAX_BLOCKS = 10_000_000  # each state in the page's memory has 28 bytes per block, and there are several states
+MAX_BLOCKS = 10_000_000  # each state in the page's memory has 32 bytes per block, and there are several states
 MAX_BLOCK_SIZE = 2**20
 MAX_SLOTS = 1_000_000  # of recurrent states
+MAX_GROUPS = 256  # of layers
 MAX_DRAFTS = 64  # of one sequence in one step
 MAX_INT = 2**53  # a browser's numbers cannot represent all integers above this
 
@@ -60,6 +61,7 @@ KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # kind of a field, in wo
     f"a block size from 1 to {MAX_BLOCK_SIZE}": lambda _, value: is_int(value) and 1 <= value <= MAX_BLOCK_SIZE,
     f"a number of blocks from 1 to {MAX_BLOCKS}": lambda _, value: is_int(value) and 1 <= value <= MAX_BLOCKS,
     f"a number of slots from 1 to {MAX_SLOTS}": lambda _, value: is_int(value) and 1 <= value <= MAX_SLOTS,
+    f"a number of groups from 1 to {MAX_GROUPS}": lambda _, value: is_int(value) and 1 <= value <= MAX_GROUPS,
     "a new sequence": lambda replay, value: is_count(value) and value > 0 and value not in replay.seqs,
     "a known sequence": lambda replay, value: replay.knows(value),
     "a known sequence or 0": lambda replay, value: value == 0 or replay.knows(value),
@@ -69,6 +71,9 @@ KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # kind of a field, in wo
     "a list of blocks of the pool": lambda replay, value: replay.are_blocks(value),
     "an object of lists of blocks of the pool": lambda replay, value: is_mapping(value, replay.are_blocks),
     "a block table": lambda replay, value: is_list(value, replay.has),
+    "a group with a window": lambda replay, value: is_int(value) and 1 <= value < replay.num_groups,
+    "a list of [sequence, block tables]": lambda replay, value: is_list(value, replay.are_window_tables),
+    "a list of [serial, blocks]": lambda replay, value: is_list(value, replay.are_window_blocks),
     "a slot": lambda replay, value: replay.is_slot(value),
     "a slot, a host slot or 0": lambda replay, value: is_int(value) and (value == 0 or replay.is_any_slot(value)),
     "a slot or a host slot": lambda replay, value: replay.is_any_slot(value),
@@ -88,12 +93,14 @@ KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # kind of a field, in wo
     "a list of [block, hash, serial, tokens]": lambda replay, value: is_list(value, replay.is_cached),
     "a list of [block, tier]": lambda replay, value: is_list(value, replay.is_loaded),
 }
-BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = [kind for kind in KINDS if " from 1 to " in kind]
+BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, NUM_GROUPS = [kind for kind in KINDS if " from 1 to " in kind]
 
 HEADER = {
     "num_blocks": NUM_BLOCKS,
     "block_size": BLOCK_SIZE,
     "num_slots": NUM_SLOTS,
+    "num_groups": NUM_GROUPS,
+    "group_window": "an integer >= 0",
     "num_steps_before": "an integer >= 0",
     "t": "a number",
     "config": "an object",
@@ -112,6 +119,10 @@ SLOTS = {  # in the state of a model with recurrent states
     "snapshots": "a list of [slot, block, tokens]",
     "state_copies": "a list of [slot, slot]",
 }
+WINDOWS = {  # in the state of a model whose layers form groups
+    "window_tables": "a list of [sequence, block tables]",
+    "window_cached": "a list of [serial, blocks]",
+}
 NEW_SEQUENCE = {
     "request": "a string",
     "sample": "an integer >= 0",
@@ -127,6 +138,7 @@ SEQUENCE = NEW_SEQUENCE | {
     "host_block_ids": "a list of integers >= 0",
     "misses": "a list of misses",
 }
+IN_GROUP = {"group": "a group with a window", "place": "an integer >= 0"}  # left out in group 0, with all after it
 EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
     "add": {"seq": "a new sequence", "t": "a number", "about": "an object"},
     "fork": {
@@ -180,9 +192,14 @@ EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
     },
     "roll_back": {"t": "a number"},
     "start": {"num_blocks": NUM_BLOCKS},
-    "take": {"seq": "a known sequence", "block": "a block of the pool", "evicted": "0 or 1"},
-    "share": {"seq": "a known sequence", "block": "a block of the pool or 0"},
-    "copy": {"seq": "a known sequence", "source": "a block of the pool", "destination": "a block of the pool"},
+    "take": {"seq": "a known sequence", "block": "a block of the pool", "evicted": "0 or 1"} | IN_GROUP,
+    "share": {"seq": "a known sequence", "block": "a block of the pool or 0"} | IN_GROUP,
+    "copy": {
+        "seq": "a known sequence",
+        "source": "a block of the pool",
+        "destination": "a block of the pool",
+        "group": "a group with a window",
+    },
     "load": {
         "seq": "a known sequence",
         "num_tokens": "an integer >= 0",
@@ -195,6 +212,7 @@ EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
         "block": "a block of the pool",
         "hash": "a string",
         "serial": "an integer >= 0",
+        "group": "a group with a window",
     },
     "forget": {"block": "a block of the pool"},
     "reset": {},
@@ -228,7 +246,7 @@ class Checker(Replay):
 
     def __init__(self, header: Mapping[str, Any]) -> None:
         self.num_blocks, self.seqs = 0, {}
-        self.check_fields(header, HEADER, optional=("num_slots",))
+        self.check_fields(header, HEADER, optional=("num_slots", "num_groups", "group_window"))
         self.num_slots = header.get("num_slots", 0)
         super().__init__(header)
 
@@ -242,10 +260,11 @@ class Checker(Replay):
         code = event[0] if isinstance(event, list) and event else None
         if not isinstance(code, str) or code not in EVENTS:
             raise ReplayError(f"unknown event {reprlib.repr(event)}")
-        fields = EVENTS[code]
-        if len(event) != len(fields) + 1:
-            raise ReplayError(f"{code} must have {len(fields)} fields, got {len(event) - 1}")
-        for (name, kind), value in zip(fields.items(), event[1:], strict=True):
+        fields, num_fields = EVENTS[code], len(event) - 1
+        counts = {len(fields), list(fields).index("group")} if "group" in fields else {len(fields)}
+        if num_fields not in counts:
+            raise ReplayError(f"{code} must have {' or '.join(map(str, sorted(counts)))} fields, got {num_fields}")
+        for (name, kind), value in zip(fields.items(), event[1:], strict=False):
             self.check_field(f"{name} of {code}", kind, value)
         super().apply(event)
 
@@ -293,6 +312,15 @@ class Checker(Replay):
         block_id, block_hash, serial, token_ids = value
         return self.has(block_id) and is_text(block_hash) and is_count(serial) and is_list(token_ids, is_count)
 
+    def are_window_tables(self, value: Any) -> bool:
+        """Return whether `value` is [sequence, its block table in each group with a window]."""
+        is_pair = isinstance(value, list) and len(value) == 2 and is_count(value[0])
+        is_complete = is_pair and isinstance(value[1], list) and len(value[1]) == self.num_groups - 1
+        return is_complete and all(is_list(table, self.has) for table in value[1])
+
+    def are_window_blocks(self, value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and self.are_blocks(value[1])
+
     def is_slot(self, value: Any) -> bool:
         return is_int(value) and 1 <= value <= self.num_slots
 
@@ -323,6 +351,7 @@ class Checker(Replay):
     def _empty_pool(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_counts, self.free, self.cached, self.loaded = [0] * (num_blocks + 1), OrderedDict(), {}, {}
+        self.window_blocks = set()
 
     # ---- bounds of the page's loops
 
@@ -331,11 +360,17 @@ class Checker(Replay):
         for about in state["seqs"]:
             self.check_field("seqs", "an object", about)
             self.check_fields(about, SEQUENCE, optional=("misses",))
-        self.check_fields(state, SLOTS, optional=tuple(SLOTS))
-        numbers = {about["number"] for about in state["seqs"]}
+        self.check_fields(state, SLOTS | WINDOWS, optional=(*SLOTS, *WINDOWS))
+        numbers, serials = {about["number"] for about in state["seqs"]}, {one[2] for one in state["cached"]}
         for number, slot in state.get("slots", []):
             if number not in numbers:
                 raise ReplayError(f"slot {slot} must belong to a sequence of the state, got {number}")
+        for number, _ in state.get("window_tables", []):
+            if number not in numbers:
+                raise ReplayError(f"window_tables must belong to sequences of the state, got {number}")
+        for serial, _ in state.get("window_cached", []):
+            if serial not in serials:
+                raise ReplayError(f"window_cached must have serial numbers of cached blocks, got {serial}")
         super()._load_state(state)
 
     def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:
@@ -349,6 +384,11 @@ class Checker(Replay):
     def _admit(self, number: int, code: str, num_computed: int) -> None:
         self._check_bound("num_computed of admit", num_computed, len(self.seqs[number].tokens) + len(self.in_flight))
         super()._admit(number, code, num_computed)
+
+    def _own(self, number: int, block_id: int, group: int, place: int | None) -> None:
+        if place is not None:
+            self._check_bound("place", place, len(self.seqs[number].block_table))
+        super()._own(number, block_id, group, place)
 
     def _schedule(self, step: int, time: int, decodes: Any, chunks: list[list], *rest: Any) -> None:
         if step != self.step + 1:

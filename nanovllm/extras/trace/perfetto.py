@@ -85,7 +85,7 @@ class Exporter:
             self._name(REQUESTS, self._threads[name], "thread_name", name)
         if number in self._since:
             before, start = self._since.pop(number)
-            num_blocks = len([block_id for block_id in seq.block_table if block_id])  # without null blocks
+            num_blocks = len([block_id for block_id in seq.blocks if block_id])  # without null blocks
             self._span(REQUESTS, self._threads[name], before, start, time, blocks=num_blocks)
         if kind is not None:
             self._since[number] = kind, time

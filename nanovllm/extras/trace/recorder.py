@@ -61,6 +61,7 @@ class Recorder(SchedulingStats):
         self._loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
         self._snapshots: dict[int, tuple[int, int]] = {}  # slot -> the block at whose end the state was, its tokens
         self._is_due: Callable[[Sequence], bool] | None = None  # of a block manager with slots of states
+        self._num_groups = 1  # of layers, each of which has block tables of its own
         self._decodes: list[Sequence] = []  # of the step before
         self._new_ids: set[int] = set()  # token ids whose text has to be noted
         self._known_ids: set[int] = set()
@@ -106,6 +107,8 @@ class Recorder(SchedulingStats):
             state = take_snapshot(self._blocks, self._seqs, self._running, self._host_block_ids, self._loaded)
             if self._is_due is not None:
                 state |= describe_slots(self._blocks, self._seqs, self._snapshots, self._host_slots)
+            if self._num_groups > 1:
+                state |= describe_windows(self._blocks, self._seqs)
             self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
             self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
             self._new_ids |= {i for seq in state["seqs"] for miss in seq["misses"] for i in miss.get("cached", ())}
@@ -117,6 +120,8 @@ class Recorder(SchedulingStats):
         }  # fmt: skip
         if self._is_due is not None:
             header["num_slots"] = blocks.num_slots
+        if self._num_groups > 1:
+            header |= {"num_groups": blocks.num_groups, "group_window": blocks.window}
         return to_json(header)
 
     def _now(self) -> int:
@@ -158,6 +163,7 @@ class Recorder(SchedulingStats):
             self._events.append(["start", blocks.num_blocks])
         self._blocks = blocks
         self._is_due = getattr(blocks, "is_due", None)
+        self._num_groups = getattr(blocks, "num_groups", 1)
         self._seqs.clear()
         self._drawn = []
         self._host_block_ids.clear()
@@ -345,6 +351,21 @@ class Recorder(SchedulingStats):
         super().on_give_back(seq, block_ids)
         self._events.append(["give_back", self._number(seq), list(block_ids)])
 
+    def on_take_in_group(self, seq: Sequence, group: int, place: int, block_id: int, is_evicted: bool) -> None:
+        self._events.append(["take", self._number(seq), block_id, int(is_evicted), group, place])
+
+    def on_share_in_group(self, seq: Sequence, group: int, place: int, block_id: int) -> None:
+        self._events.append(["share", self._number(seq), block_id, group, place])
+
+    def on_copy_in_group(self, seq: Sequence, group: int, source: int, destination: int) -> None:
+        self._events.append(["copy", self._number(seq), source, destination, group])
+
+    def on_register_in_group(self, seq: Sequence, group: int, block_id: int, block_hash: int, serial: int) -> None:
+        self._events.append(["register", self._number(seq), block_id, f"{block_hash:016x}", serial, group])
+
+    def on_forget_in_group(self, block_id: int) -> None:
+        self._events.append(["forget", block_id])
+
     def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
         super().on_verify(seq, num_drafts, num_accepted, block_ids)
         self._events.append(["verify", self._number(seq), num_drafts, num_accepted, block_ids])
@@ -436,6 +457,19 @@ def describe_slots(
         "slots": [[seqs[seq], slot] for seq, slot in [*blocks._slots.items(), *host_slots.items()]],
         "snapshots": [[slot, *about] for slot, about in snapshots.items()],
         "state_copies": [list(copy) for copy in blocks._copies_for_next],
+    }
+
+
+def describe_windows(blocks: Any, seqs: Mapping[Sequence, int]) -> dict[str, Any]:
+    """Return what a `GroupedBlockManager` has in the groups with a window.
+
+    window_tables   [sequence, its block table in each of these groups] of each sequence that owns blocks
+    window_cached   [serial number, block ids] of each cached block of group 0 that these groups have too
+    """
+    owners = [seq for seq in seqs if seq.block_table.length]
+    return {
+        "window_tables": [[seqs[seq], blocks.block_tables.windows_of(seq.block_table).tolist()] for seq in owners],
+        "window_cached": [[serial, list(block_ids)] for serial, block_ids in blocks.prefix_cache.windows.items()],
     }
 
 
@@ -535,4 +569,7 @@ def describe_engine(engine: LLMEngine) -> dict[str, Any]:
     states = getattr(engine.scheduler.block_manager, "state_stats", None)
     if states is not None:  # the model has recurrent states
         about |= {"state_snapshot_interval": config.state_snapshot_interval, "bytes_per_slot": states.bytes_per_slot}
+    groups: Any = getattr(engine.runner, "layer_groups", None)
+    if groups is not None:
+        about["layers_of_groups"] = groups.num_layers
     return about

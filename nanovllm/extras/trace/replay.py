@@ -50,7 +50,8 @@ class ReplayedSequence:
     max_num_tokens: int
     status: str = "waiting"
     num_computed_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)  # of group 0, if layers form groups
+    window_tables: list[list[int]] = field(default_factory=list)  # of the other groups; entries behind the end are null
     host_block_ids: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # draft tokens after `tokens`, while a step verifies them
     slot: int = 0  # of its recurrent state; 0 if it does not own one, negative if it is in host memory
@@ -58,17 +59,36 @@ class ReplayedSequence:
     num_final_tokens: int | None = None  # set when it finishes
     finish_reason: str | None = None
 
+    @property
+    def tables(self) -> list[list[int]]:
+        """The block tables of all groups. Most models have one group."""
+        return [self.block_table, *self.window_tables]
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks of all groups, and null blocks. They are freed in reverse order: those of group 0 first."""
+        if not self.window_tables:
+            return self.block_table
+        places = range(max(map(len, self.tables)))
+        by_place = [[table[i] for table in self.window_tables if i < len(table)] for i in places]
+        return [*[block_id for blocks in by_place for block_id in blocks], *self.block_table]
+
+    def clear_tables(self) -> None:
+        self.block_table, self.window_tables = [], [[] for _ in self.window_tables]
+
 
 class Replay:
     """The state after the events that were applied. `step` is the number of the newest step among these events."""
 
     def __init__(self, header: Mapping[str, Any]) -> None:
         self.block_size = header["block_size"]
+        self.num_groups = header.get("num_groups", 1)  # of layers, each of which has block tables of its own
         self.step = header["num_steps_before"]
         self.seqs: dict[int, ReplayedSequence] = {}
         self.in_flight: dict[int, list[int]] = dict(header["in_flight"])
         self.decodes: list[int] = []
         self.cached: dict[int, tuple[str, int]] = {}  # block id -> (hash, serial number)
+        self.window_blocks: set[int] = set()  # the cached ones of groups with a window
         self.loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
         self.slots: dict[int, int] = {}  # slot -> the sequence that owns it; negative slots are in host memory
         self.snapshots: dict[int, tuple[int, int]] = {}  # slot -> the block at whose end the state was, its tokens
@@ -98,8 +118,16 @@ class Replay:
         self.cached = {block_id: (block_hash, serial) for block_id, block_hash, serial, _ in state["cached"]}
         self.loaded = dict(state["loaded"])
         self.seqs = {about["number"]: ReplayedSequence(**about) for about in state["seqs"]}
+        by_serial = {one[1]: one for one in self.cached.values()}
+        for serial, block_ids in state.get("window_cached", []):
+            self.cached |= dict.fromkeys(block_ids, by_serial[serial])
+            self.window_blocks.update(block_ids)
         for seq in self.seqs.values():
-            for block_id in seq.block_table:
+            seq.window_tables = self._empty_tables()
+        for number, tables in state.get("window_tables", []):
+            self.seqs[number].window_tables = tables
+        for seq in self.seqs.values():
+            for block_id in seq.blocks:
                 self._count_owner(block_id)
         for number, slot in state.get("slots", []):
             self._give_slot(number, slot)
@@ -112,7 +140,8 @@ class Replay:
         self._empty_pool(num_blocks)
         self.in_flight.clear()
         for seq in self.seqs.values():
-            seq.status, seq.block_table, seq.host_block_ids, seq.num_computed_tokens = "finished", [], [], 0
+            seq.status, seq.host_block_ids, seq.num_computed_tokens = "finished", [], 0
+            seq.clear_tables()
             seq.slot = 0
         self.slots.clear()
         self.snapshots.clear()
@@ -123,10 +152,15 @@ class Replay:
         self.ref_counts = [0] * (num_blocks + 1)
         self.free = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.cached = {}
+        self.window_blocks = set()
         self.loaded = {}
 
+    def _empty_tables(self) -> list[list[int]]:
+        """Return the block tables of a sequence without blocks, for the groups with a window."""
+        return [[] for _ in range(self.num_groups - 1)]
+
     def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:
-        self.seqs[number] = ReplayedSequence(number, **about)
+        self.seqs[number] = ReplayedSequence(number, **about, window_tables=self._empty_tables())
 
     def _fork(self, parent: int, number: int, sample: int, num_known: int, num_computed: int, time: int) -> None:
         one = self.seqs[parent]
@@ -135,6 +169,7 @@ class Replay:
         )
         self.seqs[number] = child
         child.num_computed_tokens = num_computed
+        child.window_tables = self._empty_tables()
 
     def _tokens(self, number: int, first: int, token_ids: list[int]) -> None:
         tokens = self.seqs[number].tokens
@@ -143,7 +178,7 @@ class Replay:
 
     def _finish(self, number: int, reason: str, stop: int | str | None, num_tokens: int, time: int) -> None:
         seq = self.seqs[number]
-        self._check(not seq.block_table, f"sequence {number} has finished and owns blocks")
+        self._check(not any(seq.tables), f"sequence {number} has finished and owns blocks")
         seq.status, seq.finish_reason, seq.num_final_tokens, seq.host_block_ids = "finished", reason, num_tokens, []
 
     # ---- decisions
@@ -207,7 +242,8 @@ class Replay:
         seq.drafts = []
         seq.num_computed_tokens -= num_drafts - num_accepted
         for block_id in block_ids:
-            self._check(seq.block_table.pop() == block_id, f"block {block_id} is not the last of sequence {number}")
+            table = next((table for table in seq.tables if table[-1:] == [block_id]), seq.block_table)
+            self._check(table.pop() == block_id, f"block {block_id} is not the last of sequence {number}")
             self._disown(block_id)
         if num_accepted:
             samples = self.in_flight[self.step]
@@ -227,21 +263,26 @@ class Replay:
 
     # ---- blocks
 
-    def _take(self, number: int, block_id: int, is_evicted: int) -> None:
+    def _take(self, number: int, block_id: int, is_evicted: int, group: int = 0, place: int | None = None) -> None:
         first = next(iter(self.free), None)
         self._check(first == block_id, f"block {block_id} is taken, and block {first} is the first free one")
         self._check((block_id in self.cached) == bool(is_evicted), f"block {block_id} is evicted: {bool(is_evicted)}")
         self.free.pop(block_id, None)
         self.loaded.pop(block_id, None)
-        self._own(number, block_id)
+        self._own(number, block_id, group, place)
 
-    def _share(self, number: int, block_id: int) -> None:
+    def _share(self, number: int, block_id: int, group: int = 0, place: int | None = None) -> None:
         self.free.pop(block_id, None)
-        self._own(number, block_id)
+        self._own(number, block_id, group, place)
 
-    def _own(self, number: int, block_id: int) -> None:
+    def _own(self, number: int, block_id: int, group: int, place: int | None) -> None:
+        """Append a block to a block table. In a group with a window, null blocks fill the entries before `place`."""
         seq = self.seqs[number]
-        seq.block_table.append(block_id)
+        table = seq.tables[group]
+        if place is not None:
+            self._check(len(table) <= place, f"sequence {number} has an entry {place} in group {group} already")
+            table += [NULL_BLOCK] * (place - len(table))
+        table.append(block_id)
         self._count_owner(block_id)
         if seq.status == "waiting":  # a fork; or a sequence whose `admit` comes next
             seq.status = "running"
@@ -251,13 +292,14 @@ class Replay:
         if block_id != NULL_BLOCK:
             self.ref_counts[block_id] += 1
 
-    def _copy(self, number: int, source: int, destination: int) -> None:
+    def _copy(self, number: int, source: int, destination: int, group: int = 0) -> None:
         """Replace the source by the destination, which the `take` before has put at the end of the block table."""
         seq = self.seqs[number]
-        self._check(seq.block_table.pop() == destination, f"block {destination} is a copy, and was not taken")
+        table = seq.tables[group]
+        self._check(table.pop() == destination, f"block {destination} is a copy, and was not taken")
         place = seq.num_computed_tokens // self.block_size
-        self._check(seq.block_table[place] == source, f"sequence {number} does not write to block {source}")
-        seq.block_table[place] = destination
+        self._check(table[place] == source, f"sequence {number} does not write to block {source}")
+        table[place] = destination
         self._disown(source)
 
     def _load(self, number: int, num_tokens: int, by_tier: Mapping[str, list[int]]) -> None:
@@ -270,19 +312,21 @@ class Replay:
                 self.loaded[block_id] = tier
 
     def _give_back(self, number: int, block_ids: list[int]) -> None:
-        table = self.seqs[number].block_table
+        seq = self.seqs[number]
         for block_id in block_ids:
+            table = next((table for table in seq.tables if block_id in table), seq.block_table)
             self._check(block_id in table, f"sequence {number} gives back block {block_id}, and does not own it")
             table[table.index(block_id)] = NULL_BLOCK
             self._disown(block_id)
 
     def _free(self, number: int) -> None:
         seq = self.seqs[number]
-        for block_id in reversed(seq.block_table):
+        for block_id in reversed(seq.blocks):
             self._disown(block_id)
         if seq.slot > 0 or seq.status == "waiting":  # else `seq` is being preempted, and keeps its slot in host memory
             self._leave_slot(seq)
-        seq.block_table, seq.num_computed_tokens, seq.status = [], 0, "waiting"
+        seq.clear_tables()
+        seq.num_computed_tokens, seq.status = 0, "waiting"
         seq.host_block_ids, seq.drafts = [], []
 
     def _disown(self, block_id: int) -> None:
@@ -293,15 +337,19 @@ class Replay:
             self.free[block_id] = None
             self.free.move_to_end(block_id, last=block_id in self.cached)
 
-    def _register(self, number: int, block_id: int, block_hash: str, serial: int) -> None:
-        self._check(block_id in self.seqs[number].block_table, f"sequence {number} does not own block {block_id}")
+    def _register(self, number: int, block_id: int, block_hash: str, serial: int, group: int = 0) -> None:
+        self._check(block_id in self.seqs[number].tables[group], f"sequence {number} does not own block {block_id}")
         self.cached[block_id] = block_hash, serial
+        if group:
+            self.window_blocks.add(block_id)
 
     def _forget(self, block_id: int) -> None:
         del self.cached[block_id]
+        self.window_blocks.discard(block_id)
 
     def _reset(self) -> None:
-        self.cached.clear()
+        """Forget all blocks, except those of groups with a window: a `forget` for each of them follows."""
+        self.cached = {block_id: one for block_id, one in self.cached.items() if block_id in self.window_blocks}
 
     # ---- slots of recurrent states
 
@@ -370,7 +418,7 @@ class Replay:
         """Return the number of tokens in owned blocks. A block that several sequences share counts once."""
         stored: Counter[int] = Counter()
         for seq in self.seqs.values():
-            for place, block_id in enumerate(seq.block_table):
+            for place, block_id in [one for table in seq.tables for one in enumerate(table)]:
                 if block_id == NULL_BLOCK:
                     continue
                 num_tokens = min(self.block_size, seq.num_computed_tokens - place * self.block_size)

@@ -7,8 +7,8 @@ The oracle recomputes all tokens for each new one, without a cache. Long outputs
 
 import functools
 import itertools
-import json
 import random
+from collections import Counter
 
 import pytest
 
@@ -16,6 +16,9 @@ from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
 from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.full_observer import Observer
 from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm.extras.trace.check import check_recording
+from nanovllm.extras.trace.recording import read_recording
+from nanovllm.extras.trace.replay import Replay
 from tests.conftest import every_second
 from tests.extras.models.architectures import Checkpoints
 from tests.extras.models.gemma4_checkpoints import EXPERTS, FULL, K_IS_V, NOT_SHARED, WINDOW, make_gemma4
@@ -270,7 +273,6 @@ def test_memory_is_that_of_whole_blocks(checkpoints):
     ("options", "reason"),
     [
         (ONE_TABLE, "disable_hybrid_kv_cache_manager is set"),
-        ({"explain_prefix_misses": True}, "explain_prefix_misses follows one"),
         ({"max_model_len": 9}, "no sequence is longer than the window"),
     ],
     ids=str,
@@ -287,13 +289,31 @@ def test_other_options_have_one_table_and_the_description_says_so(checkpoints, o
     assert tokens == continue_greedily(model, prompts[0], 5)[0]
 
 
-def test_a_recording_has_one_table(checkpoints, tmp_path):
-    """Its events name blocks of one table."""
-    with LLM(checkpoints.of("gpt_oss")[0], device="cpu", block_size=16, trace=tmp_path / "run.jsonl") as llm:
-        assert not is_grouped(llm)
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=30, ignore_eos=True), use_tqdm=False)
-    lines = (tmp_path / "run.jsonl").read_text().splitlines()
-    assert "one block table for all layers" in json.loads(lines[0])["config"]["description"]
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_recorded_engine_has_the_groups_that_it_has_without(checkpoints, tmp_path, name):
+    """Its tokens are those of `transformers`, and what is replayed is what its block manager has at the end."""
+    with make_llm(checkpoints.of(name)[0], trace=tmp_path / "run.jsonl", **FEW) as llm:
+        assert is_grouped(llm)
+        check_greedy(llm, checkpoints.prompts(), checkpoints.greedy(name))
+        check_greedy(llm, checkpoints.prompts()[-1:], checkpoints.greedy(name)[-1:])
+        manager, stats, shape = blocks_of(llm), llm.get_stats(), llm.engine.runner.layer_groups
+    lines = read_recording(tmp_path / "run.jsonl")
+    check_recording(tmp_path / "run.jsonl", lines)
+    header, events = lines[0], [event for line in lines[1:] for event in line["events"]]
+    assert (header["num_groups"], header["group_window"]) == (manager.num_groups, 9)
+    assert header["config"]["layers_of_groups"] == shape.num_layers
+    assert len(shape.places) == sum(shape.num_layers)
+    replay = Replay(header)
+    for event in events:
+        replay.apply(event)
+    assert list(replay.free) == list(manager._free)
+    assert replay.window_blocks == set(manager.prefix_cache._serials_of)
+    assert replay.cached.keys() == manager.prefix_cache._by_id.keys() | replay.window_blocks
+    assert sum(len(event[2]) for event in events if event[0] == "give_back") == stats.num_window_blocks > 0
+    assert sum(event[0] == "preempt" for event in events) == stats.num_preemptions > 0
+    misses = stats.prefix_cache_query_tokens - stats.prefix_cache_hit_tokens
+    assert sum(stats.prefix_cache_miss_tokens.values()) == misses
+    assert sum(miss["end"] - miss["start"] for event in events if event[0] == "miss" for miss in event[2]) == misses
 
 
 def test_the_description_names_the_groups(checkpoints):
@@ -307,6 +327,20 @@ def test_models_of_one_kind_of_layer_have_the_parts_that_they_had():
     assert "block table" not in llm.engine.description
 
 
-def test_an_observer_has_one_table(checkpoints):
-    engine = LLMEngine(Config(str(checkpoints.of("gpt_oss")[0]), device="cpu", num_kv_blocks=20), Observer())
-    assert not isinstance(engine.scheduler.block_manager, GroupedBlockManager)
+def test_an_observer_sees_all_groups(checkpoints):
+    class Watcher(Observer):
+        def __init__(self):
+            self.blocks = Counter()
+
+        def on_take_block(self, seq, block_id, is_evicted):
+            self.blocks[0] += 1
+
+        def on_take_in_group(self, seq, group, place, block_id, is_evicted):
+            self.blocks[group] += 1
+
+    watcher = Watcher()
+    config = Config(str(checkpoints.of("gemma3")[0]), device="cpu", num_kv_blocks=20, block_size=4)
+    engine = LLMEngine(config, watcher)
+    engine.add_request("A", {"prompt_token_ids": [5] * 9}, SamplingParams(max_tokens=1))
+    engine.step()
+    assert watcher.blocks == dict.fromkeys(range(4), 3)
