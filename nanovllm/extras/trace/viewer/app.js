@@ -2,6 +2,7 @@
 
 import { BlockCard, SequenceCard } from "./details.js";
 import { Counters } from "./counters.js";
+import { Groups } from "./groups.js";
 import { Highlights, isOfNote } from "./highlights.js";
 import { Invariants } from "./invariants.js";
 import { LANGUAGES, translator } from "./i18n.js";
@@ -191,6 +192,7 @@ function Recording({ run, frame, goTo, isAlone, moments, moment, tell, columns }
       <${Pool} ...${shared} />
       <div class="beside"><${Step} ...${shared} /></div>
     </div>
+    <${Groups} ...${shared} />
     <${Timeline} ...${shared} />
     <div class="columns"><${SequenceCard} ...${shared} /><${BlockCard} ...${shared} /></div>
     <${Times} ...${shared} />

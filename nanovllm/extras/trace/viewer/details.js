@@ -2,6 +2,7 @@
 
 import { ownerColor } from "./colors.js";
 import { tierName } from "./events.js";
+import { describeGroup, GroupSlots, GroupTables, hasGroups } from "./groups.js";
 import { explainMisses } from "./misses.js";
 import { chunksOf, Seq } from "./step.js";
 import { html, useMemo, useView, visible } from "./ui.js";
@@ -22,11 +23,11 @@ export function SequenceCard({ run, frame, state }) {
       ${seq.host.length > 0 && t("onHost", { blocks: seq.host.join(", ") })}</p>
     ${seq.slot !== 0 && html`<p>${t(seq.slot > 0 ? "stateIn" : "stateOnHost", { slot: seq.slot, count: seq.computed })}</p>`}
     ${seq.misses.length > 0 && html`<p class="misses">${explainMisses(run, seq.misses, t)}</p>`}
-    <h3>${t("blockTable")}</h3>
+    ${hasGroups(run) ? html`<h3>${t("groupTables")}</h3><${GroupTables} run=${run} seq=${seq} most=${MANY} />` : html`<h3>${t("blockTable")}</h3>
     ${seq.table.length === 0 && html`<p class="soft">${t("noBlocks")}</p>`}
     <div class="table">${seq.table.slice(0, MANY).map((block, i) => html`<button disabled=${!block} class=${block && choice.block === block ? "on" : ""} onClick=${() => choose({ block })} aria-label=${`${i} → ${block}`}>
-      <small>${i}</small><b>${block}</b></button>`)}${seq.table.length > MANY && html`<span class="soft">${t("more", { count: seq.table.length - MANY })}</span>`}</div>
-    ${chunk && html`<h3>${t("slotMapping")}</h3><${Slots} run=${run} seq=${seq} chunk=${chunk} />`}
+      <small>${i}</small><b>${block}</b></button>`)}${seq.table.length > MANY && html`<span class="soft">${t("more", { count: seq.table.length - MANY })}</span>`}</div>`}
+    ${chunk && html`<h3>${t("slotMapping")}</h3><${hasGroups(run) ? GroupSlots : Slots} run=${run} seq=${seq} chunk=${chunk} most=${MANY} />`}
     <${Tokens} run=${run} seq=${seq} first=${0} stop=${seq.known} numComputed=${seq.computed} drafts=${seq.drafts} />
   </section>`;
 }
@@ -60,7 +61,7 @@ export function describeBlock(run, state, block, t) {
   const { owners, rank, writer, holds } = lookInto(state, block);
   const first = state.place[block] * run.header.block_size;
   const text = holds ? writer.tokens.slice(first, first + state.filled[block]).map((id) => run.text(id)).join("") : "";
-  const parts = [t("block", { block }), owners.map((number) => run.label(number)).join(", ") || t("freeRank", { count: rank })];
+  const parts = [t("block", { block }), ...(hasGroups(run) && (owners.length || holds) ? [t("ofGroup", { group: state.group[block] })] : []), owners.map((number) => run.label(number)).join(", ") || t("freeRank", { count: rank })];
   if (holds && state.loaded[block]) parts.push(t("loadedFrom", { tier: tierName(state.tierOf(block), t) }));
   if (block === state.nextEvicted()) parts.push(t("nextEvicted"));
   parts.push(holds ? `${t("filled", { filled: state.filled[block], size: run.header.block_size })}: “${text.trim().slice(0, 80)}”` : t("neverWritten"));
@@ -91,6 +92,7 @@ export function BlockCard({ run, state }) {
     <dl>
       <dt>${t("references")}</dt><dd>${state.refs[block]}</dd>
       <dt>${t("owners")}</dt><dd>${owners.length ? owners.map((number) => html`<${Seq} run=${run} number=${number} /> `) : t("freeRank", { count: rank })}</dd>
+      ${hasGroups(run) && (owners.length > 0 || holds) && html`<dt>${t("group")}</dt><dd>${describeGroup(run, state.group[block], t)}</dd>`}
       <dt>${t("hash")}</dt><dd>${serial ? html`<code>${state.hashes.get(serial)}</code>` : t("notCached")}</dd>
       ${slot && html`<dt>${t("snapshot")}</dt><dd>${t("snapshotIn", { slot, count: state.slots.get(slot).tokens })}</dd>`}
       ${holds && state.loaded[block] > 0 && html`<dt>${t("contents")}</dt><dd>${t("loadedFrom", { tier: tierName(state.tierOf(block), t) })}</dd>`}

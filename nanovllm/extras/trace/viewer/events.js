@@ -26,25 +26,33 @@ export function describeEvent(run, event, t, numFree) {
     case "draft": return t("event.draft", { seq, text: rest[0].map((id) => run.text(id)).join("") });
     case "verify": return t("event.verify", { seq, count: rest[1], all: rest[0] }) + (rest[2].length ? t("event.verify.blocks", { blocks: rest[2].join(", ") }) : "");
     case "update": return t("event.update", { step: number, count: rest[1].length });
-    case "take": return t(rest[1] ? "event.take.evict" : "event.take", { seq, block: rest[0] });
+    case "take": return t(rest[1] ? "event.take.evict" : "event.take", { seq, block: rest[0] }) + inGroup(run, event, t);
     case "evictions": return t("event.evictions", { blocks: number.join(", ") });
-    case "share": return t(rest[0] ? "event.share" : "event.share.null", { seq, block: rest[0] });
-    case "copy": return t("event.copy", { seq, block: rest[0], other: rest[1] });
+    case "share": return t(rest[0] ? "event.share" : "event.share.null", { seq, block: rest[0] }) + inGroup(run, event, t);
+    case "copy": return t("event.copy", { seq, block: rest[0], other: rest[1] }) + inGroup(run, event, t);
     case "load": return t("event.load", { seq, tokens: rest[0], blocks: describeLoaded(rest[1], t) });
-    case "give_back": return t("event.give_back", { seq, blocks: rest[0].join(", ") });
+    case "give_back": return t(run.replay.numGroups > 1 ? "event.give_back.groups" : "event.give_back", { seq, blocks: rest[0].join(", ") });
     case "free": return t("event.free", { seq });
-    case "register": return t("event.register", { seq, block: rest[0] });
+    case "register": return t("event.register", { seq, block: rest[0] }) + inGroup(run, event, t);
     case "forget": return t("event.forget", { block: number });
-    case "slot": return t(rest[1] > 0 ? "event.slot.copy" : `event.${sourceOf(event)}`, { seq, slot: rest[0], source: rest[1] });
-    case "move": return t(`event.${sourceOf(event)}`, { seq, slot: rest[0] });
+    case "slot": return t(rest[1] > 0 ? "event.slot.copy" : `event.${sourceOf(run, event)}`, { seq, slot: rest[0], source: rest[1] });
+    case "move": return t(`event.${sourceOf(run, event)}`, { seq, slot: rest[0] });
     case "snapshot": return t("event.snapshot", { seq, slot: rest[0], block: rest[1], count: rest[2] });
     case "drop": return t(`event.drop.${rest[0]}`, { slot: number });
     default: return t(`event.${code}`); // start, roll_back, reset
   }
 }
 
-// Return the name in SOURCES of the code that decided an event. Swaps of states have names of their own.
-export function sourceOf([code, , ...rest]) {
+const GROUP_AT = { take: 4, share: 3, copy: 4, register: 5 }; // where an event names its group, if that is not group 0
+
+// Return words for the group of an event, if there are several groups.
+const inGroup = (run, event, t) => (run.replay.numGroups > 1 ? t("event.inGroup", { group: event[GROUP_AT[event[0]]] ?? 0 }) : "");
+
+// Return the name in SOURCES of the code that decided an event. Swaps of states and groups of layers have names of their own.
+export function sourceOf(run, event) {
+  const [code, , ...rest] = event;
+  const isGrouped = run.replay.numGroups > 1 && (code === "give_back" || code === "admit");
+  if (isGrouped || event[GROUP_AT[code]]) return `${code}.group`;
   if (code === "slot" && rest[1] < 0) return "slot.in";
   return code === "move" && rest[0] < 0 ? "move.out" : code;
 }

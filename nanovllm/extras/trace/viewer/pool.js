@@ -2,6 +2,8 @@
 
 import { blend, cssColor, inkOn, ownerColor } from "./colors.js";
 import { describeBlock, SpokenBlock } from "./details.js";
+import { describeGroup, hasGroups } from "./groups.js";
+import { tablesOf } from "./replay.js";
 import { StateSlots } from "./slots.js";
 import { Motion } from "./story.js";
 import { fitCanvas, html, useEffect, useLayoutEffect, useMemo, useRef, useState, useView, useWidth } from "./ui.js";
@@ -22,15 +24,15 @@ export function layOut(numCells, width) {
 }
 
 // The look of each block as numbers, which are fast to compare: up to three owners, the number of owners, the sequence
-// that wrote a free block, and in one number (bits): filled slots, the rank among the free blocks (1 … 9), and flags for
+// that wrote a free block, the group of layers, and in one number (bits): filled slots, the rank among the free blocks (1 … 9), and flags for
 // cached, chosen, dimmed, lit up, next to be evicted, loaded, and with a snapshot of a state at its end.
-const FIELDS = ["own1", "own2", "own3", "count", "writer", "bits"];
+const FIELDS = ["own1", "own2", "own3", "count", "writer", "group", "bits"];
 
 export function looksOf(state, numCells, choice, lit = []) {
   const looks = Object.fromEntries(FIELDS.map((name) => [name, new Int32Array(numCells + 1)]));
   const isChosen = new Uint8Array(numCells + 1);
   for (const seq of state.seqs.values()) {
-    for (const b of seq.table) {
+    for (const b of tablesOf(seq).flat()) {
       const count = ++looks.count[b];
       if (count <= 3) looks[FIELDS[count - 1]][b] = seq.number;
       if (seq.number === choice.seq) isChosen[b] = 1;
@@ -42,6 +44,7 @@ export function looksOf(state, numCells, choice, lit = []) {
   for (let b = 1; b <= numCells; b++) {
     const holds = looks.count[b] || state.serial[b];
     if (!looks.count[b]) looks.writer[b] = state.writer[b];
+    if (holds) looks.group[b] = state.group[b];
     const flags = (state.serial[b] ? 1 : 0) | (choice.block === b ? 2 : 0) | (choice.seq != null && !isChosen[b] ? 4 : 0) | (lit.includes(b) ? 8 : 0) | (b === evicted ? 16 : 0) | (holds && state.loaded[b] ? 32 : 0) | (kept.has(b) ? 64 : 0);
     looks.bits[b] = (((holds ? state.filled[b] : 0) << 4) | (ranks.get(b) ?? 0)) * 128 + flags;
   }
@@ -63,6 +66,7 @@ function lookAt(looks, b, blockSize) {
     loaded: (bits & 32) > 0,
     kept: (bits & 64) > 0,
     writer: looks.writer[b],
+    group: looks.group[b],
   };
 }
 
@@ -99,6 +103,7 @@ function drawCell(context, look, x, y, size, ink) {
     context.strokeRect(x + context.lineWidth / 2, y + context.lineWidth / 2, inner - context.lineWidth, inner - context.lineWidth);
   }
   if (look.block && size >= 28) drawNumber(context, look, x, y, inner, ink);
+  if (look.group && size >= 28) drawGroup(context, look, x, y, inner, ink);
   if (look.loaded && inner > 5) drawLoaded(context, x + inner, y + inner, Math.min(14, inner * 0.45), ink);
   if (look.kept && inner > 5) drawKept(context, x, y + inner, Math.min(6, inner * 0.2), ink);
   if (look.isNext && inner > 5) {
@@ -139,13 +144,33 @@ function drawKept(context, left, bottom, radius, ink) {
   context.fill();
 }
 
+// Draw a frame: the block serves a group of layers with a window.
+function drawFrame(context, left, top, inner, ink) {
+  const gap = inner < 20 ? 2 : 4;
+  [context.strokeStyle, context.lineWidth] = [ink.surface, inner < 20 ? 1 : 2];
+  context.strokeRect(left + gap, top + gap, inner - 2 * gap, inner - 2 * gap);
+}
+
+// Draw the number of the block's group, small, in the lower left corner.
+function drawGroup(context, look, x, y, inner, ink) {
+  const isOnColor = look.owners.length && !look.dimmed;
+  context.fillStyle = isOnColor ? inkOn(colorOf(look, look.owners[0], ink)) : ink.text;
+  context.font = `${Math.min(9, inner * 0.24)}px system-ui, sans-serif`;
+  [context.textAlign, context.textBaseline] = ["left", "bottom"];
+  context.fillText(`g${look.group}`, x + 7, y + inner - 6);
+  [context.textAlign, context.textBaseline] = ["center", "middle"];
+}
+
+// Return the colour of a block: that of its owner, or of its group if the reader has chosen so.
+const colorOf = (look, number, ink) => ownerColor(ink.byGroup ? look.group + 1 : number, ink.theme);
+
 const ringOf = (inner) => Math.min(4, inner / 4);
 
 // Draw the block's number, small, in the upper left corner.
 function drawNumber(context, look, x, y, inner, ink) {
-  const edge = look.lit ? ringOf(inner) : 1;
+  const edge = look.group ? 6 : look.lit ? ringOf(inner) : 1;
   const isOnColor = look.owners.length && look.filled > 0.85 && !look.dimmed;
-  context.fillStyle = isOnColor ? inkOn(ownerColor(look.owners[0], ink.theme)) : ink.text;
+  context.fillStyle = isOnColor ? inkOn(colorOf(look, look.owners[0], ink)) : ink.text;
   context.font = `${Math.min(9, inner * 0.24)}px system-ui, sans-serif`;
   [context.textAlign, context.textBaseline] = ["left", "top"];
   context.fillText(look.block, x + edge + 1, y + edge + 1);
@@ -157,7 +182,7 @@ function drawOwned(context, look, left, top, inner, ink) {
   const width = inner / shown.length;
   const tall = look.filled * inner;
   shown.forEach((number, i) => {
-    const color = ownerColor(number, ink.theme);
+    const color = colorOf(look, number, ink);
     if (tall < inner) {
       context.fillStyle = blend(color, ink.surface, look.dimmed ? 0.12 : 0.28);
       context.fillRect(left + i * width, top, width, inner);
@@ -165,6 +190,7 @@ function drawOwned(context, look, left, top, inner, ink) {
     context.fillStyle = look.dimmed ? blend(color, ink.surface, 0.42) : color;
     context.fillRect(left + i * width, top + inner - tall, width, tall);
   });
+  if (look.group && inner > 7) drawFrame(context, left, top, inner, ink);
   const several = look.count > 1;
   if (several && inner < LABELLED) {
     context.fillStyle = ink.text;
@@ -178,7 +204,7 @@ function drawLabel(context, look, left, top, inner, ink, several) {
   const font = Math.min(12, inner * 0.42);
   context.font = `600 ${font}px system-ui, sans-serif`;
   const isOnColor = look.filled > 0.7 && !look.dimmed;
-  context.fillStyle = isOnColor ? inkOn(ownerColor(look.owners[0], ink.theme)) : ink.text;
+  context.fillStyle = isOnColor ? inkOn(colorOf(look, look.owners[0], ink)) : ink.text;
   if (!several && !isOnColor && look.filled > 0.3) { // the letters are partly on the colour
     [context.strokeStyle, context.lineWidth] = [ink.surface, 3];
     context.strokeText(look.label, left + inner / 2, top + inner / 2 + 0.5, inner - 2);
@@ -195,9 +221,10 @@ function drawLabel(context, look, left, top, inner, ink, several) {
 }
 
 function drawCached(context, look, left, top, inner, ink) {
-  const color = look.writer > 0 ? ownerColor(look.writer, ink.theme) : ink.soft;
+  const color = look.writer > 0 || ink.byGroup ? colorOf(look, look.writer, ink) : ink.soft;
   context.fillStyle = blend(color, ink.empty, look.dimmed ? 0.15 : 0.3);
   context.fillRect(left, top, inner, inner);
+  if (look.group && inner > 7) drawFrame(context, left, top, inner, ink);
   if (inner < 10) return;
   context.strokeStyle = ink.soft;
   context.lineWidth = 1;
@@ -212,16 +239,17 @@ export function Pool({ run, frame, state, moment }) {
   const canvas = useRef(null);
   const drawn = useRef(null);
   const [under, setUnder] = useState(null); // {block, x, y} of the mouse
+  const [byGroup, setByGroup] = useState(false);
   const numCells = Math.max(1, Math.min(run.replay.numBlocks, Math.max(24, run.replay.top)));
   const grid = useMemo(() => layOut(numCells, width || 300), [numCells, width]);
 
-  const ink = useMemo(() => inkOf(theme), [theme]);
+  const ink = useMemo(() => ({ ...inkOf(theme), byGroup }), [theme, byGroup]);
   useLayoutEffect(() => { // a layout effect: drawn in the same frame as the numbers
     if (!width) return;
     const { context, isNew } = fitCanvas(canvas.current, grid.columns * grid.size, grid.height);
     [context.textAlign, context.textBaseline] = ["center", "middle"];
     ink.isSharp = Number.isInteger(window.devicePixelRatio);
-    const style = `${theme} ${grid.size} ${grid.columns} ${run.name}`;
+    const style = `${theme} ${grid.size} ${grid.columns} ${run.name} ${byGroup}`;
     const old = isNew || drawn.current?.style !== style ? null : drawn.current.looks;
     const owner = under && choice.seq == null ? state.ownerOf(under.block) : null; // all cells of this owner are highlighted
     const looks = looksOf(state, numCells, owner ? { ...choice, seq: owner } : choice, moment?.blocks);
@@ -246,7 +274,6 @@ export function Pool({ run, frame, state, moment }) {
     const box = canvas.current.getBoundingClientRect();
     if (block !== under?.block) setUnder(block && { block, x: event.clientX - box.left, y: event.clientY - box.top });
   };
-  const colorOf = (number) => ownerColor(number, theme);
   const move = (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -grid.columns, ArrowDown: grid.columns }[event.key];
     if (!by || event.shiftKey) return;
@@ -257,19 +284,29 @@ export function Pool({ run, frame, state, moment }) {
   const rest = run.replay.numBlocks - numCells;
   return html`<section class="card pool">
     <h2>${t("pool")}</h2>
+    ${hasGroups(run) && html`<${Colors} run=${run} byGroup=${byGroup} setByGroup=${setByGroup} />`}
     <div class="wide" ref=${ref}><div class="grid">
       <canvas ref=${canvas} tabindex="0" role="application" aria-label=${t("poolLabel")} data-size=${grid.size} data-columns=${grid.columns}
         style=${{ width: `${grid.columns * grid.size}px`, height: `${grid.height}px` }} onClick=${pick} onMouseMove=${point} onMouseLeave=${() => setUnder(null)} onKeyDown=${move}></canvas>
-      <${Motion} moment=${moment} grid=${grid} colorOf=${colorOf} />
+      <${Motion} moment=${moment} grid=${grid} colorOf=${(number) => ownerColor(number, theme)} />
       ${under && html`<div class="tip" style=${{ left: `${Math.max(0, Math.min(under.x, grid.columns * grid.size - 230))}px`, top: `${under.y + 18}px` }}>${describeBlock(run, state, under.block, t).join(" · ")}</div>`}
     </div></div>
     <${SpokenBlock} run=${run} state=${state} />
     ${rest > 0 && html`<p class="soft">${t("poolRest", { count: rest.toLocaleString() })}</p>`}
     <${Counts} run=${run} frame=${frame} />
     <${StateSlots} run=${run} frame=${frame} state=${state} />
-    <${Legend} hasLoads=${run.replay.tiers.length > 0} hasStates=${run.replay.numSlots > 0} />
-    <p class="soft">${t("poolHelp", { size: run.header.block_size })}</p>
+    <${Legend} hasLoads=${run.replay.tiers.length > 0} hasStates=${run.replay.numSlots > 0} hasGroups=${hasGroups(run)} />
+    <p class="soft">${t(byGroup ? "poolHelp.groups" : "poolHelp", { size: run.header.block_size })}</p>
   </section>`;
+}
+
+// Buttons that choose what the colours of blocks mean, and the colour of each group.
+function Colors({ run, byGroup, setByGroup }) {
+  const { t, theme } = useView();
+  const button = (is, key) => html`<button class=${byGroup === is ? "on" : ""} aria-pressed=${byGroup === is} onClick=${() => setByGroup(is)}>${t(key)}</button>`;
+  const groups = Array.from({ length: run.replay.numGroups }, (_, group) => html`<span><i style=${{ background: ownerColor(group + 1, theme) }}></i>${describeGroup(run, group, t)}</span>`);
+  return html`<p class="filters">${t("colorsBy")} ${button(false, "colorsBySequence")}${button(true, "colorsByGroup")}</p>
+    ${byGroup && html`<p class="legend of-colors">${groups}</p>`}`;
 }
 
 function Counts({ run, frame }) {
@@ -291,7 +328,7 @@ function Counts({ run, frame }) {
   </div>`;
 }
 
-function Legend({ hasLoads, hasStates }) {
+function Legend({ hasLoads, hasStates, hasGroups }) {
   const { t, theme } = useView();
   const canvas = useRef(null);
   const size = 24;
@@ -301,6 +338,7 @@ function Legend({ hasLoads, hasStates }) {
     ["legendCached", { owners: [], filled: 1, cached: true, writer: 1 }],
     ...(hasLoads ? [["legendLoaded", { owners: [1], count: 1, filled: 1, label: "a", loaded: true }]] : []),
     ...(hasStates ? [["legendKept", { owners: [1], count: 1, filled: 1, label: "", kept: true }]] : []),
+    ...(hasGroups ? [["legendWindow", { owners: [1], count: 1, filled: 1, label: "a", group: 1 }]] : []),
     ["legendNext", { owners: [], filled: 0, rank: 1 }],
     ["legendLit", { owners: [], filled: 0, lit: true }],
     ["legendEvicted", { owners: [], filled: 1, cached: true, writer: 2, isNext: true }],
@@ -315,7 +353,7 @@ function Legend({ hasLoads, hasStates }) {
       one.style.backgroundPosition = `-${i * size}px 0`;
       one.style.backgroundSize = `${looks.length * size}px ${size}px`;
     });
-  }, [theme, hasLoads, hasStates]);
+  }, [theme, hasLoads, hasStates, hasGroups]);
   return html`<div class="legend" role="group" aria-label=${t("legend")}>
     <canvas ref=${canvas} hidden></canvas>
     ${looks.map(([key]) => html`<span><i class="cell"></i>${t(key)}</span>`)}

@@ -6,10 +6,22 @@
 // are handed out: next[0] is the first one, previous[0] the last one. In a block table, 0 is the null block: it has no owners
 // and replaces blocks behind the window of all layers. `broken` collects contradictions; no method throws for them.
 //
+// If the model's layers form groups 0 … numGroups - 1, block b serves group[b]. Each group has block tables of its own:
+// seq.table is that of group 0, which sees all tokens, and seq.windows are those of the others, which see groupWindow tokens.
+// In them, 0 replaces blocks behind the window. Most models have one group, and seq.windows is empty.
+//
 // Models with recurrent states also have slots 1 … numSlots: slots.get(s) is {seq}, the number of its owner, or
 // {block, tokens} of a snapshot: the block at whose end the state was, and the number of tokens before. `due` are copies
 // of states that are decided and not done, `copied` those that the newest step did: [{source, to, kind, seq, tokens}].
 // Negative numbers are slots in host memory, which sequences own while they are swapped out.
+
+const ARRAYS = ["refs", "filled", "writer", "place", "group", "serial", "loaded"];
+
+// Return the block tables of a sequence, one for each group of layers.
+export const tablesOf = (seq) => [seq.table, ...seq.windows];
+
+// Return the blocks that a sequence owns in all groups, without null blocks.
+export const blocksOf = (seq) => tablesOf(seq).flat().filter(Boolean);
 
 export class Replay {
   constructor(header) {
@@ -22,6 +34,8 @@ export class Replay {
     this.tiers = []; // names
     this.broken = [];
     this.numSlots = header.num_slots ?? 0;
+    this.numGroups = header.num_groups ?? 1;
+    this.groupWindow = header.group_window ?? Infinity;
     this.topSlot = 0; // no larger slot has ever been used
     [this.slots, this.due, this.copied] = [new Map(), [], []];
     this.emptyPool(header.num_blocks);
@@ -32,10 +46,10 @@ export class Replay {
   clone() {
     const copy = Object.create(Replay.prototype);
     Object.assign(copy, this);
-    for (const name of ["refs", "filled", "writer", "place", "serial", "loaded", "next", "previous"]) copy[name] = this[name].slice();
+    for (const name of [...ARRAYS, "next", "previous"]) copy[name] = this[name].slice();
     copy.seqs = new Map();
     for (const [number, seq] of this.seqs) {
-      copy.seqs.set(number, seq.status === "finished" ? seq : { ...seq, table: seq.table.slice() });
+      copy.seqs.set(number, seq.status === "finished" ? seq : { ...seq, table: seq.table.slice(), windows: seq.windows.map((table) => table.slice()) });
     }
     copy.inFlight = new Map(this.inFlight);
     copy.broken = this.broken.slice();
@@ -57,7 +71,7 @@ export class Replay {
   start(numBlocks) {
     this.emptyPool(numBlocks);
     this.inFlight = new Map();
-    for (const [number, seq] of this.seqs) this.seqs.set(number, { ...seq, status: "finished", table: [], host: [], computed: 0, slot: 0 });
+    for (const [number, seq] of this.seqs) this.seqs.set(number, { ...seq, status: "finished", table: [], windows: this.emptyWindows(), host: [], computed: 0, slot: 0 });
     [this.slots, this.due, this.copied] = [new Map(), [], []];
   }
 
@@ -65,9 +79,14 @@ export class Replay {
     this.numBlocks = numBlocks;
     this.numFree = numBlocks;
     this.top = 0; // no block with a larger id has ever been owned
-    for (const name of ["refs", "filled", "writer", "place", "serial", "loaded"]) this[name] = new Int32Array(numBlocks + 1);
+    for (const name of ARRAYS) this[name] = new Int32Array(numBlocks + 1);
     this.next = Int32Array.from({ length: numBlocks + 1 }, (_, i) => (i + 1) % (numBlocks + 1));
     this.previous = Int32Array.from({ length: numBlocks + 1 }, (_, i) => (i + numBlocks) % (numBlocks + 1));
+  }
+
+  // The block tables of a sequence without blocks, for the groups with a window.
+  emptyWindows() {
+    return Array.from({ length: this.numGroups - 1 }, () => []);
   }
 
   loadState(state) {
@@ -75,22 +94,26 @@ export class Replay {
     this.next[0] = this.previous[0] = 0;
     this.numFree = 0;
     for (const b of state.free) this.putLast(b);
+    const windows = new Map(state.window_tables);
     for (const one of state.seqs) {
-      const seq = makeSequence(one.number, one);
+      const seq = { ...makeSequence(one.number, one), windows: windows.get(one.number)?.map((table) => table.slice()) ?? this.emptyWindows() };
       this.seqs.set(one.number, seq);
-      one.block_table.forEach((b, i) => {
+      tablesOf(seq).forEach((table, group) => table.forEach((b, i) => {
         if (!b) return;
         this.refs[b] += 1;
         this.top = Math.max(this.top, b);
-        [this.writer[b], this.place[b]] = [one.number, i];
+        [this.writer[b], this.place[b], this.group[b]] = [one.number, i, group];
         this.filled[b] = Math.max(this.filled[b], Math.min(this.blockSize, seq.computed - i * this.blockSize));
-      });
+      }));
     }
     for (const [b, tier] of state.loaded) this.noteLoaded(b, tier);
     for (const [number, slot] of state.slots ?? []) this.giveSlot(number, slot);
     for (const [slot, block, tokens] of state.snapshots ?? []) this.putSnapshot(slot, block, tokens);
     for (const [source, to] of state.state_copies ?? []) this.due.push(this.copyTo(source, to));
-    state.cached.forEach(([b, hash, serial, tokens], i) => {
+    const bySerial = new Map(state.cached.map((one) => [one[2], one]));
+    for (const [serial, blocks] of state.window_cached ?? []) blocks.forEach((b, i) => (this.group[b] = i + 1));
+    const ofWindows = (state.window_cached ?? []).flatMap(([serial, blocks]) => blocks.map((b) => [b, ...bySerial.get(serial).slice(1)]));
+    [...state.cached, ...ofWindows].forEach(([b, hash, serial, tokens], i) => {
       this.serial[b] = serial;
       this.top = Math.max(this.top, b);
       this.hashes.set(serial, hash);
@@ -104,12 +127,12 @@ export class Replay {
   // ---- sequences
 
   add(number, time, about) {
-    this.seqs.set(number, makeSequence(number, about));
+    this.seqs.set(number, { ...makeSequence(number, about), windows: this.emptyWindows() });
   }
 
   fork(parent, number, sample, numKnown, numComputed) {
     const one = this.seqs.get(parent);
-    const child = { ...one, number, sample, tokens: one.tokens.slice(0, numKnown), table: [], host: [], drafts: [], known: numKnown, slot: 0 };
+    const child = { ...one, number, sample, tokens: one.tokens.slice(0, numKnown), table: [], windows: this.emptyWindows(), host: [], drafts: [], known: numKnown, slot: 0 };
     child.computed = numComputed;
     child.status = "waiting";
     child.parent = parent;
@@ -125,7 +148,7 @@ export class Replay {
 
   finish(number, reason, stop, numTokens) {
     const seq = this.seqs.get(number);
-    this.check(!seq.table.length, `sequence ${number} has finished and owns blocks`);
+    this.check(!tablesOf(seq).flat().length, `sequence ${number} has finished and owns blocks`);
     Object.assign(seq, { status: "finished", reason, stop, final: numTokens, host: [] });
   }
 
@@ -180,10 +203,12 @@ export class Replay {
   // Note that the tokens [start, stop) of `seq` are in its blocks.
   fill(seq, start, stop) {
     const size = this.blockSize;
-    for (let i = Math.floor(start / size); i * size < stop && i < seq.table.length; i++) {
-      const b = seq.table[i];
-      if (b === 0) continue;
-      [this.filled[b], this.writer[b], this.place[b]] = [Math.min(size, stop - i * size), seq.number, i];
+    for (const table of tablesOf(seq)) {
+      for (let i = Math.floor(start / size); i * size < stop && i < table.length; i++) {
+        const b = table[i];
+        if (b === 0) continue;
+        [this.filled[b], this.writer[b], this.place[b]] = [Math.min(size, stop - i * size), seq.number, i];
+      }
     }
   }
 
@@ -197,12 +222,13 @@ export class Replay {
     seq.drafts = [];
     seq.computed -= numDrafts - numAccepted;
     for (const b of blocks) {
-      this.check(seq.table.at(-1) === b, `block ${b} is not the last of sequence ${number}`);
-      seq.table.pop();
+      const table = tablesOf(seq).find((one) => one.at(-1) === b);
+      this.check(table, `block ${b} is not the last of sequence ${number}`);
+      (table ?? seq.table).pop();
       this.disown(b);
     }
     const last = Math.ceil(seq.computed / this.blockSize) - 1;
-    if (seq.table[last]) this.filled[seq.table[last]] = seq.computed - last * this.blockSize;
+    for (const table of tablesOf(seq)) if (table[last]) this.filled[table[last]] = seq.computed - last * this.blockSize;
     const samples = this.inFlight.get(this.step);
     if (numAccepted && samples) this.inFlight.set(this.step, samples.flatMap((one) => Array(one === number ? numAccepted + 1 : 1).fill(one)));
   }
@@ -226,34 +252,40 @@ export class Replay {
 
   // ---- blocks
 
-  take(number, b, isEvicted) {
+  take(number, b, isEvicted, group, place) {
     this.check(this.next[0] === b, `block ${b} is taken, and block ${this.next[0]} is the first free one`);
     this.check(!!this.serial[b] === !!isEvicted, `block ${b} is evicted: ${!!isEvicted}`);
     this.unlink(b);
     this.filled[b] = this.loaded[b] = 0;
-    this.own(number, b);
-    [this.writer[b], this.place[b]] = [number, this.seqs.get(number).table.length - 1];
+    [this.writer[b], this.place[b]] = [number, this.own(number, b, group, place)];
   }
 
-  share(number, b) {
+  share(number, b, group, place) {
     if (b && !this.refs[b]) this.unlink(b);
-    this.own(number, b);
+    this.own(number, b, group, place);
   }
 
-  own(number, b) {
+  // Append a block to a block table, and return its place. In a group with a window, 0 fills the entries before `place`.
+  own(number, b, group = 0, place = 0) {
     const seq = this.seqs.get(number);
     if (b > this.top) this.top = b;
-    seq.table.push(b);
+    const table = tablesOf(seq)[group];
+    this.check(!group || table.length <= place, `sequence ${number} has an entry ${place} in group ${group} already`);
+    while (table.length < place) table.push(0);
+    table.push(b);
+    this.group[b] = group;
     if (b) this.refs[b] += 1;
     if (seq.status === "waiting") seq.status = "running";
+    return table.length - 1;
   }
 
-  copy(number, source, destination) {
+  copy(number, source, destination, group = 0) {
     const seq = this.seqs.get(number);
+    const table = tablesOf(seq)[group];
     const i = Math.floor(seq.computed / this.blockSize);
-    this.check(seq.table.pop() === destination, `block ${destination} is a copy, and was not taken`);
-    this.check(seq.table[i] === source, `sequence ${number} does not write to block ${source}`);
-    seq.table[i] = destination;
+    this.check(table.pop() === destination, `block ${destination} is a copy, and was not taken`);
+    this.check(table[i] === source, `sequence ${number} does not write to block ${source}`);
+    table[i] = destination;
     [this.filled[destination], this.place[destination]] = [this.filled[source], i];
     this.disown(source);
   }
@@ -280,8 +312,9 @@ export class Replay {
   }
 
   give_back(number, blocks) {
-    const { table } = this.seqs.get(number);
+    const seq = this.seqs.get(number);
     for (const b of blocks) {
+      const table = tablesOf(seq)[this.group[b]];
       const i = table.indexOf(b);
       this.check(i >= 0, `sequence ${number} gives back block ${b}, and does not own it`);
       if (i < 0) continue;
@@ -293,8 +326,11 @@ export class Replay {
   free(number) {
     const seq = this.seqs.get(number);
     for (let i = seq.table.length - 1; i >= 0; i--) this.disown(seq.table[i]);
+    for (let i = Math.max(0, ...seq.windows.map((table) => table.length)) - 1; i >= 0; i--) {
+      for (let w = seq.windows.length - 1; w >= 0; w--) this.disown(seq.windows[w][i]);
+    }
     if (seq.slot > 0 || seq.status === "waiting") this.leaveSlot(seq); // else it is being preempted: it keeps its slot in host memory
-    Object.assign(seq, { table: [], computed: 0, status: "waiting", host: [], drafts: [] });
+    Object.assign(seq, { table: [], windows: this.emptyWindows(), computed: 0, status: "waiting", host: [], drafts: [] });
   }
 
   disown(b) {
@@ -306,8 +342,8 @@ export class Replay {
     else this.putFirst(b);
   }
 
-  register(number, b, hash, serial) {
-    this.check(this.seqs.get(number).table.includes(b), `sequence ${number} does not own block ${b}`);
+  register(number, b, hash, serial, group = 0) {
+    this.check(tablesOf(this.seqs.get(number))[group].includes(b), `sequence ${number} does not own block ${b}`);
     this.serial[b] = serial;
     this.hashes.set(serial, hash);
   }
@@ -316,8 +352,9 @@ export class Replay {
     this.serial[b] = 0;
   }
 
+  // A `forget` follows for each block of a group with a window.
   reset() {
-    this.serial.fill(0);
+    for (let b = 1; b <= this.top; b++) if (!this.group[b]) this.serial[b] = 0;
   }
 
   // ---- slots of recurrent states
@@ -423,7 +460,7 @@ export class Replay {
 
   // Return the number of one owner of `block`, or null.
   ownerOf(block) {
-    for (const seq of this.seqs.values()) if (seq.table.includes(block)) return seq.number;
+    for (const seq of this.seqs.values()) if (tablesOf(seq)[this.group[block]].includes(block)) return seq.number;
     return null;
   }
 
@@ -466,7 +503,7 @@ export class Replay {
   owners() {
     const owners = new Map();
     for (const seq of this.seqs.values()) {
-      for (const b of seq.table) owners.has(b) ? owners.get(b).push(seq.number) : owners.set(b, [seq.number]);
+      for (const b of tablesOf(seq).flat()) owners.has(b) ? owners.get(b).push(seq.number) : owners.set(b, [seq.number]);
     }
     return owners;
   }
@@ -490,6 +527,7 @@ function makeSequence(number, about) {
     status: about.status ?? "waiting",
     computed: about.num_computed_tokens ?? 0,
     table: about.block_table?.slice() ?? [],
+    windows: [], // the block tables of groups with a window
     host: about.host_block_ids ?? [],
     slot: 0, // of its recurrent state; 0 if it does not own one, negative if it is in host memory
     drafts: [], // draft tokens after the known tokens, while a step verifies them

@@ -96,7 +96,7 @@ export class Run {
     this.frames.push({ step: event[1], events: this.pending, time: event[2], ...this.count() });
     this.followRequests(frame);
     this.pending = [];
-    const every = Math.max(16, Math.ceil((28 * this.replay.numBlocks * this.frames.length) / KEYFRAME_BYTES));
+    const every = Math.max(16, Math.ceil((32 * this.replay.numBlocks * this.frames.length) / KEYFRAME_BYTES));
     if (frame - this.keyframes.at(-1).frame >= every) this.keyframes.push({ frame, state: this.replay.clone() });
   }
 

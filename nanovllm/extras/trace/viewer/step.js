@@ -102,7 +102,7 @@ function Events({ run, frame, at, goTo }) {
     <ol class="events">
       ${shown.map((event) => html`<li class=${`is-${event[0]}`}>
         <button class="text" title=${run.longName(subjectOf(event).seq)} onClick=${() => { goTo((here) => here); choose(subjectOf(event)); }}>${describeEvent(run, event, t, before.get(event))}</button>
-        <button class="source" title=${t("showSourceLong")} disabled=${!window.SOURCES[sourceOf(event)]} onClick=${() => showSource(sourceOf(event))} aria-label=${`${t("showSource")}: ${event[0]}`}>{ } ${event[0]}</button>
+        <button class="source" title=${t("showSourceLong")} disabled=${!window.SOURCES[sourceOf(run, event)]} onClick=${() => showSource(sourceOf(run, event))} aria-label=${`${t("showSource")}: ${event[0]}`}>{ } ${event[0]}</button>
       </li>`)}
     </ol>
     ${at.events.length > shown.length && html`<button onClick=${() => setOpen(true)}>${t("more", { count: at.events.length - shown.length })}</button>`}`;

@@ -3,9 +3,10 @@
 // A moment is {kind, frame, values, blocks, moves}. `values` fills in its sentence; `blocks` light up in the pool; a move
 // {from, to, seq} shows that block `from` is copied to `to`, or, without `from`, that `seq` becomes the owner of `to`.
 
+import { blocksOf } from "./replay.js";
 import { html, useEffect, useMemo, useRef, useView } from "./ui.js";
 
-export const MOMENTS = ["chunked-prefill", "prefix-hit", "load", "fork", "copy", "preemption", "swap", "eviction", "admission"];
+export const MOMENTS = ["chunked-prefill", "prefix-hit", "load", "fork", "copy", "window", "preemption", "swap", "eviction", "admission"];
 
 export function momentsOf(run) {
   const found = new Map();
@@ -17,37 +18,42 @@ export function momentsOf(run) {
   run.frames.forEach((at, frame) => {
     const { events } = at;
     const ended = events.find(([code, , reason]) => code === "finish" && reason !== "abort");
-    const blocksOf = (number, code) => events.filter((event) => event[0] === code && event[1] === number && event[2]).map((event) => event[2]);
+    const namedIn = (number, code) => events.filter((event) => event[0] === code && event[1] === number && event[2]).map((event) => event[2]);
     for (const event of events) {
       const [code, number, ...rest] = event;
       if (code === "wait" && number) hasWaited.add(number);
       const count = code === "admit" && rest[0] === "new" ? rest[1] - (run.loadedTokens.get(event) ?? 0) : 0;
-      if (count) meet("prefix-hit", frame, () => ({ values: { seq: number, count }, blocks: blocksOf(number, "share") }));
+      if (count) meet("prefix-hit", frame, () => ({ values: { seq: number, count }, blocks: namedIn(number, "share") }));
       if (code === "load") {
         meet("load", frame, () => {
           const blocks = Object.values(rest[1]).flat();
           return { values: { seq: number, count: rest[0] }, blocks, moves: blocks.map((to) => ({ to, seq: number })) };
         });
       }
-      if (code === "fork") meet("fork", frame, () => ({ values: { seq: number, other: rest[0] }, blocks: blocksOf(rest[0], "share") }));
+      if (code === "fork") meet("fork", frame, () => ({ values: { seq: number, other: rest[0] }, blocks: namedIn(rest[0], "share") }));
       if (code === "copy") meet("copy", frame, () => ({ values: { seq: number, block: rest[0], to: rest[1] }, blocks: rest.slice(0, 2), moves: [{ from: rest[0], to: rest[1], seq: number }] }));
       if (code === "take" && rest[1]) meet("eviction", frame, () => ({ values: { seq: number, block: rest[0] }, blocks: [rest[0]], moves: [{ to: rest[0], seq: number }] }));
+      if (code === "give_back" && run.replay.numGroups > 1) {
+        const values = { seq: number, blocks: rest[0].join(", "), last: run.replay.numGroups - 1, window: run.replay.groupWindow };
+        meet("window", frame, () => ({ values, blocks: rest[0] }));
+      }
       if (code === "preempt") {
         meet(rest[2].length ? "swap" : "preemption", frame, () => {
-          const taken = blocksOf(rest[0], "take");
-          const lost = frame ? (run.stateAt(frame - 1).seqs.get(number)?.table ?? []).filter(Boolean) : [];
+          const taken = namedIn(rest[0], "take");
+          const owner = frame ? run.stateAt(frame - 1).seqs.get(number) : null;
+          const lost = owner ? blocksOf(owner) : [];
           return { values: { seq: number, other: rest[0], count: rest[2].length }, isItself: rest[0] === number, blocks: [...lost, ...taken], moves: taken.map((to) => ({ to, seq: rest[0] })) };
         });
       }
       if (code === "admit" && ended && hasWaited.has(number) && events.indexOf(event) > events.indexOf(ended)) {
         meet("admission", frame, () => {
-          const blocks = blocksOf(number, "take");
+          const blocks = namedIn(number, "take");
           return { values: { seq: ended[1], other: number }, blocks, moves: blocks.map((to) => ({ to, seq: number })) };
         });
       }
     }
     const chunk = !at.isEnd && at.decodes.length > 0 && events.at(-1)[4].find(([, , numNew, code]) => numNew > 1 && !["all", "drafts", "snapshot"].includes(code));
-    if (chunk) meet("chunked-prefill", frame, () => ({ values: { seq: chunk[0], count: chunk[2], decodes: at.decodes.length }, blocks: run.stateAt(frame).seqs.get(chunk[0]).table.filter(Boolean) }));
+    if (chunk) meet("chunked-prefill", frame, () => ({ values: { seq: chunk[0], count: chunk[2], decodes: at.decodes.length }, blocks: blocksOf(run.stateAt(frame).seqs.get(chunk[0])) }));
   });
   return [...found.values()].sort((a, b) => a.frame - b.frame || MOMENTS.indexOf(a.kind) - MOMENTS.indexOf(b.kind));
 }
