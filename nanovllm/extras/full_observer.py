@@ -39,25 +39,6 @@ class Observer(observer.Observer):
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
         """`seq` gives up blocks behind the window of its layers. In a block table the null block replaces them."""
 
-    def on_take_in_group(self, seq: Sequence, group: int, place: int, block_id: int, is_evicted: bool) -> None:
-        """As `on_take_block`, in a group of layers with a window (`kv_groups/`). Group 0 has the core's events.
-
-        The block becomes entry `place` of the block table that `seq` has for this group. Entries that no event names
-        are null blocks.
-        """
-
-    def on_share_in_group(self, seq: Sequence, group: int, place: int, block_id: int) -> None:
-        """As `on_share_block`, in a group with a window. The block becomes entry `place` of the group's table."""
-
-    def on_copy_in_group(self, seq: Sequence, group: int, source: int, destination: int) -> None:
-        """As `on_copy_block`, in a group with a window. `destination`, taken behind the table's end, moves."""
-
-    def on_register_in_group(self, seq: Sequence, group: int, block_id: int, block_hash: int, serial: int) -> None:
-        """A prefix hit can now use `block_id`. Group 0 has a block with the same tokens, hash and serial number."""
-
-    def on_forget_in_group(self, block_id: int) -> None:
-        """`block_id`, of a group with a window, is no longer in the prefix cache."""
-
     def on_load_blocks(self, seq: Sequence, by_tier: dict[str, list[int]], num_tokens: int) -> None:
         """The K/V store fills blocks of `seq` before the step: `num_tokens` of its tokens are not computed.
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from nanovllm.extras.full_observer import SchedulingStats
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.kv_groups.group_observer import GroupObserver
 from nanovllm.extras.watching import Watching
 from nanovllm.prefix_cache import CachedBlock, PrefixCache
 from nanovllm.scheduler import Step
@@ -225,7 +226,7 @@ def count_equal(pairs: list[tuple[int, int]]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-class ExplainingStats(SchedulingStats):
+class ExplainingStats(SchedulingStats, GroupObserver):
     """Counts as its parent does, and explains the misses of each sequence that is admitted for the first time.
 
     It writes `seq.prefix_misses`, which nothing else writes, and counts the tokens by cause.

@@ -32,6 +32,7 @@ import numpy as np
 
 from nanovllm.extras.full_observer import Observer
 from nanovllm.extras.known_tokens import KnownTokensBlockManager, KnownTokensPrefixCache
+from nanovllm.extras.kv_groups.group_observer import observe_groups
 from nanovllm.extras.kv_groups.grouped_tables import GroupedBlockTables
 from nanovllm.extras.window_blocks import NULL_BLOCK, count_unshared, max_held_blocks
 from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock
@@ -45,12 +46,11 @@ def num_blocks_behind(position: int, window: int, block_size: int) -> int:
 class GroupedPrefixCache(KnownTokensPrefixCache):
     """Finds blocks of all groups. `windows` has those of the groups with a window, by serial number."""
 
-    observer: Observer
-
     def __init__(
         self, block_size: int, observer: Observer, is_enabled: bool, tables: GroupedBlockTables, window: int
     ) -> None:
         super().__init__(block_size, observer, is_enabled)
+        self.group_observer = observe_groups(observer)
         self.tables = tables
         self.window = window
         self.windows: dict[int, tuple[int, ...]] = {}  # serial of a block of group 0 -> blocks of the other groups
@@ -84,7 +84,9 @@ class GroupedPrefixCache(KnownTokensPrefixCache):
                 self.windows[seq.parent_serial] = blocks
                 self._serials_of.update(dict.fromkeys(blocks, seq.parent_serial))
                 for group, block_id in enumerate(blocks, 1):
-                    self.observer.on_register_in_group(seq, group, block_id, seq.block_hashes[i], seq.parent_serial)
+                    self.group_observer.on_register_in_group(
+                        seq, group, block_id, seq.block_hashes[i], seq.parent_serial
+                    )
 
     def forget(self, block_id: int) -> None:
         cached = self._by_id.get(block_id)
@@ -93,12 +95,12 @@ class GroupedPrefixCache(KnownTokensPrefixCache):
         if serial is not None:
             for one in self.windows.pop(serial, ()):
                 del self._serials_of[one]
-                self.observer.on_forget_in_group(one)
+                self.group_observer.on_forget_in_group(one)
 
     def forget_beside(self) -> None:
         """Forget the blocks of all groups with a window, so that there are no hits until new ones are registered."""
         for block_id in self._serials_of:
-            self.observer.on_forget_in_group(block_id)
+            self.group_observer.on_forget_in_group(block_id)
         self.windows.clear()
         self._serials_of.clear()
 
@@ -125,6 +127,7 @@ class GroupedBlockManager(KnownTokensBlockManager):
         max_chunk_len: int,
     ) -> None:
         super().__init__(num_blocks, block_size, enable_prefix_caching, observer or Observer())
+        self.group_observer = observe_groups(self.observer)
         self.num_groups = num_groups
         self.window = window
         self.max_held_blocks = max_held_blocks(window, max_chunk_len, block_size)  # in each group with a window
@@ -229,7 +232,7 @@ class GroupedBlockManager(KnownTokensBlockManager):
         taken = []
         for group in range(1, self.num_groups):
             block_id, _ = self._free.popitem(last=False)
-            self.observer.on_take_in_group(seq, group, i, block_id, block_id in self.prefix_cache)
+            self.group_observer.on_take_in_group(seq, group, i, block_id, block_id in self.prefix_cache)
             self.prefix_cache.forget(block_id)
             taken.append(block_id)
         return tuple(taken)
@@ -238,7 +241,7 @@ class GroupedBlockManager(KnownTokensBlockManager):
         """Let `seq` own blocks with contents as block `i` of the groups with a window."""
         self._set_windows(seq, i, blocks)
         for group, block_id in enumerate(blocks, 1):
-            self.observer.on_share_in_group(seq, group, i, block_id)
+            self.group_observer.on_share_in_group(seq, group, i, block_id)
 
     def _set_windows(self, seq: Any, i: int, blocks: tuple[int, ...]) -> None:
         """Let `seq` own `blocks` as block `i` of the groups with a window, one for each. They may be free until now."""
@@ -256,7 +259,7 @@ class GroupedBlockManager(KnownTokensBlockManager):
         self._copies += zip(sources, destinations, strict=True)
         for group, (source, destination) in enumerate(zip(sources, destinations, strict=True), 1):
             self._disown(source)
-            self.observer.on_copy_in_group(seq, group, source, destination)
+            self.group_observer.on_copy_in_group(seq, group, source, destination)
 
 
 def owned_by_windows(entries: np.ndarray) -> list[int]:

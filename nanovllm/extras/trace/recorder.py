@@ -27,6 +27,7 @@ from nanovllm.extras.all_options import Config
 from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.full_observer import SchedulingStats
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.kv_groups.group_observer import GroupObserver
 from nanovllm.extras.prefix_misses import PrefixMiss
 from nanovllm.extras.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
 from nanovllm.extras.watching import Watching
@@ -35,7 +36,7 @@ from nanovllm.scheduler import Chunk, Step
 logger = logging.getLogger(__name__)
 
 
-class Recorder(SchedulingStats):
+class Recorder(SchedulingStats, GroupObserver):
     """Counts as its parent does, and writes events to `sink` once `begin` has been called.
 
     decode: the text of a token id; each is noted when it first occurs. None records no texts.

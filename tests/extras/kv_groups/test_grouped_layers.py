@@ -15,6 +15,7 @@ import pytest
 from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
 from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.full_observer import Observer
+from nanovllm.extras.kv_groups.group_observer import GroupObserver
 from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm.extras.trace.check import check_recording
 from nanovllm.extras.trace.recording import read_recording
@@ -328,7 +329,7 @@ def test_models_of_one_kind_of_layer_have_the_parts_that_they_had():
 
 
 def test_an_observer_sees_all_groups(checkpoints):
-    class Watcher(Observer):
+    class Watcher(GroupObserver):
         def __init__(self):
             self.blocks = Counter()
 
@@ -344,3 +345,8 @@ def test_an_observer_sees_all_groups(checkpoints):
     engine.add_request("A", {"prompt_token_ids": [5] * 9}, SamplingParams(max_tokens=1))
     engine.step()
     assert watcher.blocks == dict.fromkeys(range(4), 3)
+    plain = Observer()  # without the events of groups
+    engine = LLMEngine(config, plain)
+    engine.add_request("A", {"prompt_token_ids": [5] * 9}, SamplingParams(max_tokens=1))
+    engine.step()
+    assert engine.observer.watcher is plain, "it has not failed"
