@@ -69,7 +69,7 @@ class GroupedStoreHooks(StoreHooks):
         taken, i = super()._append_block(seq, name, block), seq.block_table.length - 1
         if name in self._windows:
             blocks = self._windows.pop(name)
-            block_ids = tuple([self.blocks._take(seq) for _ in blocks])
+            block_ids = self.blocks._take_in_groups(seq, i)
             self.blocks._set_windows(seq, i, block_ids)
             for group, (block_id, one) in enumerate(zip(block_ids, blocks, strict=True), 1):
                 taken.append(self._note_load(name_in_group(name, group), block_id, one))

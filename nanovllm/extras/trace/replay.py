@@ -303,11 +303,11 @@ class Replay:
         self._disown(source)
 
     def _load(self, number: int, num_tokens: int, by_tier: Mapping[str, list[int]]) -> None:
-        """Note blocks that the K/V store fills before the step. `take` has put them in the block table."""
-        table = self.seqs[number].block_table
+        """Note blocks that the K/V store fills before the step. `take` has put them in the block tables."""
+        tables = self.seqs[number].tables
         for tier, block_ids in by_tier.items():
             for block_id in block_ids:
-                owned = block_id in table
+                owned = any(block_id in table for table in tables)
                 self._check(owned, f"block {block_id} is loaded for sequence {number}, which does not own it")
                 self.loaded[block_id] = tier
 

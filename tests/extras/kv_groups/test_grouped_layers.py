@@ -290,10 +290,34 @@ def test_other_options_have_one_table_and_the_description_says_so(checkpoints, o
     assert tokens == continue_greedily(model, prompts[0], 5)[0]
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_recorded_engine_has_the_groups_that_it_has_without(checkpoints, tmp_path, name):
+def loads_of_new_requests(events):
+    """The tokens that the store has loaded, except those of sequences that run again after a preemption."""
+    loaded = {}
+    for event in events:
+        if event[0] == "load":
+            loaded[event[1]] = event[2]
+        elif event[0] == "admit":
+            num_tokens = loaded.pop(event[1], 0)
+            yield num_tokens if event[2] == "new" else 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt_oss", {}),
+        pytest.param("gemma3", {}, marks=pytest.mark.slow),
+        pytest.param("gemma4_e2b", {}, marks=pytest.mark.slow),
+        pytest.param("gemma4_31b", {**SWAP, "enable_overlap": True}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"kv_offloading_size": 0.01}, marks=pytest.mark.slow),
+        pytest.param("gemma3", {"kv_offloading_size": 0.01, "enable_overlap": True}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_recorded_engine_has_the_groups_that_it_has_without(checkpoints, tmp_path, name, options):
     """Its tokens are those of `transformers`, and what is replayed is what its block manager has at the end."""
-    with make_llm(checkpoints.of(name)[0], trace=tmp_path / "run.jsonl", **FEW) as llm:
+    options = {**FEW, "explain_prefix_misses": True, **options}
+    with make_llm(checkpoints.of(name)[0], trace=tmp_path / "run.jsonl", **options) as llm:
         assert is_grouped(llm)
         check_greedy(llm, checkpoints.prompts(), checkpoints.greedy(name))
         check_greedy(llm, checkpoints.prompts()[-1:], checkpoints.greedy(name)[-1:])
@@ -313,6 +337,9 @@ def test_recorded_engine_has_the_groups_that_it_has_without(checkpoints, tmp_pat
     assert sum(len(event[2]) for event in events if event[0] == "give_back") == stats.num_window_blocks > 0
     assert sum(event[0] == "preempt" for event in events) == stats.num_preemptions > 0
     misses = stats.prefix_cache_query_tokens - stats.prefix_cache_hit_tokens
+    if stats.kv_store:
+        assert any(event[0] == "load" for event in events)
+        misses -= sum(loads_of_new_requests(events))
     assert sum(stats.prefix_cache_miss_tokens.values()) == misses
     assert sum(miss["end"] - miss["start"] for event in events if event[0] == "miss" for miss in event[2]) == misses
 

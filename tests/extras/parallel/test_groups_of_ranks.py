@@ -186,7 +186,7 @@ def test_a_request_that_fails_does_not_change_the_blocks_of_others(grouped, quic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [ONE_TABLE, {"explain_prefix_misses": True}], ids=str)
+@pytest.mark.parametrize("options", [ONE_TABLE, {"max_model_len": 9}], ids=str)
 def test_all_ranks_have_one_table_if_rank_0_has(grouped, quick_ranks, options):
     folder, prompts = grouped.of("gemma3")[0], grouped.prompts()[:3]
     with make_llm(folder, tensor_parallel_size=2, **options) as llm:

@@ -290,11 +290,12 @@ export class Replay {
     this.disown(source);
   }
 
-  // The K/V store fills these blocks before the step: {name of a tier: its blocks}. `take` has put them in the table.
+  // The K/V store fills these blocks before the step: {name of a tier: its blocks}. `take` has put them in the tables.
   load(number, numTokens, byTier) {
-    const { table } = this.seqs.get(number);
+    const tables = tablesOf(this.seqs.get(number));
     for (const [tier, blocks] of Object.entries(byTier)) {
       for (const b of blocks) {
+        const table = tables[this.group[b]];
         this.check(table.includes(b), `block ${b} is loaded for sequence ${number}, which does not own it`);
         this.noteLoaded(b, tier);
       }
