@@ -98,6 +98,8 @@ def cases():
         yield from ((name, 1, 1, "large"), (name, 7, 1, "tiny"), (name, 13, 1, "large"), (name, 64, 1, "tiny"))
     yield from (("qwen3_5_moe", budget, 4, "tiny" if budget == 13 else "large") for budget in (1, 7, 13, 64))
     yield from (("granite", budget, 4, "tiny" if budget == 13 else "large") for budget in (1, 7, 13, 64))
+    yield from (("granite", 1, 1, "large"), ("granite", 7, 1, "large"), ("granite", 64, 1, "tiny"))
+    yield "granite", 13, 16, "large"
 
 
 @pytest.mark.slow
