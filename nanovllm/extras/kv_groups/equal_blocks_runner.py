@@ -47,15 +47,13 @@ class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
     def count_pieces(self, metadata: GroupedMetadata) -> list[AttentionMetadata]:
         """Return the metadata for the layers of each group, with numbers of pieces instead of blocks."""
         full = [group.options.window for group in self.shape.kv_groups].index(None)
-        of_full, of_windows = (self.layout.pieces_per_row(shape) for shape in (full, 1 - full))
+        per_row = [self.layout.pieces_per_row(shape) for shape in (full, 1 - full)]
+        of_full, *of_windows = metadata.of_groups()
         block_size = self.backend.block_size
-        return replace(
-            metadata,
-            slot_mapping=slots_of_pieces(metadata.slot_mapping, of_full, block_size),
-            block_tables=metadata.block_tables * of_full,
-            window_slots=tuple([slots_of_pieces(one, of_windows, block_size) for one in metadata.window_slots]),
-            window_tables=tuple([one * of_windows for one in metadata.window_tables]),
-        ).of_groups()
+        return [
+            number_pieces(of_full, per_row[0], block_size),
+            *(number_pieces(one, per_row[1], block_size) for one in of_windows),
+        ]
 
 
 class LayersInBlocks:
@@ -72,9 +70,17 @@ class LayersInBlocks:
         return self.layout.view(self.tensor, self.shape, layer, self.piece_shape)
 
 
-def slots_of_pieces(slots: Tensor, pieces_per_row: int, block_size: int) -> Tensor:
-    """Return the slots if block `i` is piece `i * pieces_per_row`. slots: [num_tokens] int32 -> as slots
+def number_pieces(metadata: AttentionMetadata, per_row: int, block_size: int) -> AttentionMetadata:
+    """Return the metadata of a group if block `i` is piece `i * per_row`."""
+    if per_row == 1:
+        return metadata
+    slots = slots_of_pieces(metadata.slot_mapping, per_row, block_size)
+    return replace(metadata, slot_mapping=slots, block_tables=metadata.block_tables * per_row)
+
+
+def slots_of_pieces(slots: Tensor, per_row: int, block_size: int) -> Tensor:
+    """Return the slots if block `i` is piece `i * per_row`. slots: [num_tokens] int32 -> as slots
 
     With blocks of 4 tokens and 2 pieces, slot 30 (block 7, token 2) becomes slot 58 (piece 14, token 2).
     """
-    return slots + slots // block_size * (block_size * (pieces_per_row - 1))
+    return slots + slots // block_size * (block_size * (per_row - 1))
