@@ -3,7 +3,7 @@
 import pytest
 
 from tests.extras.trace.test_page import LIGHT, STATES, cell_color, chromium, show  # noqa: F401 (fixtures)
-from tests.extras.trace_traffic import known_groups, known_run, random_run
+from tests.extras.trace_traffic import Lines, RecordedGroupedRun, known_groups, known_run, random_run
 
 pytestmark = pytest.mark.browser
 
@@ -154,6 +154,21 @@ def test_scrubbing_does_not_move_what_is_below_the_groups(show, known):  # noqa:
         page.locator("#step", has_text=f"Step {step} ").wait_for()
         places.add(page.evaluate("document.querySelector('.timeline').offsetTop"))
     assert len(places) == 1
+
+
+def test_a_long_table_shows_its_end_on_a_phone(show):  # noqa: F811
+    run = RecordedGroupedRun(Lines(), num_blocks=60, block_size=2, num_groups=2, group_window=4, budget=64)
+    run.add(list(range(45)), max_tokens=3)
+    run.finish()
+    page = show(run.stats._sink.segments[0], at="#step=2&seq=1", width=390)
+    for card in (".of-groups", ".sequence"):
+        table = page.locator(f"{card} table.groups").first
+        table.scroll_into_view_if_needed()
+        right = page.evaluate("innerWidth")
+        last = table.locator("tr").last.locator("button").last.bounding_box()
+        assert last["x"] + last["width"] <= right
+        label = table.locator("th[scope=row]").last.bounding_box()
+        assert 0 <= label["x"] < label["x"] + label["width"] <= last["x"], "the names of the rows stay in sight"
 
 
 @pytest.mark.parametrize(("width", "lang"), [(390, "zh"), (1440, "en")])

@@ -3,7 +3,7 @@
 import { blend, cssColor, ownerColor } from "./colors.js";
 import { tablesOf } from "./replay.js";
 import { Seq } from "./step.js";
-import { html, useView } from "./ui.js";
+import { html, useLayoutEffect, useRef, useView } from "./ui.js";
 
 const MOST_SEQS = 8;
 const MOST_BLOCKS = 32; // of a sequence, the newest ones
@@ -33,10 +33,13 @@ export function GroupTables({ run, seq, most = MOST_BLOCKS }) {
   return html`<${Rows} run=${run} seq=${seq} label=${t("groupTables")} corner=${corner} columns=${places} cell=${(table, group, i) => cell(table[i], group, i)} />`;
 }
 
-// A table with a row for each group. cell(block table, group, column) returns a <td>.
+// A table with a row for each group. cell(block table, group, column) returns a <td>. A table that is too wide shows its end,
+// where the blocks inside the window are.
 function Rows({ run, seq, label, corner, columns, cell }) {
   const { t } = useView();
-  return html`<div class="wide" tabindex="0" role="group" aria-label=${label}><table class="groups">
+  const box = useRef(null);
+  useLayoutEffect(() => { box.current.scrollLeft = box.current.scrollWidth; }, [seq.number, columns.length]);
+  return html`<div class="wide" ref=${box} tabindex="0" role="group" aria-label=${label}><table class="groups">
     <tr><th scope="row">${corner}</th>${columns.map((i) => html`<th scope="col">${i}</th>`)}</tr>
     ${tablesOf(seq).map((table, group) => html`<tr><th scope="row" title=${describeGroup(run, group, t)}>${t(group ? "groupSeesWindow" : "groupSeesAll", { group, window: run.replay.groupWindow })}</th>
       ${columns.map((i) => cell(table, group, i))}</tr>`)}
