@@ -6,6 +6,7 @@ tokenizer. `llamacpp.py` calls `dummy_gguf`.
 
 import os
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import gguf
 import numpy as np
 
 from benchmarks.common import ModelShape, read_config
+from benchmarks.layer_shapes import DeltaShape
 
 WEIGHT_TYPES = {
     "float32": gguf.GGMLQuantizationType.F32,
@@ -39,18 +41,33 @@ def architecture_of(folder: Path) -> str:
 
 
 def write_dummy_gguf(path: Path, folder: Path, dtype: str, seed: int) -> None:
+    write_gguf(path, folder, dtype, random_weights(folder, seed))
+
+
+def random_weights(folder: Path, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Draw the matrices of a model. Norms are neutral, and the states of a hybrid decay."""
+    rng = np.random.default_rng(seed)
+    std = np.float32(read_config(folder)["initializer_range"])
+    for name, size in tensor_shapes(ModelShape.from_folder(folder)).items():
+        if len(size) == 1:
+            yield name, np.full(size, -1 if name.endswith("ssm_a") else 1, dtype=np.float32)
+        else:
+            yield name, rng.standard_normal(size, dtype=np.float32) * std
+
+
+def write_gguf(path: Path, folder: Path, dtype: str, weights: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Write float32 weights with their GGUF names, and the sizes in the folder's config.json.
+
+    `ssm_a` is the negative factor of a head's decay, -exp(A_log). Weights of norms are factors, not differences from
+    one. If several value heads use one key head, the heads `i` and `i + num_key_heads` use the same one.
+    """
     shape, raw = ModelShape.from_folder(folder), read_config(folder)
     if not raw.get("tie_word_embeddings"):
         raise ValueError("--engine llamacpp writes dummy weights for models with tied embeddings only")
-    rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture_of(folder))
     add_sizes(writer, shape, raw)
-    for name, size in tensor_shapes(shape).items():
-        if len(size) == 1:
-            writer.add_tensor(name, np.ones(size, dtype=np.float32))
-            continue
-        weight = rng.standard_normal(size, dtype=np.float32) * np.float32(raw["initializer_range"])
-        kind = WEIGHT_TYPES["float32" if "conv1d" in name else dtype]
+    for name, weight in weights:
+        kind = WEIGHT_TYPES["float32" if weight.ndim == 1 or "conv1d" in name else dtype]
         writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -72,22 +89,28 @@ def add_sizes(writer: gguf.GGUFWriter, shape: ModelShape, raw: dict[str, Any]) -
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(shape.vocab_size)
     writer.add_tokenizer_model("none")
-    if shape.delta is None:
-        return
+    if shape.delta is not None:
+        add_hybrid_sizes(writer, shape, shape.delta, raw)
+
+
+def add_hybrid_sizes(writer: gguf.GGUFWriter, shape: ModelShape, delta: DeltaShape, raw: dict[str, Any]) -> None:
+    rope = raw.get("rope_parameters") or raw
     half = int(shape.head_dim * rope["partial_rotary_factor"]) // 2
     writer.add_rope_dimension_count(2 * half)
-    writer.add_rope_dimension_sections(
-        [(half + 2) // 3, (half + 1) // 3, half // 3, 0]
-    )  # time, height, width of images
-    writer.add_ssm_conv_kernel(shape.delta.conv_width)
-    writer.add_ssm_inner_size(shape.delta.value_size)
-    writer.add_ssm_state_size(shape.delta.key_dim)
-    writer.add_ssm_time_step_rank(shape.delta.num_value_heads)
-    writer.add_ssm_group_count(shape.delta.num_key_heads)
-    interval = shape.delta.attends.index(True) + 1
-    if shape.delta.attends != tuple((i + 1) % interval == 0 for i in range(shape.num_layers)):
-        raise ValueError(f"--engine llamacpp needs every n-th layer to attend, got {raw['layer_types']}")
+    sections = [(half + 2) // 3, (half + 1) // 3, half // 3, 0]  # time, height, width of images
+    writer.add_rope_dimension_sections(sections)
+    writer.add_ssm_conv_kernel(delta.conv_width)
+    writer.add_ssm_inner_size(delta.value_size)
+    writer.add_ssm_state_size(delta.key_dim)  # of values too
+    writer.add_ssm_time_step_rank(delta.num_value_heads)
+    writer.add_ssm_group_count(delta.num_key_heads)
+    interval = delta.attends.index(True) + 1
     writer.add_full_attention_interval(interval)
+    if delta.attends != tuple((i + 1) % interval == 0 for i in range(shape.num_layers)):
+        raise ValueError(f"--engine llamacpp needs every n-th layer to attend, got {raw['layer_types']}")
+    if delta.key_dim != delta.value_dim:
+        raise ValueError("--engine llamacpp needs linear_key_head_dim and linear_value_head_dim to be equal, got "
+                         f"{delta.key_dim} and {delta.value_dim}")  # fmt: skip
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from benchmarks.common import QWEN3_06B, ModelShape, read_config
 from benchmarks.hybrids import QWEN35_08B
 from benchmarks.roofline import Rates, roofline
 from nanovllm.extras.checkpoint import read_model_config
-from tests.extras.models.hybrid_checkpoints import make_config
+from tests.extras.models.hybrid_checkpoints import make_config, set_weights_that_matter
 
 pytest.importorskip("transformers.models.qwen3_5")
 
@@ -23,7 +23,8 @@ def tiny(tmp_path):
     """A folder with the config.json of a small model, every fourth layer of which attends."""
     folder = tmp_path / "tiny-hybrid"
     folder.mkdir()
-    fields = {"layer_types": None, "num_hidden_layers": 8, "tie_word_embeddings": True, "linear_value_head_dim": 16}
+    fields = {"layer_types": None, "num_hidden_layers": 8, "tie_word_embeddings": True, "linear_value_head_dim": 16,
+              "rms_norm_eps": 1e-6}  # fmt: skip
     config = make_config(**fields).to_dict() | {"architectures": ["Qwen3_5ForCausalLM"], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -106,11 +107,94 @@ def test_gguf_files_have_all_weights_by_the_names_of_their_architecture(dummy_gg
         assert {one.name: tuple(one.shape[::-1]) for one in reader.tensors} == found
 
 
+def gguf_weights(model):
+    """Yield the weights of transformers' model as converted checkpoints have them, by their GGUF names."""
+    import gguf
+
+    config = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, config.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        if name.endswith("norm.weight") and "linear_attn" not in name:
+            weight = weight + 1
+        elif name.endswith("A_log"):
+            weight = -weight.exp()
+        elif "conv1d" in name:
+            weight = weight[:, 0]
+        if "linear_attn" in name and not name.endswith("norm.weight"):
+            weight = in_llama_cpps_order(name, weight, config)
+        stored = names.get_name(name.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        yield stored, weight.contiguous().numpy()
+
+
+def in_llama_cpps_order(name, weight, config):
+    """Number the value heads so that consecutive ones use different key heads."""
+    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    order = torch.arange(value_heads).view(key_heads, -1).T.flatten()
+    if name.endswith(("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
+        return weight[order]
+    if name.endswith("out_proj.weight"):
+        return weight.unflatten(1, (value_heads, -1))[:, order].flatten(1)
+    value_size = value_heads * config.linear_value_head_dim
+    others, values = weight[:-value_size], weight[-value_size:]  # queries and keys, if there are any
+    return torch.cat([others, values.unflatten(0, (value_heads, -1))[order].flatten(0, 1)])
+
+
+def test_llama_cpp_computes_what_transformers_computes(dummy_gguf, tiny, tmp_path, monkeypatch):
+    """Three prompts in one batch, then single tokens. Their states are of different lengths."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    from benchmarks import llamacpp
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tiny)).eval()
+    set_weights_that_matter(model)
+    path = tmp_path / "tiny.gguf"
+    dummy_gguf.write_gguf(path, tiny, "float32", gguf_weights(model))
+    monkeypatch.setattr(llamacpp, "dummy_gguf", lambda *_: path)
+    exact = [("type_k", llama_cpp.GGML_TYPE_F32), ("type_v", llama_cpp.GGML_TYPE_F32)]  # by default float16
+    exact.append(("flash_attn_type", llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED))  # it rounds to float16
+    args = argparse.Namespace(model=tiny, dtype="float32", seed=0, quantization=None, engine_option=exact)
+    lens, num_steps = (5, 40, 150), 4  # llama.cpp computes chunks of 64 tokens
+    prompts = [torch.randint(0, 200, (n,)).tolist() for n in lens]
+    context = llamacpp.Context(args, list(lens), len(lens), 0)
+    found = [[] for _ in lens]
+    for step in range(1 + num_steps):
+        starts = [0] * len(lens) if step == 0 else [n - num_steps + step - 1 for n in lens]
+        ends = [n - num_steps + step for n in lens]
+        tokens = [
+            (prompts[seq][p], p, seq, True)
+            for seq, (start, end) in enumerate(zip(starts, ends, strict=True))
+            for p in range(start, end)
+        ]
+        context.decode(tokens)
+        for row, (_, _, seq, _) in enumerate(tokens):
+            logits = llama_cpp.llama_get_logits_ith(context.context, row)
+            found[seq].append(torch.tensor(logits[: context.num_vocab]))
+    for prompt, rows in zip(prompts, found, strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0]  # [len, vocab_size]
+        torch.testing.assert_close(torch.stack(rows), expected, rtol=0, atol=2e-4)  # of logits up to 7
+
+
+def test_random_states_decay(dummy_gguf, tiny):
+    """A positive `ssm_a` makes the states of a long prompt infinite."""
+    factors = [weight for name, weight in dummy_gguf.random_weights(tiny, 0) if name.endswith("ssm_a")]
+    assert len(factors) == 6
+    assert all((weight < 0).all() for weight in factors)
+
+
 def test_gguf_files_need_layers_that_attend_at_an_interval(dummy_gguf, tiny, tmp_path):
     config = read_config(tiny)
     config["layer_types"] = ["linear_attention", "full_attention", *["linear_attention"] * 6]
     (tiny / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="every n-th layer to attend"):
+        dummy_gguf.write_dummy_gguf(tmp_path / "tiny.gguf", tiny, "float32", seed=0)
+
+
+def test_gguf_files_need_keys_as_long_as_values(dummy_gguf, tiny, tmp_path):
+    config = read_config(tiny) | {"linear_value_head_dim": 24}
+    (tiny / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="linear_key_head_dim and linear_value_head_dim to be equal, got 16 and 24"):
         dummy_gguf.write_dummy_gguf(tmp_path / "tiny.gguf", tiny, "float32", seed=0)
 
 
