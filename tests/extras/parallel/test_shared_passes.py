@@ -164,6 +164,7 @@ def test_ranks_give_what_one_gives(shareable, request, name, variant, size, num_
     with LLM(folder, tensor_parallel_size=size, **options) as llm:
         found, stats = serve(llm, variant), llm.get_stats()
         description, window = llm.engine.description, llm.engine.parts.model_config.widest_window
+        gives_back = "windows of" in description or (window is not None and window <= 60)  # blocks behind a window
     assert found[0] == expected[0]
     assert found[1] == pytest.approx(expected[1], abs=1e-4)
     for i, prompt in enumerate(PROMPTS):
@@ -172,7 +173,7 @@ def test_ranks_give_what_one_gives(shareable, request, name, variant, size, num_
     assert [rank.wait(10) for rank in ranks] == [0] * (size - 1)
     assert description.endswith(f", {size} ranks ({kind or 'gloo'})")
     assert stats.prefix_cache_hit_tokens > 0
-    if window is None or window > 60:  # else the few blocks suffice
+    if not gives_back:  # else the few blocks suffice
         assert (stats.num_preemptions > 0) == (ENGINES[engine]["num_kv_blocks"] in FEW)
         assert (stats.num_swaps > 0) == ("swap_space_bytes" in ENGINES[engine])
 
