@@ -106,8 +106,7 @@ def check_greedy(llm, prompts, expected):
 DEFAULT_CASES = [
     ("gpt_oss", "cpu", 64, 16, "tiny"), ("gpt_oss", "torch", 13, 1, "tiny"), ("gemma3", "torch", 13, 4, "tiny"),
     ("gemma3", "cpu", 7, 16, "large"), ("smollm3", "torch", 64, 4, "large"),
-    ("gemma4_e2b", "cpu", 13, 16, "tiny"), ("gemma4_31b", "torch", 7, 4, "large"),
-    ("gemma4_26b", "torch", 64, 1, "tiny"), ("gemma4_odd", "cpu", 64, 16, "large"),
+    ("gemma4_e2b", "cpu", 13, 16, "tiny"), ("gemma4_26b", "torch", 64, 1, "tiny"),
 ]  # fmt: skip
 
 
@@ -229,7 +228,12 @@ def test_samples_are_those_of_one_table(checkpoints, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_groups", "unused"), [("gpt_oss", 2, 0), ("gemma4_e2b", 3, 0), ("gemma4_26b", 3, 1 / 6)]
+    ("name", "num_groups", "unused"),
+    [
+        ("gpt_oss", 2, 0),
+        pytest.param("gemma4_e2b", 3, 0, marks=pytest.mark.slow),
+        pytest.param("gemma4_26b", 3, 1 / 6, marks=pytest.mark.slow),
+    ],
 )
 def test_a_pool_of_the_same_size_holds_longer_sequences(checkpoints, name, num_groups, unused):
     """Beyond the window, a block takes a half or a third of what it takes in one table."""
