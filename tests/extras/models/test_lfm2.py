@@ -88,7 +88,8 @@ def test_the_state_is_that_of_the_convolutions_only(hybrids):
 
 def test_swapped_states_and_drafts_give_the_tokens_of_transformers(hybrids):
     swap = {"preemption_mode": "swap", "swap_space_bytes": 2_000_000, "num_kv_blocks": 22}
-    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "disable_by_batch_size": 64}
+    drafts = {"speculative_config": ngram}
     llm = make_llm(hybrids.make()[0], block_size=4, max_num_batched_tokens=24, **swap, **drafts)
     check_greedy(llm, hybrids.prompts(), hybrids.greedy())
     stats = llm.get_stats()
