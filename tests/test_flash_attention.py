@@ -11,6 +11,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.layers.flash_attention import FlashAttention
 from tests import cuda_stand_in
+from tests.conftest import every_second
 from tests.core_traffic import MODEL, SMALL, drive, random_requests
 
 
@@ -19,7 +20,7 @@ def card(monkeypatch):
     cuda_stand_in.install(monkeypatch)
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("enforce_eager", every_second([False, True]))
 def test_tokens_are_those_of_pytorchs_attention(card, enforce_eager):
     rng = random.Random(5)
     requests = list(random_requests(rng, 12))

@@ -138,7 +138,13 @@ def checkpoints(tmp_path_factory):
     return Checkpoints(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize(("name", "variant"), OF_EXPERTS_AND_LATENTS)
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        *OF_EXPERTS_AND_LATENTS[1:3],
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in OF_EXPERTS_AND_LATENTS[::3]),
+    ],
+)
 def test_outputs_do_not_depend_on_what_else_is_in_the_batch(checkpoints, name, variant):
     """In bfloat16, where one other bit soon is another expert: alone, together, in chunks, and after preemption."""
     folder, _ = checkpoints.make(name, variant)

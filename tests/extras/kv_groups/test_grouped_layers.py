@@ -104,9 +104,8 @@ def check_greedy(llm, prompts, expected):
 
 
 DEFAULT_CASES = [
-    ("gpt_oss", "cpu", 64, 16, "tiny"), ("gpt_oss", "torch", 13, 1, "tiny"), ("gemma3", "torch", 13, 4, "tiny"),
-    ("gemma3", "cpu", 7, 16, "large"), ("smollm3", "torch", 64, 4, "large"),
-    ("gemma4_e2b", "cpu", 13, 16, "tiny"), ("gemma4_26b", "torch", 64, 1, "tiny"),
+    ("gpt_oss", "cpu", 64, 16, "tiny"), ("gemma3", "torch", 13, 4, "tiny"), ("smollm3", "torch", 64, 1, "large"),
+    ("gemma4_e2b", "cpu", 13, 16, "tiny"),
 ]  # fmt: skip
 
 

@@ -31,11 +31,9 @@ VARIANTS = {
 }
 LAYERS = {"torch": TORCH, "kernels": KERNELS}
 DEFAULT = [
-    ("qwen3", "overlap", "torch"),
     ("mistral", "ngram", "kernels"),
     ("gemma3", "swap", "kernels"),
     ("deepseek", "plain", "kernels"),
-    ("qwen3", "int8", "kernels"),
     ("qwen3", "fp8", "torch"),
 ]
 
