@@ -126,7 +126,7 @@ def test_kinds_are_computed_as_by_transformers(tmp_path, caplog, name):
         if isinstance(llm, Exception):
             assert is_named(field, llm) or "tensor" in str(llm), (field, kind, llm)
             continue
-        logits = logits_of_transformers(architecture, folder, prompt)
+        logits = logits_of_transformers(architecture.model_class, folder, prompt)
         if logits is not None:
             ours = logits_of(llm, prompt)
             assert torch.allclose(ours, logits, rtol=1e-4, atol=1e-3), f"{field} = {kind!r}"

@@ -111,7 +111,8 @@ def test_tokens_are_those_of_transformers(models, name, budget, block_size, pool
     prompts, expected = models.prompts()[:num], models.greedy(name)[:num]
     check_greedy(llm, prompts, expected)
     num_preemptions = llm.get_stats().num_preemptions
-    assert num_preemptions == 0 if pool == "large" else num_preemptions > 0 or budget == 7
+    is_scarce = pool == "tiny" and budget != 7 and name != "gemma4"  # whose groups give back blocks behind the window
+    assert num_preemptions > 0 if is_scarce else num_preemptions == 0 or pool == "tiny"
     check_greedy(llm, prompts[::-1], expected[::-1])  # prefixes are cached
     if pool == "large":
         assert llm.get_stats().prefix_cache_hit_tokens > 0

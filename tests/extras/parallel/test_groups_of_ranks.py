@@ -186,10 +186,9 @@ def test_a_request_that_fails_does_not_change_the_blocks_of_others(grouped, quic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [ONE_TABLE, {"max_model_len": 9}], ids=str)
-def test_all_ranks_have_one_table_if_rank_0_has(grouped, quick_ranks, options):
+def test_all_ranks_have_one_table_if_rank_0_has(grouped, quick_ranks):
     folder, prompts = grouped.of("gemma3")[0], grouped.prompts()[:3]
-    with make_llm(folder, tensor_parallel_size=2, **options) as llm:
+    with make_llm(folder, tensor_parallel_size=2, **ONE_TABLE) as llm:
         assert not is_grouped(llm)
         assert llm.engine.description.startswith("one block table for all layers (")
         check_greedy(llm, prompts, greedy_of(make_llm(folder), prompts))
