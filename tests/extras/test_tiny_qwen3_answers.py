@@ -56,7 +56,7 @@ def ask(llm: LLM, tokenizer, questions: list[str]) -> list[str | None]:
 
 
 CASES = [(TINY_QWEN3, "float32", 24), (TINY_QWEN3, "bfloat16", 24), (TINY_QWEN3_5, "float32", 48)]
-SWEEP = [(TINY_QWEN3, "float32", 3), (TINY_QWEN3, "bfloat16", 2), (TINY_QWEN3_5, "bfloat16", 2)]
+SWEEP = [(TINY_QWEN3, "float32", 3), (TINY_QWEN3, "bfloat16", 4), (TINY_QWEN3_5, "bfloat16", 3)]
 
 
 @pytest.mark.parametrize(

@@ -86,13 +86,12 @@ def test_greedy_tokens_are_those_of_transformers(monkeypatch, checkpoints, shape
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "lens"),
+    ("options", "lens", "shape"),
     [
-        pytest.param({}, (1, 30), id="room"),
-        pytest.param({"num_kv_blocks": 4, "max_num_batched_tokens": 24}, (13, 15), id="preemption"),
+        pytest.param({}, (1, 30), SHAPES[1], id="room"),
+        pytest.param({"num_kv_blocks": 4, "max_num_batched_tokens": 24}, (13, 15), SHAPES[0], id="preemption"),
     ],
 )
-@pytest.mark.parametrize("shape", SHAPES, ids=["one layer", "two layers"])
 def test_mixtures_of_draws_are_those_of_eager_steps(monkeypatch, checkpoints, options, lens, shape):
     folder, _ = checkpoints.make(**shape)
     rng = random.Random(0)

@@ -184,10 +184,10 @@ def test_a_model_gives_the_tokens_of_the_definition(tiny_checkpoint, quantizatio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["int8", {"method": "int4", "group_size": 32, "embeddings": "int4"}])
-def test_the_self_check_compares_packed_layers(monkeypatch, tmp_path, tiny_checkpoint, quantization):
+def test_the_self_check_compares_packed_layers(monkeypatch, tmp_path, tiny_checkpoint):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(runner_check, "start_crash_test", lambda *_: CrashTest([sys.executable, "-c", ""], 60))
+    quantization = {"method": "int4", "group_size": 32, "embeddings": "int4"}
     options = {"dtype": "float32", "quantization": quantization, "num_kv_blocks": 20, "max_model_len": 48}
     options |= {"device": str(DEVICE), "attention_backend": "triton", "self_check": "strict"}
     LLM(tiny_checkpoint[0], **options)
