@@ -18,6 +18,7 @@ from nanovllm.extras.models.architectures import find_architecture
 from nanovllm.extras.states.pool import StateShape
 from nanovllm.extras.states.slots import StateStats
 from tests.conftest import every_second
+from tests.extras.failing_request import FailingError, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import (
     MAX_TOKENS,
     QWEN35,
@@ -218,10 +219,6 @@ def test_without_prefix_caching_there_are_no_snapshots(hybrids):
     assert (llm.engine.runner.kv_cache.num_slots, llm.engine.scheduler.block_manager.num_snapshots) == (8, 0)
 
 
-class FailingError(Exception):
-    pass
-
-
 def test_a_request_that_fails_does_not_change_the_states_of_others(hybrids):
     """The step runs again: first to find the request, then without it. Seen to fail if states are not brought back."""
     engine = IsolatingEngine(
@@ -229,21 +226,8 @@ def test_a_request_that_fails_does_not_change_the_states_of_others(hybrids):
                num_kv_blocks=120, max_num_seqs=8, max_num_batched_tokens=16)
     )  # fmt: skip
 
-    def fail(output_token_ids, logits):
-        if len(output_token_ids) == 3:
-            raise FailingError
-        return logits
-
-    prompts = hybrids.prompts()
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, GREEDY)
-    engine.add_request("bad", [1, 2, 3], SamplingParams(temperature=0, max_tokens=9, logits_processors=[fail]))
-    outputs, errors = {}, {}
-    while engine.has_unfinished_requests():
-        outputs |= {one.request_id: one.outputs[0].token_ids for one in engine.step().outputs}
-        errors |= engine.take_failures()
-    assert isinstance(errors["bad"], FailingError)
-    assert [outputs[str(i)] for i in range(len(prompts))] == [token_ids for token_ids, _ in hybrids.greedy()]
+    tokens = serve_beside_a_failing_one(engine, hybrids.prompts(), GREEDY)
+    assert tokens == [token_ids for token_ids, _ in hybrids.greedy()]
 
 
 def test_a_failed_step_starts_its_sequences_again(hybrids, monkeypatch):

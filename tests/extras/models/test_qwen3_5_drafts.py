@@ -19,6 +19,7 @@ from nanovllm import LLM, Config, SamplingParams
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.states.drafted_slots import DraftedStateBlockManager
 from tests.conftest import every_second
+from tests.extras.failing_request import FailingError, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import (
     QWEN35,
     HybridCheckpoints,
@@ -171,10 +172,6 @@ def test_a_rollback_to_another_slot_is_seen(hybrids, monkeypatch, fault):
     assert [one.outputs[0].token_ids for one in outputs] != [token_ids for token_ids, _ in hybrids.greedy()]
 
 
-class FailingError(Exception):
-    pass
-
-
 def test_a_request_that_fails_beside_drafts(hybrids):
     """Its steps run again, with the states before them. The others have drafts in these steps."""
     engine = IsolatingEngine(
@@ -182,21 +179,8 @@ def test_a_request_that_fails_beside_drafts(hybrids):
                num_kv_blocks=120, max_num_seqs=8, speculative_config=drafting(Knowing(texts_of(hybrids))))
     )  # fmt: skip
 
-    def fail(output_token_ids, logits):
-        if len(output_token_ids) == 3:
-            raise FailingError
-        return logits
-
-    prompts = hybrids.prompts()
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, GREEDY)
-    engine.add_request("bad", [1, 2, 3], SamplingParams(temperature=0, max_tokens=9, logits_processors=[fail]))
-    outputs, errors = {}, {}
-    while engine.has_unfinished_requests():
-        outputs |= {one.request_id: one.outputs[0].token_ids for one in engine.step().outputs}
-        errors |= engine.take_failures()
-    assert isinstance(errors["bad"], FailingError)
-    assert [outputs[str(i)] for i in range(len(prompts))] == [token_ids for token_ids, _ in hybrids.greedy()]
+    tokens = serve_beside_a_failing_one(engine, hybrids.prompts(), GREEDY)
+    assert tokens == [token_ids for token_ids, _ in hybrids.greedy()]
     assert engine.get_stats().num_accepted_tokens > 0
 
 

@@ -15,6 +15,7 @@ from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
 from nanovllm.extras.kv_groups.group_ranks import GroupedRankRunner
 from nanovllm.extras.parallel import messages, worker
 from nanovllm.extras.parallel import start_ranks as start
+from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.kv_groups.test_grouped_layers import (
     FEW,
@@ -157,10 +158,6 @@ def test_each_rank_stores_its_share_of_the_blocks_of_all_groups(grouped, quick_r
         assert llm.get_stats().kv_store.num_loaded_blocks > 0
 
 
-class FailingError(Exception):
-    pass
-
-
 @pytest.mark.slow
 def test_a_request_that_fails_does_not_change_the_blocks_of_others(grouped, quick_ranks):
     folder, prompts = grouped.of("gemma3")[0], grouped.prompts()[:4]
@@ -168,21 +165,8 @@ def test_a_request_that_fails_does_not_change_the_blocks_of_others(grouped, quic
                     num_kv_blocks=120, max_num_seqs=8, max_num_batched_tokens=16, tensor_parallel_size=2)  # fmt: skip
     engine = IsolatingEngine(config)
 
-    def fail(output_token_ids, logits):
-        if len(output_token_ids) == 3:
-            raise FailingError
-        return logits
-
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, GREEDY)
-    engine.add_request("bad", [1, 2, 3], SamplingParams(temperature=0, max_tokens=9, logits_processors=[fail]))
-    outputs, errors = {}, {}
-    while engine.has_unfinished_requests():
-        outputs |= {one.request_id: one.outputs[0].token_ids for one in engine.step().outputs}
-        errors |= engine.take_failures()
-    assert isinstance(errors["bad"], FailingError)
-    expected = [token_ids for token_ids, _ in greedy_of(make_llm(folder), prompts)]
-    assert [outputs[str(i)] for i in range(len(prompts))] == expected
+    tokens = serve_beside_a_failing_one(engine, prompts, GREEDY)
+    assert tokens == [token_ids for token_ids, _ in greedy_of(make_llm(folder), prompts)]
 
 
 @pytest.mark.slow

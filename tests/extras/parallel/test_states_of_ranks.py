@@ -21,6 +21,7 @@ from nanovllm.extras.parallel.cut import Cutter, read_part, share_of
 from nanovllm.extras.states.state_ranks import StateRankRunner
 from nanovllm.extras.states.state_runner import StateRunner
 from nanovllm.layers.attention import TorchAttention
+from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, make_config
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, check_greedy, logprobs
@@ -152,31 +153,15 @@ def test_ranks_quantise_their_own_weights(hybrids, rank_threads, backend):
     assert found[1] == pytest.approx(exact, abs=0.3)
 
 
-class FailingError(Exception):
-    pass
-
-
 def test_a_request_that_fails_does_not_change_the_states_of_others(hybrids, quick_ranks):
     """The step runs again on all ranks, from the states that each of them has kept."""
     config = Config(model=hybrids.make()[0], device="cpu", dtype="float32", attention_backend="torch", block_size=4,
                     num_kv_blocks=120, max_num_seqs=8, max_num_batched_tokens=16, tensor_parallel_size=2)  # fmt: skip
     engine, prompts = IsolatingEngine(config), hybrids.prompts()[:4]
 
-    def fail(output_token_ids, logits):
-        if len(output_token_ids) == 3:
-            raise FailingError
-        return logits
-
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, GREEDY)
-    engine.add_request("bad", [1, 2, 3], SamplingParams(temperature=0, max_tokens=9, logits_processors=[fail]))
     expected = greedy_of(make_llm(hybrids.make()[0], num_kv_blocks=120), prompts)
-    outputs, errors = {}, {}
-    while engine.has_unfinished_requests():
-        outputs |= {one.request_id: one.outputs[0].token_ids for one in engine.step().outputs}
-        errors |= engine.take_failures()
-    assert isinstance(errors["bad"], FailingError)
-    assert [outputs[str(i)] for i in range(len(prompts))] == [token_ids for token_ids, _ in expected]
+    tokens = serve_beside_a_failing_one(engine, prompts, GREEDY)
+    assert tokens == [token_ids for token_ids, _ in expected]
 
 
 # ---- weights

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
 from nanovllm.extras.isolation import IsolatingEngine
+from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.models.test_qwen3_5 import GREEDY, TINY_POOLS, check_all_free, check_greedy, logprobs, make_llm
 
@@ -224,10 +225,6 @@ def test_samples_are_those_without_drafts(heads, options):
     check_all_free(llm)
 
 
-class FailingError(Exception):
-    pass
-
-
 def test_a_request_that_fails_does_not_change_the_hidden_states_of_others(heads):
     """The failed step runs again, with the hidden states before it."""
     folder, model, head = heads.make()
@@ -236,20 +233,9 @@ def test_a_request_that_fails_does_not_change_the_hidden_states_of_others(heads)
                max_num_seqs=8, speculative_config=predicting())
     )  # fmt: skip
 
-    def fail(output_token_ids, logits):
-        if len(output_token_ids) == 3:
-            raise FailingError
-        return logits
-
     draws = record_draws(engine)
-    for i, prompt in enumerate(heads.hybrids.prompts()):
-        engine.add_request(str(i), prompt, GREEDY)
-    engine.add_request("bad", [1, 2, 3], SamplingParams(temperature=0, max_tokens=9, logits_processors=[fail]))
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {one.request_id: one.outputs[0].token_ids for one in engine.step().outputs}
-    assert engine.take_failures().keys() == {"bad"}
-    assert [outputs[str(i)] for i in range(6)] == [token_ids for token_ids, _ in heads.hybrids.greedy()]
+    tokens = serve_beside_a_failing_one(engine, heads.hybrids.prompts(), GREEDY)
+    assert tokens == [token_ids for token_ids, _ in heads.hybrids.greedy()]
     check_draws(model, head, draws)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.extras.trace.axe_themes import check_both_themes
 from tests.extras.trace.test_page import LIGHT, STATES, cell_color, chromium, show  # noqa: F401 (fixtures)
 from tests.extras.trace_traffic import Lines, RecordedGroupedRun, known_groups, known_run, random_run
 
@@ -173,16 +174,8 @@ def test_a_long_table_shows_its_end_on_a_phone(show):  # noqa: F811
 
 @pytest.mark.parametrize(("width", "lang"), [(390, "zh"), (1440, "en")])
 def test_axe_finds_nothing_and_nothing_runs_over_the_side(show, known, width, lang):  # noqa: F811
-    from axe_playwright_python.sync_playwright import Axe
-
     page = show(known[0], at=f"#step=3&seq=2&block=8&lang={lang}&theme=light", width=width)
-    page.add_style_tag(content=".card, .scroll { content-visibility: visible !important; }")
-    for theme in ("light", "dark"):
-        page.locator(f":root[data-theme={theme}]").wait_for()
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        found = Axe().run(page, options={"rules": {"target-size": {"enabled": True}}}).response
-        assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found["violations"]] == []
-        page.keyboard.press("d")
+    check_both_themes(page, width)
 
 
 def test_pages_of_models_with_one_group_show_none(show):  # noqa: F811
