@@ -182,9 +182,13 @@ class ModelRunner(PlainRunner):
 
     def make_graphs(self) -> CudaGraphs:
         """Return the core's graphs of the forward pass of decodes; `choose_graphs` has decided that there are some."""
-        max_num_blocks = -(-self.max_model_len // self.backend.block_size)
+        return CudaGraphs(self.model, self.kv_cache.tensor, *self.largest_decode)
+
+    @property
+    def largest_decode(self) -> tuple[int, int]:
+        """The most sequences that a step of decodes has, and the most blocks of one of them."""
         max_rows = min(self.max_rows, self.max_num_batched_tokens)
-        return CudaGraphs(self.model, self.kv_cache.tensor, max_rows, max_num_blocks)
+        return max_rows, -(-self.max_model_len // self.backend.block_size)
 
     @property
     def memory_knob(self) -> str:  # type: ignore[override]  # a constant of the parent

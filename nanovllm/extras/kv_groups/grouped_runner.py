@@ -44,8 +44,7 @@ class GroupedLayersRunner(ModelRunner):
     def make_graphs(self) -> CudaGraphs:
         from nanovllm.extras.kv_groups.grouped_graphs import GroupedCudaGraphs
 
-        sizes = (min(self.max_rows, self.max_num_batched_tokens), -(-self.max_model_len // self.backend.block_size))
-        return GroupedCudaGraphs(self.model, self.kv_cache.tensor, *sizes, self.num_windows)
+        return GroupedCudaGraphs(self.model, self.kv_cache.tensor, *self.largest_decode, self.num_windows)
 
     def prepare_layers(self) -> None:
         self.model.register_forward_pre_hook(spread_over(self.layer_groups))
