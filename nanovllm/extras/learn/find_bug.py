@@ -33,7 +33,20 @@ LARGE_IDS = tuple(  # alike in the last byte, in the last two bytes, above 255, 
     )
 )
 RESUMED = Traffic(5, 1, 9, (Request((0,), 3), Request((0, 0, 0), 2)))  # finds blocks, but does not fit at first
-EXAMPLES_OF_ENGINE = (*EXAMPLES, *WITH_ANSWERS, WHOLE_PROMPT, FREED_FIRST, CHUNKED, PARTLY_FILLED, RESUMED, *LARGE_IDS)
+ONE_REQUEST = Traffic(1, 2, 9, (Request((0,), 1),))
+ANSWERED_TWICE = Traffic(2, 2, 9, (Request((0,), 2, n=2), Request((0, 0), 2)))  # two requests make the same full block
+EXAMPLES_OF_ENGINE = (
+    *EXAMPLES,
+    *WITH_ANSWERS,
+    *LARGE_IDS,
+    WHOLE_PROMPT,
+    FREED_FIRST,
+    CHUNKED,
+    PARTLY_FILLED,
+    RESUMED,
+    ANSWERED_TWICE,
+    ONE_REQUEST,
+)
 """Planted runs of the whole engine, which together show all bugs."""
 
 

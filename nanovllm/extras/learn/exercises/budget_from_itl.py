@@ -253,6 +253,7 @@ EXERCISES = (
             Case(20, 9, 2, 6, 10),
             Case(17, 9, 2, 4, 10),
             Case(19, 9, 2, 1, 8),
+            Case(5, 1, 2, 1, 2),
         ),
         cases=cases,
         describe=describe,

@@ -221,6 +221,7 @@ EXERCISES = (
             Case((2, 7, 1, 6), 2),
             Case((3, 3, 2), 2),
             Case((4,), 3),
+            Case((1, 2), 3),
             Case((1, 5, 2, 4, 3), 2),
         ),
         cases=lambda: st.builds(

@@ -102,6 +102,7 @@ EXERCISES = (
                 ((Visit((0, 1, 2, 1, 0)),), (Visit((2,), True),), (Visit((0, 0, 0), True),), (Visit((0, 1, 2, 1, 0)),)),
             ),
             Visits(6, 2, 9, ((Visit((0, 1, 2, 1, 0)),), (Visit((0, 1, 2, 1, 2)),)), forgotten=(2,)),
+            Visits(2, 2, 9, ((Visit((0,)),), (Visit((0,)),), (Visit((0, 0), True),), (Visit((0, 0, 0)),))),
         ),
         cases=visits,
         describe=describe_visits,

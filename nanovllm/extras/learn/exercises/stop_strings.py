@@ -158,6 +158,7 @@ EXERCISES = (
             (("ab", "cd"), ("xc", "d")),
             (("ab",), ("ca",)),
             (("abc",), ("ccc",)),
+            (("b",), ("a", "ab")),
         ),
         cases=cases,
         describe=describe,

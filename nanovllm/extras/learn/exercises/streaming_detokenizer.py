@@ -125,6 +125,7 @@ EXERCISES = (
             (b"\xe5\x9d", b"\x97\xe5", b"\x9d\x97", b""),
             (b"a", b"b"),
             (b"\xf0\x9f", b"\x99"),
+            (b"aaa\xe5\x9d", b"\x97"),
         ),
         cases=cases,
         describe=describe,
