@@ -102,7 +102,7 @@ def test_a_server_whose_rank_dies_in_a_step(with_tokenizer, own_folder, monkeypa
         with in_thread(llm) as server:
             body = {"prompt": "ab", "ignore_eos": True}
             statuses = [httpx.post(f"{server.url}/v1/completions", json={**body, "max_tokens": 300}).status_code]
-            assert time.monotonic() - fault.wait()["time"] < 2
+            assert time.monotonic() - fault.wait()["time"] < 10
             statuses.append(httpx.post(f"{server.url}/v1/completions", json=body).status_code)
             statuses.append(httpx.get(f"{server.url}/health").status_code)
         assert scenarios.worker_pids() == []

@@ -157,7 +157,7 @@ def test_slow_readers_stall_nobody(server):
         start = time.perf_counter()
         results = ask_all(server, [body_of(prompt_of(i), 8, ignore_eos=True) for i in range(8)])
         assert [result.error for result in results] == [None] * 8
-        assert time.perf_counter() - start < 10
+        assert time.perf_counter() - start < 30
         server.wait_until_idle(timeout_s=60)  # the engine has ended them, even if no client reads
         text = b""
         slow[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # now at full speed

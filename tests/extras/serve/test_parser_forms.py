@@ -206,13 +206,13 @@ def test_odd_answers(form, text, content, calls):
 
 def test_many_calls_at_once_take_time_in_proportion():
     """Without a stream, a parser gets the whole answer at once."""
-    start = time.perf_counter()
+    start = time.process_time()
     parser = TOOL_PARSERS["deepseek_v31"](FUNCTIONS)
     arguments = [one.text for one in parser.feed(deepseek_v31([("f", {})] * 10_000)) if isinstance(one, CallArguments)]
     assert (parser.num_calls, "".join(arguments)) == (10_000, "{}" * 10_000)
     text = "<tool_call> " * 100_000
     assert find_call(text, ("<tool_call>", "<function=")) == (len(text) - len("<tool_call> "), False)
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
 
 
 def test_thoughts_without_a_first_tag():

@@ -162,12 +162,12 @@ def test_a_request_that_never_arrives_is_given_up(tiny, monkeypatch, sent):
         connection.sendall(sent)
         connection.settimeout(0.05)
         received = b""
-        while b"}}" not in received and time.perf_counter() < start + 5:
+        while b"}}" not in received and time.perf_counter() < start + 15:
             with contextlib.suppress(TimeoutError):
                 received += connection.recv(1 << 16)
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b" ")
-        assert 0.25 < time.perf_counter() - start < 2
+        assert 0.25 < time.perf_counter() - start < 10
         assert received.startswith(b"HTTP/1.1 408 ")
         assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
 
@@ -189,14 +189,14 @@ def test_a_connection_that_has_sent_nothing_is_closed_without_an_answer(tiny, mo
         with one.connect() as connection:
             start = time.perf_counter()
             assert read_all(connection) == b""
-            assert 0.25 < time.perf_counter() - start < 3
+            assert 0.25 < time.perf_counter() - start < 10
         with one.connect() as connection:
             time.sleep(0.1)
             connection.sendall(post(PATH, json.dumps(BODY).encode()))
             assert read_answer(connection)[0] == 200
             start = time.perf_counter()
             assert read_all(connection) == b"", "closed between two requests"
-            assert 0.25 < time.perf_counter() - start < 3
+            assert 0.25 < time.perf_counter() - start < 10
 
 
 @pytest.mark.parametrize("seconds", [0.4, 75.0])
@@ -216,14 +216,14 @@ def test_a_body_that_goes_on_after_its_answer_gets_no_second_one(tiny, monkeypat
         received, start = b"", time.perf_counter()
         connection.settimeout(0.05)
         with contextlib.suppress(ConnectionError):
-            while time.perf_counter() < start + 3:
+            while time.perf_counter() < start + 15:
                 with contextlib.suppress(TimeoutError):
                     piece = connection.recv(1 << 16)
                     received += piece
                     if not piece:
                         break
                 connection.sendall(b" ")
-        assert time.perf_counter() - start < 2
+        assert time.perf_counter() - start < 10
         assert received.startswith(b"HTTP/1.1 404 ")
         assert received.count(b"HTTP/1.1") == 1
 

@@ -146,6 +146,6 @@ def test_all_that_is_recorded_is_opened():
 def test_large_pool_costs_nothing_until_it_is_used():
     lines = copy.deepcopy(LINES)
     lines[0]["num_blocks"] = check.MAX_BLOCKS
-    start = time.perf_counter()
+    start = time.process_time()
     check_recording("run.jsonl", lines)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
