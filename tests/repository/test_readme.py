@@ -31,6 +31,14 @@ def test_ci_runs_readme_test_command_word_for_word():
     assert TEST_COMMAND in CI.splitlines()
 
 
+def test_ci_runs_all_tests_in_a_browser():
+    """It names their folder, since it takes long to collect all others."""
+    folder = re.search(r"pytest -m browser .*?(tests/\S+)", CI)[1]
+    marked = [path for path in (ROOT / "tests").rglob("*.py") if "mark.browser" in path.read_text(encoding="utf-8")]
+    others = [path for path in marked if not path.is_relative_to(ROOT / folder) and path != Path(__file__)]
+    assert (len(marked) > 5, others) == (True, [])
+
+
 def test_readme_stays_an_invitation():
     assert len(README.splitlines()) <= MAX_README_LINES
 
