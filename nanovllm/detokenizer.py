@@ -16,7 +16,7 @@ from tokenizers.decoders import DecodeStream
 
 NUM_CONTEXT = 5  # last tokens of the prompt that prime the stream
 NUM_OPEN = 3  # newest tokens that may still become a character: it has at most four bytes, a token at least one
-MAX_PENDING = 16  # of more tokens without text, all but the newest ones will never become characters
+MAX_PENDING = 16  # if more tokens than this have no text, only the newest ones may still become characters
 
 
 class Detokenizer:

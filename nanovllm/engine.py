@@ -74,7 +74,7 @@ class LLMEngine:
     def make_outputs(self, advanced: list[tuple[int, Sequence]]) -> list[RequestOutput]:
         """Return the outputs of the requests that advanced, and remove finished requests."""
         requests: dict[str, Request] = {}
-        for _, seq in advanced:
+        for _, seq in advanced:  # subclasses read the first, the sequence's row among those sampled
             request = requests[seq.request_id] = self.requests[seq.request_id]
             request.read_tokens(seq, self.scheduler)
         outputs = []

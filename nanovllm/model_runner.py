@@ -25,7 +25,7 @@ CPU_KV_CACHE_BYTES = 1 << 30
 
 
 class ModelRunner:
-    """Ready to run once it is made. ValueError if the model, the options and this machine do not go together."""
+    """The model, its KV cache and its CUDA graphs. ValueError if this machine cannot run them with these options."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config
@@ -132,7 +132,7 @@ class ModelRunner:
         self.run(largest_batch(self.max_num_batched_tokens, self.config.max_num_seqs, self.max_model_len, block_size))
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.empty_cache()
-        graphs = self.make_graphs()  # over the null block only, which is all that empty sequences need
+        graphs = self.make_graphs()  # the cache has only the null block yet, and recording needs no other
         num_graph_bytes = 0 if graphs is None else graphs.measure_bytes()
         del graphs
         torch.cuda.empty_cache()

@@ -134,7 +134,7 @@ def check_prompt_len(num_tokens: int, max_model_len: int, capacity: int, block_s
 
 
 def make_seed(seed: int | None, engine_seed: int, number: int, prompt_token_ids: list[int]) -> int:
-    """Return the seed of a request's random numbers. Without a `seed`, it counts the `number` of requests before.
+    """Return the seed of a request's random numbers. Without a `seed`, `number` decides: the number of requests before.
 
     The prompt is mixed in: with the same seed, the same number would decide the first token of every prompt.
     """

@@ -93,7 +93,7 @@ class Scheduler:
                 seq.num_computed_tokens += num_new_tokens
                 budget -= num_new_tokens
         admitted: list[Sequence] = []
-        if not preempted or not chunks:  # a preempted sequence would only be admitted to be preempted again
+        if not preempted or not chunks:  # a sequence that this step preempts waits, unless nothing runs
             budget = self.admit_waiting(budget, chunks, admitted)
         step = make_step(chunks, self.max_num_batched_tokens - budget)
         copies = self.block_manager.take_copies()

@@ -7,7 +7,7 @@ A sequence is a record. The `Scheduler` advances it, and the `BlockManager` fill
     num_tokens             6
     num_computed_tokens    5     K and V of the first five are in the cache; the sixth is the next step's input
 
-`num_computed_tokens` counts the tokens of a scheduled step at once, before its forward pass has run.
+`schedule` adds the tokens of a step to `num_computed_tokens` before its forward pass runs.
 
 A sequence has *caught up* when `num_computed_tokens == num_tokens`. The step that computes its last token samples the
 next one.
@@ -42,7 +42,7 @@ class Sequence:
     num_computed_tokens: int = field(default=0, init=False)
     num_cached_tokens: int | None = field(default=None, init=False)  # of the prompt, when it was first admitted
 
-    max_num_tokens: int = field(default=0, init=False)  # it ends there; set by `Scheduler.add`, as is the next
+    max_num_tokens: int = field(default=0, init=False)  # the sequence ends here; `Scheduler.add` sets this and the next
     limit_reason: str | None = field(default=None, init=False)  # the stop_reason for reaching `max_num_tokens`
     # every token that ends the sequence, with the stop_reason it gives (None for the model's own end tokens)
     stop_token_ids: dict[int, int | None] = field(init=False)

@@ -102,7 +102,7 @@ class Config(config.Config):
         super().__post_init__()
         if (self.preemption_mode == "swap") != (self.swap_space_bytes > 0):
             raise ValueError(
-                f"preemption_mode='swap' and swap_space_bytes > 0 go together, "
+                f"preemption_mode='swap' needs swap_space_bytes > 0, and swap_space_bytes needs that mode: "
                 f"got {self.preemption_mode!r} and {self.swap_space_bytes}"
             )
         if self.speculative_config is not None:

@@ -102,5 +102,12 @@ def usage() -> str:
     width = max(map(len, COMMANDS), default=0)
     lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ["usage: nanovllm COMMAND …", "", *lines, "", "nanovllm COMMAND --help lists a command's options."]
+        [
+            "usage: nanovllm COMMAND …",
+            '       nanovllm "What is a block table?"  (the bundled model answers)',
+            "",
+            *lines,
+            "",
+            "nanovllm COMMAND --help lists a command's options.",
+        ]
     )

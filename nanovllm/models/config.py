@@ -29,7 +29,7 @@ class ModelConfig:
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
             "attention_bias": False}  # fmt: skip
-COMPUTED = {"hidden_act": ("silu", None), "use_sliding_window": (False, None), "quantization_config": (None,)}
+SUPPORTED = {"hidden_act": ("silu", None), "use_sliding_window": (False, None), "quantization_config": (None,)}
 
 
 def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
@@ -38,7 +38,7 @@ def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
     ValueError for a field with a value that `qwen3.py` does not compute, such as a sliding window.
     """
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}  # in this order, as transformers
-    for name, allowed in COMPUTED.items():
+    for name, allowed in SUPPORTED.items():
         refuse(name, raw.get(name), allowed)
     refuse("rope_type", rope.get("rope_type") or rope.get("type"), ("default", None))
     refuse("partial_rotary_factor", rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor"), (1.0, None))
@@ -48,7 +48,7 @@ def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     values: dict[str, Any] = {name: raw[name] for name in REQUIRED}
     values |= {name: default if raw.get(name) is None else raw[name] for name, default in DEFAULTS.items()}
-    values["num_key_value_heads"] = raw.get("num_key_value_heads", 32) or raw["num_attention_heads"]  # null is all
+    values["num_key_value_heads"] = raw.get("num_key_value_heads", 32) or raw["num_attention_heads"]  # null: all heads
     for name in (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
         check_int(f"config.json: {name}", values[name], 1)
     values["rope_theta"] = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
