@@ -89,8 +89,8 @@ class ModelRunner(PlainRunner):
         threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
         instructions = getattr(self.backend, "instructions", "PyTorch")
         where = f"{self.device}{threads}, {self.dtype}, blocks of {self.backend.block_size}{self.device_setup.note}"
-        in_pytorch = ", ".join(sorted(pytorch_layers(self.model))) or "nothing"
-        return f"{self.reasons}; {instructions} on {where}, in PyTorch: {in_pytorch}"
+        names = ", ".join(sorted(pytorch_layers(self.model)))
+        return f"{self.reasons}; {instructions} on {where}" + f", in PyTorch: {names}" * bool(names)
 
     # ---- a step
 
