@@ -16,6 +16,7 @@ from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.serve.answer import Answer, merge
 from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.generation import Generation, usage_of
+from nanovllm.extras.serve.miss_causes import misses_field
 from nanovllm.extras.serve.openai_logprobs import chat_logprobs
 from nanovllm.extras.serve.prompts import chat_prompt
 from nanovllm.extras.serve.protocol import ChatCompletionRequest
@@ -67,13 +68,13 @@ class Chat:
         self._generation = generation
         self._model_name = model_name
         self._choices = [Choice(body, i, answer, token_bytes) for i, answer in enumerate(answers)]
-        self._shows_prompt = bool(body.return_token_ids)  # in the next chunk
+        self._shows_prompt = True  # in the next chunk
 
     def whole(self) -> dict[str, Any]:
         """Return the JSON of the whole answer."""
         (output,) = self._generation.latest.values()
         choices = [self._choices[completion.index].whole(completion) for completion in output.outputs]
-        return self._head("chat.completion", choices) | {"usage": usage_of([output])} | self._prompt_ids(output)
+        return self._head("chat.completion", choices) | {"usage": usage_of([output])} | self._prompt_fields(output)
 
     async def chunks(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
         """Yield the JSON of the stream's chunks, several at a time."""
@@ -83,7 +84,7 @@ class Chat:
             if options and options.continuous_usage_stats:
                 extra = {"usage": usage_of(outputs)}
             yield (
-                self._head("chat.completion.chunk", [choice]) | extra | self._prompt_ids(output)
+                self._head("chat.completion.chunk", [choice]) | extra | self._prompt_fields(output)
                 for output in outputs
                 for completion in output.outputs
                 for choice in self._choices[completion.index].grow(completion)
@@ -92,10 +93,13 @@ class Chat:
             usage = usage_of(list(self._generation.latest.values()))
             yield [self._head("chat.completion.chunk", []) | {"usage": usage}]
 
-    def _prompt_ids(self, output: RequestOutput) -> dict[str, list[int]]:
-        """Return the field with the prompt's token ids, if the answer must contain it and does not have it yet."""
-        shows, self._shows_prompt = self._shows_prompt, False
-        return {"prompt_token_ids": output.prompt_token_ids} if shows else {}
+    def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the requested fields about the prompt, if the answer does not have them yet."""
+        if not self._shows_prompt:
+            return {}
+        self._shows_prompt = False
+        ids = {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}
+        return ids | misses_field(self._body, output)
 
     def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

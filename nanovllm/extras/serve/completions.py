@@ -15,6 +15,7 @@ from nanovllm.extras.answer_parts.token_bytes import TokenBytes
 from nanovllm.extras.lazy_outputs import CompletionOutput, RequestOutput
 from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.generation import Generation, usage_of
+from nanovllm.extras.serve.miss_causes import misses_field
 from nanovllm.extras.serve.openai_logprobs import completion_logprobs
 from nanovllm.extras.serve.prompts import are_many, encode_prompts
 from nanovllm.extras.serve.protocol import CompletionRequest
@@ -123,7 +124,7 @@ class Choice:
         if self._is_finished:
             return None
         text, token_ids, logprobs, offsets = "", [], [], []
-        shown_ids = self._shown_ids(output, completion)
+        asked = self._asked_fields(output, completion)
         has_logprobs = self._body.logprobs is not None
         if self._body.echo and not self._is_begun:
             text += self._prompt_text(output)
@@ -141,24 +142,25 @@ class Choice:
         self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
         self._is_begun, self._is_finished = True, completion.finish_reason is not None
         shows_logprobs = has_logprobs and bool(token_ids)
-        if not (text or shows_logprobs or shown_ids.get("token_ids") or self._is_finished):
+        if not (text or shows_logprobs or any(asked.values()) or self._is_finished):
             return None
         told = completion_logprobs(logprobs, token_ids, offsets, self._token_bytes) if shows_logprobs else None
         return {
             "index": self._index,
             "text": text,
             "logprobs": told,
-            **shown_ids,
+            **asked,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
 
-    def _shown_ids(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, list[int]]:
-        """Return the fields with the token ids that have not been sent, if the answer must contain them."""
-        if not self._body.return_token_ids:
-            return {}
-        new_ids = list(completion.token_ids[self._num_tokens :]) if self._body.max_tokens != 0 else []
-        return {"token_ids": new_ids} | ({} if self._is_begun else {"prompt_token_ids": output.prompt_token_ids})
+    def _asked_fields(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the requested fields with the new token ids and, in the first chunk, about the prompt."""
+        fields: dict[str, Any] = {} if self._is_begun else misses_field(self._body, output)
+        if self._body.return_token_ids:
+            fields["token_ids"] = list(completion.token_ids[self._num_tokens :]) if self._body.max_tokens != 0 else []
+            fields |= {} if self._is_begun else {"prompt_token_ids": output.prompt_token_ids}
+        return fields
 
     def _prompt_text(self, output: RequestOutput) -> str:
         is_whole = self._body.truncate_prompt_tokens is None

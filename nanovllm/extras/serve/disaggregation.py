@@ -27,7 +27,7 @@ GENERATING = ("/v1/completions", "/v1/chat/completions")
 """The paths of the requests that a prefill engine gets."""
 PREFILL_TIMEOUT_S = 60
 NOT_PREFILLED = {"stream_options", "max_completion_tokens", "min_tokens", "best_of", "logprobs", "top_logprobs"}
-NOT_PREFILLED |= {"echo", "response_format", "structured_outputs", "return_token_ids"}
+NOT_PREFILLED |= {"echo", "response_format", "structured_outputs", "return_token_ids", "return_prefix_misses"}
 """Fields that shape the answer and not the prompt. The prefill engine does not get them."""
 
 

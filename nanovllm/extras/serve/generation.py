@@ -20,6 +20,7 @@ from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.engine_thread import NewRequest
 from nanovllm.extras.serve.errors import APIError, refuse
 from nanovllm.extras.serve.inbox import Inbox
+from nanovllm.extras.serve.miss_causes import check_misses
 from nanovllm.extras.serve.prompts import check_lengths, salted
 from nanovllm.extras.serve.protocol import GenerationRequest
 from nanovllm.extras.serve.sampling import check_max_tokens
@@ -45,7 +46,7 @@ class Generation:
         self._server = server
         self._num_new = 0
         self._num_told: dict[str, int] = {}
-        self._shows_ids = False
+        self._shows_ids = self._shows_misses = False
         self._prompts = prompts
         self.params = params
         self._arrival_time = time.monotonic()
@@ -58,7 +59,9 @@ class Generation:
         if num_choices > most:
             raise APIError(400, f"a request may have {most} completions (prompts times n), got {num_choices}", "n")
         self._shows_ids = bool(getattr(body, "return_token_ids", None))
+        self._shows_misses = bool(body.return_prefix_misses)
         self._llm = self._server.check_ready()
+        check_misses(body, self._llm.engine.config.explain_prefix_misses)
         check_max_tokens(body, self._llm.engine.parts.max_model_len)
         check_lengths(self._prompts, prompt_field, self._server.bounds.of_prompts(body))
         requests = [
@@ -103,6 +106,8 @@ class Generation:
             num_told += len(output.prompt_logprobs) * (1 + (self.params.prompt_logprobs or 0))
         if self._shows_ids:
             num_told += num_tokens + len(output.prompt_token_ids) * len(output.outputs)
+        if self._shows_misses:
+            num_told += len(output.metrics.prefix_misses or ())
         return num_told
 
     @property

@@ -204,6 +204,9 @@ class GenerationRequest(StrictModel):
     priority: Whole | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: Salt | None = None
     """A secret: only requests with the same salt share cached blocks."""
+    # this server's own
+    return_prefix_misses: bool | None = None
+    """Whether the answer says why prompt tokens were not in the prefix cache."""
     # accepted only with the value that has no effect
     use_beam_search: Literal[False] | None = None
     best_of: Whole | None = None

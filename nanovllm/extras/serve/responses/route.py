@@ -16,6 +16,7 @@ from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.chat_route import prepare_chat
 from nanovllm.extras.serve.errors import as_api_error
 from nanovllm.extras.serve.generation import Generation
+from nanovllm.extras.serve.miss_causes import misses_field
 from nanovllm.extras.serve.openai_logprobs import chat_logprobs
 from nanovllm.extras.serve.request_ids import new_id
 from nanovllm.extras.serve.responses.items import OutputItems
@@ -137,7 +138,7 @@ class GrowingResponse:
             "background": False,
             **{name: given.get(name, DEFAULTS.get(name)) for name in TOLD},
         }
-        return response if output is None else response | self._end(output)
+        return response if output is None else response | self._end(output) | misses_field(self._body, output)
 
     def _end(self, output: RequestOutput) -> dict[str, Any]:
         """Return the status and the usage of a finished request."""
