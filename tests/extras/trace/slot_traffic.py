@@ -3,6 +3,7 @@
 import random
 
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.prefix_misses import CAUSES, ExplainingStats
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.roll_back import reset_prefix_cache
 from nanovllm.extras.states.slots import StateBlockManager, StateScheduler
@@ -87,12 +88,12 @@ def known_slots(has_swap=False):
     recorder.begin({"max_num_batched_tokens": 64, "max_num_seqs": 3})
     preemption = StateSwap(blocks, StateSwapSpace(9, 2, blocks)) if has_swap else None
     scheduler = StateScheduler(blocks, 3, 64, max_model_len=64, preemption=preemption)
-    add(scheduler, "A", 10, n=1)
+    add(scheduler, "A", range(10), n=1)
     number = 0
     while scheduler.running or scheduler.waiting:
         number += 1
         if number == 3:
-            add(scheduler, "B", 9, n=2)
+            add(scheduler, "B", range(9), n=2)
         step = scheduler.schedule()
         scheduler.update(step, [100 * (1 + seq.sample_index) + number for seq in step.samples])
         recorder.flush()
@@ -101,8 +102,35 @@ def known_slots(has_swap=False):
     return lines
 
 
-def add(scheduler, name, length, n):
+class ExplainingRecorder(ExplainingStats, Recorder):
+    """A recorder that records why prompt tokens are computed."""
+
+    def __init__(self):
+        Recorder.__init__(self, Lines())
+        self.prefix_cache_miss_tokens, self._num_scheduled = dict.fromkeys(CAUSES, 0), 0
+
+
+def prompts_in_turn(*turns, num_slots):
+    """Return the lines of a run with blocks of 4. turns: name -> prompt; a turn starts when the last one has ended."""
+    recorder = ExplainingRecorder()
+    blocks = StateBlockManager(12, 4, observer=recorder, num_slots=num_slots)
+    recorder.on_start(blocks)
+    recorder.begin({"max_num_batched_tokens": 64, "max_num_seqs": 3})
+    scheduler = StateScheduler(blocks, 3, 64, max_model_len=64)
+    for turn in turns:
+        for name, token_ids in turn.items():
+            add(scheduler, name, token_ids, n=1)
+        while scheduler.running or scheduler.waiting:
+            step = scheduler.schedule()
+            scheduler.update(step, [100 for _ in step.samples])
+            recorder.flush()
+    recorder.close()
+    [lines] = recorder._sink.segments
+    return lines
+
+
+def add(scheduler, name, token_ids, n):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    seqs = [Sequence(name, list(range(length)), params, sample_index=i) for i in range(n)]
+    seqs = [Sequence(name, list(token_ids), params, sample_index=i) for i in range(n)]
     seqs[0].children = seqs[1:]
     scheduler.add(seqs[0])

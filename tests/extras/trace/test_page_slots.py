@@ -3,8 +3,8 @@
 import pytest
 
 from tests.extras.trace.axe_themes import check_both_themes
-from tests.extras.trace.slot_traffic import known_slots, random_slots
-from tests.extras.trace.test_page import cell_color, chromium, show  # noqa: F401 (fixtures)
+from tests.extras.trace.slot_traffic import known_slots, prompts_in_turn, random_slots
+from tests.extras.trace.test_page import cell_color, chromium, is_lit, show  # noqa: F401 (fixtures)
 
 pytestmark = pytest.mark.browser
 
@@ -144,6 +144,56 @@ def test_events_of_slots_say_what_happens_and_lead_to_their_source(show, known):
         "B.0 gets slot 3; the state in slot 2 is copied to it",
         "B.1 gets slot 4; the state in slot 3 is copied to it",
     ]
+
+
+A, B, C = range(10), range(9), [0, 1, 2, 3, 50, 51]  # B finds A's first 8 tokens; C has a cached block, but no snapshot
+TOLD = {
+    "snapshot": (
+        "A has computed 8 tokens, the last ones in block 2. Its next token overwrites its recurrent state. "
+        "So the state is copied to slot 2 first.",
+        "A 已算完 8 个 token，最后几个在块 2 中。",
+    ),
+    "snapshot-hit": (
+        "B begins with 8 tokens whose K and V are in the cache, and the snapshot in slot 2 is the recurrent state "
+        "after them. It takes the blocks, and the snapshot is copied to its slot {slot}.",
+        "B 开头的 8 个 token 的 K、V 在缓存中，槽位 2 的快照是它们之后的循环状态。"
+        "它直接取用这些块，快照复制到它的槽位 {slot}。",
+    ),
+    "no-snapshot": (
+        "4 tokens of C have K and V in the cache, but no slot holds a snapshot of the recurrent state after them, "
+        "so they are computed again.",
+        "C 有 4 个 token 的 K、V 在缓存中，但没有它们之后的循环状态的快照，所以要重算。",
+    ),
+}
+
+
+def test_story_tells_of_snapshots(show):  # noqa: F811
+    lines = prompts_in_turn({"A": A}, {"B": B}, {"C": C}, num_slots=4)
+    events = [event for line in lines[1:] for event in line["events"]]
+    [slot] = [event[2] for event in events if event[0] == "slot" and event[3] == 2]
+    [first, *_] = [event[2] for event in events if event[0] == "take" and event[1] == 3]  # C's own block
+    page = show(lines, at="#lang=en")
+    assert page.evaluate("momentsOf(nanovllm.runs[0]).map((one) => one.kind)") == list(TOLD)
+    lit = {"snapshot": ([2], [2]), "snapshot-hit": ([1, 2], [2, slot]), "no-snapshot": ([first], [])}
+    for kind, (english, chinese) in TOLD.items():
+        page.evaluate(f"location.hash = 'story={kind}'")
+        page.locator(".told", has_text=english.format(slot=slot)).wait_for()
+        blocks, slots = lit[kind]
+        assert [block for block in range(1, 13) if is_lit(page, block)] == blocks, kind
+        shown = page.locator(".states .lit > small:first-child").all_inner_texts()
+        assert sorted(map(int, shown)) == sorted(slots), kind
+        page.keyboard.press("l")
+        page.locator(".told", has_text=chinese.format(slot=slot)).wait_for()
+        page.keyboard.press("l")
+
+
+def test_story_tells_if_a_sequence_takes_the_slot_of_its_snapshot(show):  # noqa: F811
+    """B takes the slot that A has left, and C finds A's snapshot in the only other one."""
+    page = show(prompts_in_turn({"A": A}, {"B": [70, 71], "C": A}, num_slots=2), at="#story=snapshot-hit&lang=en")
+    page.locator(".told", has_text="No other slot is free, so C takes this slot, and the snapshot is lost.").wait_for()
+    assert page.locator(".states .lit > b").all_inner_texts() == [" C"]
+    page.keyboard.press("l")
+    page.locator(".told", has_text="没有其他空闲槽位，所以 C 直接占用这个槽位，快照不再保留。").wait_for()
 
 
 def test_a_slot_leads_to_its_sequence_and_a_snapshot_to_its_block(show, known):  # noqa: F811

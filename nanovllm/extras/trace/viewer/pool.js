@@ -294,7 +294,7 @@ export function Pool({ run, frame, state, moment }) {
     <${SpokenBlock} run=${run} state=${state} />
     ${rest > 0 && html`<p class="soft">${t("poolRest", { count: rest.toLocaleString() })}</p>`}
     <${Counts} run=${run} frame=${frame} />
-    <${StateSlots} run=${run} frame=${frame} state=${state} />
+    <${StateSlots} run=${run} frame=${frame} state=${state} moment=${moment} />
     <${Legend} hasLoads=${run.replay.tiers.length > 0} hasStates=${run.replay.numSlots > 0} hasGroups=${hasGroups(run)} />
     <p class="soft">${t(byGroup ? "poolHelp.groups" : "poolHelp", { size: run.header.block_size })}</p>
   </section>`;

@@ -1,18 +1,19 @@
 // The story of a recording: the first moment of each kind, explained in one sentence, with the blocks concerned.
 //
-// A moment is {kind, frame, values, blocks, moves}. `values` fills in its sentence; `blocks` light up in the pool; a move
-// {from, to, seq} shows that block `from` is copied to `to`, or, without `from`, that `seq` becomes the owner of `to`.
+// A moment is {kind, frame, values, blocks, slots, moves}. `values` fills in its sentence; `blocks` light up in the pool,
+// and `slots` in the row of recurrent states; a move {from, to, seq} shows that block `from` is copied to `to`, or, without
+// `from`, that `seq` becomes the owner of `to`.
 
 import { blocksOf } from "./replay.js";
 import { html, useEffect, useMemo, useRef, useView } from "./ui.js";
 
-export const MOMENTS = ["chunked-prefill", "prefix-hit", "load", "fork", "copy", "window", "preemption", "swap", "eviction", "admission"];
+export const MOMENTS = ["chunked-prefill", "snapshot", "prefix-hit", "snapshot-hit", "no-snapshot", "load", "fork", "copy", "window", "preemption", "swap", "eviction", "admission"];
 
 export function momentsOf(run) {
   const found = new Map();
   const meet = (kind, frame, moment) => {
     const one = !found.has(kind) && moment();
-    if (one) found.set(kind, { kind, frame, blocks: [], moves: [], ...one });
+    if (one) found.set(kind, { kind, frame, blocks: [], slots: [], moves: [], ...one });
   };
   const hasWaited = new Set();
   run.frames.forEach((at, frame) => {
@@ -23,7 +24,20 @@ export function momentsOf(run) {
       const [code, number, ...rest] = event;
       if (code === "wait" && number) hasWaited.add(number);
       const count = code === "admit" && rest[0] === "new" ? rest[1] - (run.loadedTokens.get(event) ?? 0) : 0;
-      if (count) meet("prefix-hit", frame, () => ({ values: { seq: number, count }, blocks: namedIn(number, "share") }));
+      if (count) {
+        const [, , slot, source] = events.find((one) => one[0] === "slot" && one[1] === number && one[3] > 0) ?? []; // of a recurrent state
+        const copied = slot ? { source, slot } : {};
+        const isItself = slot && slot === source; // no other slot is free: the sequence takes over that of the snapshot
+        meet(slot ? "snapshot-hit" : "prefix-hit", frame, () => ({ values: { seq: number, count, ...copied }, isItself, blocks: namedIn(number, "share"), slots: Object.values(copied) }));
+      }
+      if (code === "snapshot") meet("snapshot", frame, () => ({ values: { seq: number, slot: rest[0], block: rest[1], count: rest[2] }, blocks: [rest[1]], slots: [rest[0]] }));
+      const useless = code === "miss" && rest[0].find((one) => one.cause === "no_snapshot");
+      if (useless) {
+        meet("no-snapshot", frame, () => {
+          const [first, stop] = [useless.start, useless.end].map((position) => position / run.header.block_size);
+          return { values: { seq: number, count: useless.end - useless.start }, blocks: blocksOf(run.stateAt(frame).seqs.get(number)).slice(first, stop) };
+        });
+      }
       if (code === "load") {
         meet("load", frame, () => {
           const blocks = Object.values(rest[1]).flat();
