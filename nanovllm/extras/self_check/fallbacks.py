@@ -72,9 +72,12 @@ def start(kind: Callable[[Config, Path], ModelRunner], config: Config, folder: P
     is_free = config.attention_backend in ("auto", "torch") and config.enable_cuda_graphs is not True
     is_free = is_free and config.nnodes == 1
     may_replace = is_free and mode_of(config) != "strict"
+    failed = ""
     for way in ways:
         try:
-            return (way.kind or kind)(replace(config, **way.options), folder)
+            runner = (way.kind or kind)(replace(config, **way.options), folder)
+            runner.description = failed + runner.description
+            return runner
         except NotAvailableError as error:
             logger.info("not %s: %s", way.name, error)
             continue
@@ -87,9 +90,15 @@ def start(kind: Callable[[Config, Path], ModelRunner], config: Config, folder: P
         message = f"the self-check of {way.name} has failed: {reason}; {REPORT}"
         if not may_replace or way is ways[-1]:
             break
+        failed += f"not {way.name}: the self-check has failed: {in_few_words(reason)}; "
         release_memory()
         logger.warning("%s. The next best way to compute is taken, which may be much slower", message)
     raise SelfCheckError(message)
+
+
+def in_few_words(reason: str) -> str:
+    """Return the first line of a reason up to its first semicolon, which separates the parts of a description."""
+    return reason.split("\n")[0].split("; ")[0]
 
 
 def release_memory() -> None:

@@ -35,7 +35,7 @@ def begin(runner: "ModelRunner", kind: Device) -> Unchecked:
     if known is None:
         return class_of_check(runner).begin(runner, kind, stored)
     if not known.is_right:
-        raise SelfCheckError(f"{known.reason} (found on {known.date}; delete {stored.path} to check again)")
+        raise SelfCheckError(f"{known.reason}; found on {known.date}; delete {stored.path} to check again")
     return Unchecked()
 
 

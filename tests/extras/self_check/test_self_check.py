@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,6 +233,9 @@ def test_faults_in_the_kernels_are_found(fresh_cache, monkeypatch, tmp_path, cap
     kind = {"an illegal instruction": "crash: .* by SIG(ILL|TRAP)", "a hang": "hang: "}.get(name, "wrong result: ")
     assert re.search(kind, said[0])
     assert "please report it with the output of `nanovllm check`" in said[0]
+    first, *_, last = llm.engine.description.split("; ")
+    assert re.match(f"not C kernels: the self-check has failed: {kind}", first)
+    assert " on cpu" in last
     with pytest.raises(SelfCheckError, match="the self-check of C kernels has failed"):
         make_llm(dtype="float32", self_check="strict")
     with pytest.raises(SelfCheckError, match="the self-check of C kernels has failed"):
@@ -355,7 +359,9 @@ def test_a_sampler_off_by_one_row_is_found(fresh_cache, monkeypatch, caplog, rig
     caplog.clear()
     monkeypatch.setattr(CpuAttention, "argmax", argmax)
     with caplog.at_level(logging.WARNING):
-        assert way_of(make_llm(dtype="float32")) == "PyTorch"  # the kernels are not run again
+        llm = make_llm(dtype="float32")
+    assert way_of(llm) == "PyTorch"  # the kernels are not run again
+    assert llm.engine.description.startswith("not C kernels: the self-check has failed: wrong result: greedy draws: ")
     assert re.search(r"found on \d{4}-\d\d-\d\d; delete .*/checked-\w+\.json to check again", caplog.text)
 
 
@@ -541,6 +547,27 @@ def test_each_way_is_tried_in_turn(monkeypatch, caplog):
         fallbacks.start(make, Config("model", device="cpu"), Path("model"))
     assert seen == [("auto", False), ("cpu", True), ("torch", True)]
     assert caplog.text.count("broken; please report it") == 2
+
+
+def test_a_description_begins_with_what_has_failed_in_a_few_words():
+    """The engine's last part is what computes, so a reason has one part."""
+    reasons = [
+        "wrong result: 3 rows differ; rounding explains 0.01",
+        "crash: by SIGSEGV\nand more; found on 2026-11-26",
+    ]
+
+    def make(config, folder):
+        if reasons:
+            raise SelfCheckError(reasons.pop(0))
+        return SimpleNamespace(description="attention_backend=torch; PyTorch on cpu")
+
+    runner = fallbacks.start(make, Config("model", device="cpu"), Path("model"))
+    assert runner.description.split("; ") == [
+        "not C kernels: the self-check has failed: wrong result: 3 rows differ",
+        "not C kernels for attention only: the self-check has failed: crash: by SIGSEGV",
+        "attention_backend=torch",
+        "PyTorch on cpu",
+    ]
 
 
 def test_a_wrong_rank_lets_all_ranks_take_the_next_way(fresh_cache, monkeypatch):
