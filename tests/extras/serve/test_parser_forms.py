@@ -6,6 +6,7 @@ The oracle is how the text was made: each family's spelling is written here a se
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -106,6 +107,14 @@ ARGUMENTS = st.fixed_dictionaries(
 
 def test_all_names_are_tested():
     assert SPELLED.keys() | {"openai"} == TOOL_PARSERS.keys()  # which `test_harmony.py` tests
+
+
+def test_table_of_models_has_all_names():
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    table = text.split("| models | `--tool-call-parser` | `--reasoning-parser` |\n")[1].split("\n\n")[0]
+    columns = list(zip(*(row.split(" | ")[1:] for row in table.split("\n")[1:]), strict=True))
+    named = [{name for cell in column for name in re.findall("`(.+?)`", cell)} for column in columns]
+    assert named == [set(TOOL_PARSERS), set(REASONING_PARSERS)]
 
 
 @pytest.mark.parametrize("form", SPELLED)
