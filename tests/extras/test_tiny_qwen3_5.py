@@ -72,7 +72,9 @@ def test_tensors():
 
 
 def test_the_description_ends_with_what_computes():
-    first, *_, last = make_llm().engine.description.split("; ")
+    engine = make_llm().engine
+    slots, first, *_, last = engine.description.split("; ")
+    assert slots.startswith("16 slots of states, which take ")
     assert first.startswith("a state of ")
     assert last.startswith("PyTorch on cpu, ")
 

@@ -130,10 +130,12 @@ def announcement(llm: AsyncLLM, options: ServerOptions, url: str) -> str:
     num_tokens = engine.parts.num_kv_blocks // num_groups * engine.parts.block_size
     most = engine.config.max_num_seqs
     concurrency = min(num_tokens / engine.parts.max_model_len, most)
+    states = getattr(engine.runner, "describe_slots", None)
+    state_line = "" if states is None else f"states           {states()}\n"
     has_chat = getattr(engine.tokenizer, "chat_template", None) is not None
     return f"""\
 serving          {", ".join(options.model_names)} at {url}/v1
 computed by      {engine.description.split("; ")[-1]}
 KV cache         {num_tokens:,} tokens in {engine.parts.num_kv_blocks:,} blocks
-max concurrency  {most} requests, of which {concurrency:.1f} may have {engine.parts.max_model_len:,} tokens
+{state_line}max concurrency  {most} requests, of which {concurrency:.1f} may have {engine.parts.max_model_len:,} tokens
 {attempt(url, options, has_chat)}"""

@@ -103,6 +103,11 @@ class StateKVCache(KVCache):
         return self.state_shape.bytes_per_slot(self.dtype)
 
     @property
+    def state_bytes(self) -> int:
+        """The size of the pool of states."""
+        return (self.num_slots + 1) * self.bytes_per_slot
+
+    @property
     def caches(self) -> StateCaches:
         return StateCaches(self.tensor, self.conv, self.recurrent)
 

@@ -87,7 +87,20 @@ class StateRunner(ModelRunner):
 
         return SwappingStateKVCache(*arguments, self.config.swap_space_bytes, self.config.max_num_seqs)
 
+    def start(self) -> None:
+        super().start()
+        self.description = f"{self.describe_slots()}; {self.description}"
+
+    def describe_slots(self) -> str:
+        """Return how many slots the pool has, and how many bytes it takes: one slot more, the null slot."""
+        return f"{self.kv_cache.num_slots:,} slots of states, which take {self.kv_cache.state_bytes:,} bytes"
+
     def num_blocks_that_fit(self) -> int:
+        num_blocks = self.divide_memory()
+        logger.info(self.describe_slots())  # before they are allocated, which may fail
+        return num_blocks
+
+    def divide_memory(self) -> int:
         """Return the number of blocks, and set the number of slots: for sequences that may run, snapshots and drafts.
 
         Unless the number of blocks is configured, at most half of the memory is for states. If this is too little for

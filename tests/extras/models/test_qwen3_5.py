@@ -412,5 +412,9 @@ def test_states_and_blocks_share_the_memory(hybrids):
     many = make_llm(folder, num_kv_blocks=None, kv_cache_memory_bytes=100 * size, max_num_seqs=2)
     cache = many.engine.runner.kv_cache
     assert (cache.num_slots, many.engine.config.max_num_seqs) == (4, 2), "two sequences and two snapshots"
+    num_bytes = cache.conv.nbytes + cache.recurrent.nbytes
+    assert many.engine.description.startswith(
+        f"4 slots of states, which take {num_bytes:,} bytes; a state of {size:,} "
+    )
     with pytest.raises(ValueError, match="raise kv_cache_memory_bytes"):
         make_llm(folder, num_kv_blocks=None, kv_cache_memory_bytes=3 * size)

@@ -15,7 +15,7 @@ import time
 import httpx
 import pytest
 
-from nanovllm import TINY_QWEN3
+from nanovllm import LLM, TINY_QWEN3, TINY_QWEN3_5
 from nanovllm.extras.serve import serve_command as launch
 from nanovllm.extras.serve import server as server_module
 from nanovllm.extras.serve.app import make_app
@@ -428,3 +428,16 @@ def test_half_requests_hold_nothing(server):
     assert server.post().status_code == 200
     for connection in connections:
         connection.close()
+
+
+def test_announcement_says_how_much_memory_the_states_take():
+    """Those of the model that has some. With `num_kv_blocks`, they are in addition to the blocks."""
+    options = {"device": "cpu", "num_kv_blocks": 20, "block_size": 4, "max_num_seqs": 3}
+    with_states, without = LLM(TINY_QWEN3_5, **options), LLM(TINY_QWEN3, **options)
+    said = [
+        launch.announcement(llm, ServerOptions(model_names=("tiny",)), "http://x") for llm in (with_states, without)
+    ]
+    num_bytes = 7 * with_states.get_stats().states.bytes_per_slot  # of three sequences, three snapshots, the null slot
+    lines = [f"states           6 slots of states, which take {num_bytes:,} bytes", "max concurrency  3 requests"]
+    assert "\n".join(["KV cache         80 tokens in 20 blocks", *lines]) in said[0]
+    assert "states" not in said[1]
