@@ -159,10 +159,22 @@ def make_observer(watcher: Observer | None, explains_misses: bool) -> Scheduling
     return SchedulingStats() if watcher is None else Watching(watcher)
 
 
+def make_store(runner: Any) -> Any:
+    """Return the K/V store of an engine, which has the tiers that the options name."""
+    make: Callable[[Any], Any]
+    if runner.shape.state_shape is not None:
+        from nanovllm.extras.states.state_store import StateKVStore as make
+    else:
+        from nanovllm.extras.kv_store.store import KVStore as make
+    return make(runner)
+
+
 def attach_store(store: Any, blocks: BlockManager) -> None:
     """Let a `KVStore` load and save the blocks of a new scheduler."""
     connect: Callable[[Any, Any], object]
-    if hasattr(blocks, "num_groups"):  # of layers
+    if hasattr(blocks, "num_slots"):  # of states
+        from nanovllm.extras.states.state_store import StateStoreHooks as connect
+    elif hasattr(blocks, "num_groups"):  # of layers
         from nanovllm.extras.kv_groups.grouped_store import GroupedStoreHooks as connect
     else:
         from nanovllm.extras.kv_store.store import StoreHooks as connect

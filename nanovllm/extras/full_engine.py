@@ -323,9 +323,9 @@ class LLMEngine(engine.LLMEngine):
         self.parts = Parts(self.config, self.runner, self.tokenizer, self.eos_token_ids, defaults)
         self.description = self.parts.description
         if self.config.has_kv_store:
-            from nanovllm.extras.kv_store.store import KVStore
+            from nanovllm.extras.assembly import make_store
 
-            self.parts.kv_store = KVStore(self.runner)
+            self.parts.kv_store = make_store(self.runner)
         if self._watcher is None and not self.config.explain_prefix_misses:
             return SchedulingStats()
         from nanovllm.extras.assembly import make_observer

@@ -35,7 +35,10 @@ class Slot(NamedTuple):
     num_tokens: int
     """Of its full blocks."""
     num_stored_tokens: int
-    """Of the first of these blocks, which are in the store, so that this engine need not compute them."""
+    """Of the first of these blocks, which are in the store, so that this engine need not compute them.
+
+    If the model has recurrent states, these blocks end at a snapshot.
+    """
     messages: list[dict[str, str]]
 
 
@@ -71,7 +74,7 @@ class Slots:
         names = self._names_of(token_ids, cache_salt)
         self._store.saver.wait(MAX_WAIT_S)
         num_found = save_conversation(self._disk, name, names, messages)
-        return self._slot(name, names, num_found, messages)
+        return self._slot(name, names, self._store.num_usable(names[:num_found], self._disk), messages)
 
     def restore(self, name: str, cache_salt: str | None = None) -> Slot:
         """Load the blocks of a conversation, so that the tiers before the folder have them.
@@ -82,11 +85,8 @@ class Slots:
         token_ids = np.frombuffer(b"".join([block.tokens for block in saved.blocks]), "<i4").tolist()
         names = self._names_of(token_ids, cache_salt)
         num_found = saved.num_found if names == saved.blocks else 0
-        buffer = np.empty(self._store.bytes_per_block, np.uint8)
-        for i in reversed(range(num_found)):  # the beginning of a prefix is evicted last
-            if not self._tiers.load(names[i], buffer):
-                num_found = i
-        return self._slot(name, saved.blocks, num_found, saved.messages)
+        num_loaded = self._store.load_ahead(names[:num_found], self._tiers)
+        return self._slot(name, saved.blocks, num_loaded, saved.messages)
 
     def delete(self, name: str) -> None:
         """Remove a conversation. Its blocks stay until they are evicted."""

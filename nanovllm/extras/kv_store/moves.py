@@ -34,6 +34,20 @@ class StoreMoves(SwapMoves):
         self.saves = saves
         self.loaded = loaded
 
+    @property
+    def has_saves(self) -> bool:
+        return bool(self.saves)
+
+    def save(self, saver: Any, kv_cache: Any) -> None:
+        """Give what the step has filled to `saver`."""
+        if self.saves:
+            saver.save_blocks(kv_cache.tensor, self.saves)
+
+
+def moves_of(copies: Any) -> Any:
+    """Return the moves of blocks among a step's copies, which may also have copies of states (`states/`)."""
+    return getattr(copies, "block_moves", copies)
+
 
 def loading(cache_class: type[Any]) -> type[Any]:
     """Return `cache_class` with `copy_blocks` that also does the loads of a step."""
@@ -44,9 +58,10 @@ def loading(cache_class: type[Any]) -> type[Any]:
 
         def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
             super().copy_blocks(copies)
-            if isinstance(copies, StoreMoves) and copies.loads:
+            moves = moves_of(copies)
+            if isinstance(moves, StoreMoves) and moves.loads:
                 part = slice(self.first_byte, self.first_byte + self.bytes_per_block)
-                copy_in(self.tensor, [(copies.loaded[name][part], block_id) for name, block_id in copies.loads])
+                copy_in(self.tensor, [(moves.loaded[name][part], block_id) for name, block_id in moves.loads])
 
     return LoadingKVCache
 
@@ -66,8 +81,9 @@ class SavesAfterwards:
 
     def __call__(self, runner: Any, batch: Batch) -> SampledTokens:
         sampled = self._compute(runner, batch)
-        if isinstance(batch.copies, StoreMoves) and batch.copies.saves:
-            self._saver.save_blocks(runner.kv_cache.tensor, batch.copies.saves)
+        moves = moves_of(batch.copies)
+        if isinstance(moves, StoreMoves) and moves.has_saves:
+            moves.save(self._saver, runner.kv_cache)
             if self._wait is not None:
                 self._wait()
         return sampled

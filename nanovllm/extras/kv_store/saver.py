@@ -63,17 +63,20 @@ class Saver:
 
     def save_blocks(self, kv_cache: torch.Tensor, saves: list[tuple[BlockName, int]]) -> None:
         """Copy blocks of the KV caches to the host and queue them. The first ones are kept if not all fit."""
-        room = (self.max_pending_bytes - self._backlog.num_bytes) // self.bytes_per_block
+        self.save([kv_cache, *(cache.tensor for cache in self.further_caches)], saves, self.bytes_per_block)
+
+    def save(self, tensors: list[torch.Tensor], saves: list[tuple[BlockName, int]], num_bytes: int) -> None:
+        """Do the same for any tensors [parts, num_layers, num_blocks, …], of which a block has `num_bytes` together."""
+        room = (self.max_pending_bytes - self._backlog.num_bytes) // num_bytes
         self.num_dropped += max(0, len(saves) - max(0, room))
         saves = saves[: max(0, room)]
         if not saves:
             return
-        if kv_cache.is_cuda and self._stream is None:
-            self._stream = torch.cuda.Stream(kv_cache.device)
+        if tensors[0].is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(tensors[0].device)
         names, block_ids = map(list, zip(*saves, strict=True))
-        tensors = [kv_cache, *(cache.tensor for cache in self.further_caches)]
         parts = [copy_out(tensor, block_ids, self._stream) for tensor in tensors]
-        self._backlog.add(len(saves) * self.bytes_per_block)
+        self._backlog.add(len(saves) * num_bytes)
         self._queue.put(Pending(names, parts))
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -23,7 +23,7 @@ MAX_SAVE_S = 10.0  # how long a step of a producer waits until its blocks are sa
 class Loaded(NamedTuple):
     """A block that was loaded."""
 
-    data: torch.Tensor  # [bytes_per_block] uint8 in host memory
+    data: torch.Tensor  # [num_bytes] uint8 in host memory
     tier: str
     """The name of the tier that had it."""
 
@@ -47,9 +47,9 @@ class Share:
         """Wait until the blocks of the step are saved."""
         self.saver.wait(MAX_SAVE_S)
 
-    def load(self, name: BlockName) -> Loaded | None:
-        """Return the block, or None if it cannot be loaded."""
-        data = torch.empty(self.bytes_per_block, dtype=torch.uint8, pin_memory=self.is_pinned)
+    def load(self, name: BlockName, num_bytes: int | None = None) -> Loaded | None:
+        """Return the block, or None if it cannot be loaded. `num_bytes`: its size, if it is not that of K and V."""
+        data = torch.empty(num_bytes or self.bytes_per_block, dtype=torch.uint8, pin_memory=self.is_pinned)
         tier = self.tiers.load_from(name, data.numpy())
         if tier is not None:
             return Loaded(data, tier.name)

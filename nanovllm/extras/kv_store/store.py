@@ -24,13 +24,14 @@ from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from nanovllm.extras.kv_store.keys import digest_folder, make_root_key, names_of
 from nanovllm.extras.kv_store.moves import NamedBlocks, StoreMoves
 from nanovllm.extras.kv_store.share import Loaded, Share
 from nanovllm.extras.kv_store.store_options import is_private, role_of, smallest_size
-from nanovllm.extras.kv_store.tier import BlockName, TierStats
+from nanovllm.extras.kv_store.tier import BlockName, Tier, TierStats
 from nanovllm.extras.window_blocks import NULL_BLOCK
 
 if TYPE_CHECKING:
@@ -43,12 +44,14 @@ class StoreStats:
 
     num_loaded_blocks: int = 0
     """Blocks that were loaded, instead of being computed."""
+    num_loaded_states: int = 0
+    """Snapshots of recurrent states that were loaded (`states/state_store.py`)."""
     loaded_tokens: int = 0
     """Tokens whose K and V came from the store when a sequence was admitted."""
     num_failed_loads: int = 0
-    """Blocks that a tier had when it was asked, and that could not be loaded."""
+    """Blocks and snapshots that a tier had when it was asked, and that could not be loaded."""
     num_dropped_blocks: int = 0
-    """Blocks that were not saved, because too many waited."""
+    """Blocks and snapshots that were not saved, because too many waited."""
     tiers: dict[str, TierStats] = field(default_factory=dict)
     """Name of each tier -> its counters."""
 
@@ -64,7 +67,7 @@ class KVStore(Share):
         config = runner.config
         self.block_size = runner.backend.block_size
         self.stats = StoreStats()
-        self._check_size(config)
+        check_holds(config, "one block", self.bytes_per_block)
         role = role_of(config)
         self.can_load, self.can_save = role != "kv_producer", role != "kv_consumer"
         self.root_key = make_root_key(facts_of(runner, has_digest=not is_private(config)))
@@ -79,18 +82,11 @@ class KVStore(Share):
         cache: Any = draft.kv_cache
         cache.first_byte = self.bytes_per_block
         self.bytes_per_block += cache.bytes_per_block
-        self._check_size(draft.config)
+        check_holds(draft.config, "one block", self.bytes_per_block)
         self.saver.bytes_per_block = self.bytes_per_block
         self.saver.further_caches.append(cache)
         facts = facts_of(draft, has_digest=not is_private(draft.config))
         self.root_key = make_root_key({"large": self.root_key.hex(), "draft": facts})
-
-    def _check_size(self, config: Any) -> None:
-        if smallest_size(config) < self.bytes_per_block:
-            option = "kv_transfer_config" if config.kv_offloading_size is None else "kv_offloading_size"
-            raise ValueError(
-                f"{option} must hold at least one block of {self.bytes_per_block} bytes, got {smallest_size(config)}"
-            )
 
     def wait(self) -> None:
         super().wait()
@@ -112,10 +108,29 @@ class KVStore(Share):
     def match(self, names: list[BlockName]) -> int:
         return self.tiers.match(names)
 
-    def load(self, name: BlockName) -> Loaded | None:
-        block = super().load(name)
+    def num_usable(self, names: list[BlockName], tier: Tier) -> int:
+        """Return how many of the first of these blocks, which are found, spare their tokens to be computed: all."""
+        return len(names)
+
+    def load_ahead(self, names: list[BlockName], tiers: Tier) -> int:
+        """Load blocks so that faster tiers have them. Returns how many of the first ones were there, and are usable."""
+        num_loaded, buffer = len(names), np.empty(self.bytes_per_block, np.uint8)
+        for i in reversed(range(num_loaded)):  # the beginning of a prefix is evicted last
+            if not tiers.load(names[i], buffer):
+                num_loaded = i
+        return num_loaded
+
+    def load(self, name: BlockName, num_bytes: int | None = None) -> Loaded | None:
+        block = super().load(name, num_bytes)
         self.stats.num_failed_loads += block is None
         return block
+
+
+def check_holds(config: Any, what: str, num_bytes: int) -> None:
+    """Raise ValueError if a tier is smaller than `num_bytes`, the size of `what` the store must hold."""
+    if smallest_size(config) < num_bytes:
+        option = "kv_transfer_config" if config.kv_offloading_size is None else "kv_offloading_size"
+        raise ValueError(f"{option} must hold at least {what} of {num_bytes} bytes, got {smallest_size(config)}")
 
 
 def facts_of(runner: "PlainRunner", has_digest: bool) -> dict[str, Any]:
@@ -240,7 +255,8 @@ class StoreHooks:
         self._register(seq, seq.num_computed_tokens)
         self._store.stats.num_loaded_blocks += sum(map(len, by_tier.values()))
         self._store.stats.loaded_tokens += (stop - first) * blocks.block_size
-        blocks.observer.on_load_blocks(seq, by_tier, (stop - first) * blocks.block_size)
+        if stop > first:  # else only a state is loaded (`states/state_store.py`)
+            blocks.observer.on_load_blocks(seq, by_tier, (stop - first) * blocks.block_size)
 
     def _append_block(self, seq: Any, name: BlockName, block: Loaded) -> list[tuple[str, int]]:
         """Append a loaded block to the table of `seq`. Returns the name of the tier that had it, and its id."""

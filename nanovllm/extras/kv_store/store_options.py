@@ -33,7 +33,7 @@ EXTRA_KEYS: Mapping[str, tuple[str, ...]] = {
 NEEDS_FOLDER = (
     "conversations are saved in the folder of a K/V store: give --kv-transfer-config "
     '\'{"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "FOLDER"}}\'. '
-    "Models with recurrent states or with K and V of two shapes have no K/V store"
+    "Models with K and V of two shapes have no K/V store"
 )
 
 

@@ -131,12 +131,16 @@ class StateKVCache(KVCache):
             super().copy_blocks(copies)
             return
         super().copy_blocks(copies.block_moves)
-        for source, destination in copies.state_copies:
-            self.copy_state(source, destination)
+        self.copy_states(copies)
         if copies.is_again:
             self._bring_back(copies.slots)
         else:
             self._keep(copies.slots if copies.keeps_states else [])
+
+    def copy_states(self, copies: StateMoves) -> None:
+        """Write the states that a step reads to the slots of its sequences."""
+        for source, destination in copies.state_copies:
+            self.copy_state(source, destination)
 
     def copy_state(self, source: int, destination: int) -> None:
         for states in self.states:

@@ -259,9 +259,13 @@ class StateBlockManager(BlockManager):
     def _is_special(self, seq: Any) -> bool:
         return seq.num_computed_tokens in (self.end_of(seq), self._branches.get(seq))
 
+    def ends_at_snapshot(self, seq: Any) -> bool:
+        """Return whether a snapshot is due after the computed tokens of `seq`, and their blocks are registered."""
+        return self.is_due(seq) and seq.num_computed_tokens == seq.num_registered_blocks * self.block_size
+
     def take_snapshot(self, seq: Any) -> None:
         """Copy the state of `seq` before the next step, if this step's chunk ends where a snapshot is due."""
-        if not self.is_due(seq) or seq.num_computed_tokens != seq.num_registered_blocks * self.block_size:
+        if not self.ends_at_snapshot(seq):
             return
         snapshots, serial = self.prefix_cache.snapshots, seq.parent_serial
         if serial in snapshots:

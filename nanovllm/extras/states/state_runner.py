@@ -21,8 +21,6 @@ from nanovllm.layers.attention import AttentionMetadata
 logger = logging.getLogger(__name__)
 
 REFUSED = {  # option -> the values that work, of which the first is the default
-    "kv_offloading_size": (None,),
-    "kv_transfer_config": (None,),
     "kv_cache_dtype": ("auto",),
     "enable_cuda_graphs": (None, False),
     "enable_overlap": (None, False),
@@ -44,6 +42,19 @@ def check_options(config: Config) -> None:
             "speculative_config['model'] must be None for a model with recurrent states, whose pool leaves no memory "
             "for a draft model; take the method 'ngram' or 'mtp'"
         )
+    if config.has_kv_store:
+        check_store(config)
+
+
+def check_store(config: Config) -> None:
+    """Raise ValueError for an option that does not work with stored states."""
+    option = "kv_offloading_size" if config.kv_offloading_size is not None else "kv_transfer_config"
+    for name, allowed in (("speculative_config", None), ("tensor_parallel_size", 1)):
+        if (value := getattr(config, name)) != allowed:
+            raise ValueError(
+                f"{name} must be {allowed} for a model with recurrent states and a K/V store ({option}), got "
+                f"{value!r}: states are stored by one rank without drafts. Leave out one of the two options"
+            )
 
 
 def without_graphs(config: Config) -> Config:
@@ -80,12 +91,17 @@ class StateRunner(ModelRunner):
     def make_kv_cache(self) -> StateKVCache:
         shape: Any = self.shape
         num_layers = shape.num_hidden_layers - shape.state_shape.num_layers
-        arguments = (self.backend, num_layers, self.dtype, self.device, shape.state_shape)
-        if not self.config.swap_space_bytes:
-            return StateKVCache(*arguments)
-        from nanovllm.extras.states.host_states import SwappingStateKVCache
+        arguments: tuple[Any, ...] = (self.backend, num_layers, self.dtype, self.device, shape.state_shape)
+        kind: Any = StateKVCache
+        if self.config.swap_space_bytes:
+            from nanovllm.extras.states.host_states import SwappingStateKVCache as kind
 
-        return SwappingStateKVCache(*arguments, self.config.swap_space_bytes, self.config.max_num_seqs)
+            arguments = (*arguments, self.config.swap_space_bytes, self.config.max_num_seqs)
+        if self.config.has_kv_store:
+            from nanovllm.extras.states.stored_states import loading_states
+
+            kind = loading_states(kind)
+        return kind(*arguments)  # type: ignore[no-any-return]
 
     def start(self) -> None:
         super().start()

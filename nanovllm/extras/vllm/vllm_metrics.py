@@ -70,6 +70,7 @@ COUNTERS: Mapping[str, str] = {
     "prefix_cache_hits": "Prompt tokens that were found in the prefix cache.",
     "prefix_cache_misses": "Prompt tokens that were not found in the prefix cache, by cause.",
     "external_prefix_cache_hits": "Tokens whose K and V were loaded from the K/V store.",
+    "kv_store_loaded_states": "Snapshots of recurrent states that were loaded from the K/V store.",
     "kv_store_failed_loads": "Blocks that the K/V store had when it was asked, and could not load.",
     "kv_store_dropped_blocks": "Blocks that were not saved to the K/V store, because too many waited.",
     "kv_store_hits": "Blocks that a tier of the K/V store had when it was asked.",
@@ -179,6 +180,7 @@ def store_metrics(stats: EngineStats) -> list[Metric]:
         return []
     metrics: list[Metric] = [
         Counter("nanovllm:external_prefix_cache_hits", {}, store.loaded_tokens),
+        Counter("nanovllm:kv_store_loaded_states", {}, store.num_loaded_states),
         Counter("nanovllm:kv_store_failed_loads", {}, store.num_failed_loads),
         Counter("nanovllm:kv_store_dropped_blocks", {}, store.num_dropped_blocks),
     ]

@@ -203,7 +203,7 @@ const WORDS = {
   "event.free": ["{seq} frees its blocks", "{seq} 归还其块"],
   "event.register": ["block {block} of {seq} is now in the prefix cache", "{seq} 的块 {block} 从此可被找到"],
   "event.forget": ["block {block} is no longer cached", "块 {block} 不再被缓存"],
-  "event.slot": ["{seq} gets slot {slot}, for a state of zeros", "{seq} 得到槽位 {slot}，状态从零开始"],
+  "event.slot": ["{seq} gets slot {slot}, for a state of zeros, or for one that the K/V store loads", "{seq} 得到槽位 {slot}，状态从零开始，或由 K/V 存储载入"],
   "event.slot.copy": ["{seq} gets slot {slot}; the state in slot {source} is copied to it", "{seq} 得到槽位 {slot}；槽位 {source} 中的状态复制到这里"],
   "event.slot.in": ["{seq} gets slot {slot}; its state is swapped in from host slot {source}", "{seq} 得到槽位 {slot}；它的状态从主机槽位 {source} 换入"],
   "event.move": ["{seq} now owns slot {slot}, which has the state after its last accepted draft", "{seq} 改用槽位 {slot}：其中是最后一个被接受的草稿之后的状态"],

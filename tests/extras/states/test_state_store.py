@@ -1,0 +1,372 @@
+"""Random traffic of sequences with states over a pool of a few blocks and slots, with a K/V store that fails.
+
+The fake store keeps for each block the prefixes on which its K and V depend, and for each snapshot the tokens that its
+state has seen. So a snapshot of another position, and a block of another prefix, show in the next chunk.
+Engines with a store are in `tests/extras/models/test_stored_states.py`.
+"""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm.extras.full_observer import SchedulingStats
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.kv_store.moves import copy_out
+from nanovllm.extras.kv_store.share import Loaded
+from nanovllm.extras.prefix_misses import ExplainingStats
+from nanovllm.extras.request_params import SamplingParams
+from nanovllm.extras.roll_back import roll_back
+from nanovllm.extras.states.pool import StateKVCache, StateShape
+from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateScheduler
+from nanovllm.extras.states.state_store import StateKVStore, StateStoreHooks, name_of_state
+from nanovllm.extras.states.stored_states import StateStoreMoves, loading_states
+from nanovllm.layers.attention import TorchAttention
+from tests.extras.states import test_slots
+from tests.extras.store_traffic import FakeStore
+
+
+class FakeStateStore(FakeStore):
+    """Keeps blocks and snapshots. With `seed`, each call may fail."""
+
+    num_usable = StateKVStore.num_usable
+
+    def __init__(self, block_size, seed=None):
+        super().__init__(block_size, seed)
+        self.tiers = self
+        self.states = {}  # name of a snapshot -> the tokens that the state has seen
+
+    def match(self, names):
+        kept = self.kept
+        self.kept = kept | self.states
+        found = super().match(names)
+        self.kept = kept
+        return found
+
+    def load_state(self, name):
+        tokens = self.states.get(name)
+        if tokens is None or self.fails(0.2):
+            self.num_failures += 1
+            return None
+        return Loaded(tokens, "states")
+
+    def save_state(self, name, tokens):
+        if not self.fails(0.1):
+            self.states[name] = tokens
+        if self.states and self.fails(0.1):  # evicted
+            del self.states[self.rng.choice(list(self.states))]
+
+
+class StoreModel:
+    """Mixed into a `Run`: K and V of blocks, which depend on a prefix, beside the states; and a fake store of both."""
+
+    def attach(self, seed):
+        self.store = FakeStateStore(self.blocks.block_size, seed)
+        self.hooks = StateStoreHooks(self.store, self.blocks)
+        self.kv, self.host_kv = {}, {}  # block id -> for each of its tokens, the tokens up to it
+        self.num_state_loads = 0
+
+    def move(self, copies):
+        """Do what `LoadingStateKVCache.copy_blocks` does, in its order."""
+        assert isinstance(copies, StateMoves)
+        moves = copies.block_moves
+        for source, destination in moves.swap_outs:
+            self.host_kv[destination] = list(self.kv[source])
+        for source, destination in moves.swap_ins:
+            self.kv[destination] = list(self.host_kv[source])
+        for source, destination in moves:
+            self.kv[destination] = list(self.kv[source])
+        for source, destination in copies.state_copies:
+            self.pool[destination] = self.pool[source]
+        for name, slot in moves.state_loads:
+            self.pool[slot] = moves.loaded[name]
+            self.num_state_loads += 1
+        for name, block_id in moves.loads:
+            self.kv[block_id] = list(moves.loaded[name])
+
+    def step(self, fails=False):
+        step = self.scheduler.schedule()
+        if not step.chunks:
+            return
+        self.move(step.copies)
+        for seq, start, num_new_tokens in step.chunks:  # each layer stores K and V of all chunks before it attends
+            self.write(seq, start, start + num_new_tokens)
+        for (seq, start, num_new_tokens), slot in zip(step.chunks, step.copies.slots, strict=True):
+            self.compute(seq, seq.token_ids.view(0, start + num_new_tokens).tolist(), start, slot)
+        if fails:
+            roll_back(self.scheduler)
+            return
+        moves = step.copies.block_moves
+        for name, block_id in moves.saves:
+            self.store.save(name, list(self.kv[block_id]))
+        for name, slot in moves.state_saves:
+            self.check_state(name, self.pool[slot])
+            self.store.save_state(name, self.pool[slot])
+        self.scheduler.update(step, [test_slots.next_token(seq) for seq in step.samples])
+
+    def write(self, seq, start, stop):
+        size, table = self.blocks.block_size, seq.block_table.view().tolist()
+        for i in range(start, stop):
+            block = self.kv.setdefault(table[i // size], [None] * size)
+            block[i % size] = seq.token_ids.view(0, i + 1).tolist()
+
+    def compute(self, seq, tokens, start, slot):
+        """Check what the chunk reads, and write its state."""
+        size, table = self.blocks.block_size, seq.block_table.view().tolist()
+        assert not start or self.pool[slot] == tokens[:start], "the state after the tokens before the chunk"
+        for i in range(len(tokens)):
+            assert self.kv[table[i // size]][i % size] == tokens[: i + 1], "K and V of the prefix"
+        self.pool[slot] = tokens
+
+    def check_state(self, name, tokens):
+        """Compute the name of a snapshot from the tokens that its state has seen: they end with a block."""
+        seq = Sequence("", tokens, SamplingParams())
+        num_blocks = len(tokens) // self.blocks.block_size
+        [last] = self.store.names(seq, num_blocks - 1, num_blocks)
+        assert len(tokens) == num_blocks * self.blocks.block_size
+        assert name_of_state(last) == name
+
+
+class StoreRun(StoreModel, test_slots.Run):
+    def __init__(self, rng, **options):
+        super().__init__(rng, **options)
+        self.attach(rng.choice([None, 0, 1, 2]))
+
+
+SEEDS = [seed if seed < 6 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(80)]
+
+
+@pytest.mark.parametrize("has_swap", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_chunk_finds_its_state_and_its_blocks(seed, has_swap):
+    """Seen to fail with a snapshot of another slot, of another block, or without the blocks that the pool has."""
+    run = StoreRun(random.Random(seed), has_swap=has_swap)
+    for _ in range(150):
+        run.act()
+        test_slots.check_owners(run)
+    for _ in range(400):
+        run.step()
+    assert not run.scheduler.running
+    assert not run.scheduler.waiting
+    assert run.blocks.num_free_slots == run.blocks.num_slots
+    assert run.blocks.num_used_blocks == 0
+
+
+def test_the_traffic_loads_states_from_stores_that_fail():
+    runs = []
+    for seed in range(12):
+        run = StoreRun(random.Random(seed))
+        for _ in range(150):
+            run.act()
+        runs.append(run)
+    assert sum(run.num_state_loads for run in runs) > 30
+    assert sum(run.num_state_loads > 0 and run.store.rng is not None for run in runs) > 3
+    assert sum(run.store.stats.num_loaded_blocks for run in runs) > 60
+    assert sum(run.store.num_failures for run in runs) > 10
+
+
+# ---- one sequence at a time, with blocks of 4
+
+
+class Served(StoreModel):
+    """Serves one prompt after the other. The store never fails."""
+
+    def __init__(self, num_blocks=6, num_slots=4, observer=None, **options):
+        observer = observer or SchedulingStats()
+        self.blocks = StateBlockManager(num_blocks, 4, observer=observer, num_slots=num_slots, **options)
+        observer.on_start(self.blocks)
+        self.scheduler = StateScheduler(self.blocks, 1, 64, 32)
+        self.pool = [None] * (num_slots + 1)
+        self.chunks = []
+        self.attach(None)
+
+    def serve(self, prompt, max_tokens=1):
+        seq = Sequence("", prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+        self.chunks = []
+        self.scheduler.add(seq)
+        while seq.finish_reason is None:
+            self.step()
+        return seq
+
+    def compute(self, seq, tokens, start, slot):
+        super().compute(seq, tokens, start, slot)
+        self.chunks.append((start, len(tokens)))
+
+    def evict(self):
+        """Serve other prompts, which take all blocks of the pool."""
+        for i in range(3):
+            self.serve([100 + i] * 19)
+
+    def ends(self, prompt):
+        """Return the numbers of tokens of `prompt` after which the store has a snapshot."""
+        names = self.store.names(Sequence("", prompt, SamplingParams()), 0, len(prompt) // 4)
+        return [4 * i for i, name in enumerate(names, 1) if name_of_state(name) in self.store.states]
+
+    def lose(self, prompt, *ends):
+        """Remove the snapshots after `ends` tokens of `prompt` from the store."""
+        names = self.store.names(Sequence("", prompt, SamplingParams()), 0, len(prompt) // 4)
+        for end in ends:
+            del self.store.states[name_of_state(names[end // 4 - 1])]
+
+
+PROMPT = list(range(18))
+
+
+def test_what_was_pushed_out_of_the_pool_is_loaded():
+    run = Served()
+    assert run.serve(PROMPT, max_tokens=4).num_cached_tokens == 0
+    assert run.ends(PROMPT) == [16]
+    run.evict()
+    again = run.serve(PROMPT, max_tokens=4)
+    assert (again.num_cached_tokens, run.chunks[0]) == (16, (16, 18))
+    assert (run.store.stats.num_loaded_blocks, run.store.stats.num_loaded_states) == (4, 1)
+    assert run.store.stats.loaded_tokens == 16
+    assert run.blocks.observer.prefix_cache_hit_tokens == 0, "of the pool"
+    longer = run.serve([*PROMPT[:16], 50, 51, 52, 53, 54])
+    assert (longer.num_cached_tokens, run.store.stats.num_loaded_states) == (16, 2), "the pool has only its blocks"
+
+
+def test_the_example_of_the_docstring():
+    run = Served(num_blocks=20, snapshot_interval=1)
+    run.serve(PROMPT)
+    assert run.ends(PROMPT) == [4, 8, 12, 16]
+    run.lose(PROMPT, 4, 8, 16)
+    kept, states, run.store.kept, run.store.states = run.store.kept, run.store.states, {}, {}
+    for i in range(8):
+        run.serve([100 + i] * 19)
+    run.blocks.snapshot_interval = 0
+    run.serve(PROMPT[:5])
+    run.serve([*PROMPT[:8], 60])  # it finds the snapshot after 4 tokens, and takes one after 8
+    run.blocks.prefix_cache.drop(list(run.blocks.prefix_cache.snapshots)[-1], "forgotten")
+    run.store.kept, run.store.states = kept, states
+    other = [*PROMPT[:16], *range(70, 76)]
+    names = run.store.names(Sequence("", other, SamplingParams()), 0, 4)
+    assert [name in kept for name in names] == [True] * 4
+    num_hits = run.blocks.observer.prefix_cache_hit_tokens
+    assert run.serve(other).num_cached_tokens == 12
+    assert run.store.stats.num_loaded_blocks == run.store.stats.num_loaded_states == 1
+    assert run.blocks.observer.prefix_cache_hit_tokens == num_hits + 8, "two blocks of the pool"
+    assert run.chunks == [(12, 16), (16, 20), (20, 22)], "a snapshot where the prompt leaves the known blocks"
+    assert run.ends(other) == [12, 16, 20]
+
+
+def test_a_prefix_of_the_store_without_a_snapshot_gets_one_from_its_second_prompt():
+    """The pool has lost the prefix each time, so only the store shows where the prompts branch."""
+    run = Served()
+    prompts = [[*PROMPT[:9], *range(40 + 10 * i, 49 + 10 * i)] for i in range(3)]
+    cached = []
+    for prompt in prompts:
+        cached.append(run.serve(prompt).num_cached_tokens)
+        run.evict()
+    assert cached == [0, 0, 8]
+    assert run.ends(prompts[1]) == [8, 16]
+
+
+def test_a_snapshot_is_saved_although_the_pool_has_no_slot_for_it():
+    run = Served(num_slots=1)
+    run.serve(PROMPT)
+    assert run.blocks.num_snapshots == 0
+    assert run.serve(PROMPT).num_cached_tokens == 16
+    assert run.store.stats.num_loaded_blocks == 0, "the blocks are in the pool"
+
+
+def test_a_snapshot_that_the_pool_has_is_saved_once():
+    run, saved = Served(num_blocks=20), []
+    save = run.store.save_state
+    run.store.save_state = lambda name, tokens: saved.append(tokens) or save(name, tokens)
+    for _ in range(3):
+        run.serve(PROMPT)
+    assert saved == [PROMPT[:16]]
+
+
+def test_an_earlier_snapshot_is_loaded_if_the_last_one_is_lost_meanwhile():
+    run = Served(snapshot_interval=1)
+    run.serve(PROMPT)
+    assert run.ends(PROMPT) == [4, 8, 12, 16]
+    run.evict()
+    load = run.store.load_state
+    run.store.load_state = lambda name: None if len(run.store.states[name]) == 16 else load(name)
+    assert run.serve(PROMPT).num_cached_tokens == 12
+    assert run.store.stats.num_loaded_blocks == 3
+
+
+def test_an_earlier_snapshot_is_loaded_if_a_block_is_lost_meanwhile():
+    run = Served(snapshot_interval=2)
+    run.serve(PROMPT)
+    run.evict()
+    load = run.store.load
+    run.store.load = lambda name: None if len(run.store.kept[name][-1]) == 12 else load(name)
+    assert run.serve(PROMPT).num_cached_tokens == 8
+    assert (run.store.stats.num_loaded_blocks, run.store.stats.num_loaded_states) == (2, 1)
+
+
+# ---- memory
+
+
+def make_cache(dtype=torch.bfloat16, num_slots=4):
+    shape = StateShape(num_layers=3, conv=(3, 7), recurrent=(2, 4, 5))
+    backend = TorchAttention(num_heads=2, num_kv_heads=1, head_dim=4, block_size=2)
+    cache = loading_states(StateKVCache)(backend, 2, dtype, torch.device("cpu"), shape)
+    cache.num_slots = num_slots
+    cache.allocate(6)
+    for tensor in (cache.tensor, cache.conv, cache.recurrent):
+        tensor.copy_(torch.randn(tensor.shape))
+    return cache
+
+
+class Kept:
+    """Plays a `Saver` that keeps what it gets."""
+
+    def save(self, tensors, saves, num_bytes):
+        data = torch.cat([copy_out(one, [slot for _, slot in saves], None).data for one in tensors], dim=1)
+        self.saved = {name: row for (name, _), row in zip(saves, data, strict=True)}
+        assert {len(row) for row in self.saved.values()} == {num_bytes}
+
+
+def test_a_snapshot_comes_back_bit_by_bit_after_the_copies_of_the_step():
+    cache, saver = make_cache(), Kept()
+    conv, recurrent = cache.conv.clone(), cache.recurrent.clone()
+    moves = StateStoreMoves([], [], [], {})
+    moves.state_saves = [("a", 1), ("b", 3)]
+    moves.save(saver, cache)
+    moves = StateStoreMoves([], [], [], saver.saved)
+    moves.state_loads = [("a", 4), ("b", 2)]
+    # slot 4 is copied before it is loaded, and what an earlier step copies to slot 2 is replaced
+    step = StateMoves(moves, [(4, 1), (1, 2)], slots=[4, 2], keeps_states=True)
+    cache.copy_blocks(step)
+    for states, before in ((cache.conv, conv), (cache.recurrent, recurrent)):
+        expected = [before[:, i] for i in (0, 4, 3, 3, 1)]
+        assert torch.equal(states, torch.stack(expected, dim=1))
+        states[:, [2, 4]] = 0  # the step, which fails
+    cache.copy_blocks(step.again())
+    assert torch.equal(cache.conv[:, [4, 2]], conv[:, [1, 3]]), "it runs again from the loaded states"
+    assert torch.equal(cache.recurrent[:, [4, 2]], recurrent[:, [1, 3]])
+
+
+# ---- why tokens were not found
+
+
+def causes(seq):
+    return [(miss.start, miss.end, miss.cause) for miss in seq.prefix_misses]
+
+
+def test_tokens_have_no_snapshot_only_if_neither_pool_nor_store_has_one():
+    run = Served(num_blocks=20, num_slots=1, observer=ExplainingStats(), snapshot_interval=2)
+    run.serve(PROMPT)
+    assert run.blocks.num_snapshots == 0
+    assert causes(run.serve(PROMPT)) == [(16, 18, "partial_block")]
+    run.lose(PROMPT, 16)
+    assert causes(run.serve(PROMPT)) == [(8, 16, "no_snapshot"), (16, 18, "partial_block")]
+    assert run.ends(PROMPT) == [8, 16], "it was taken again"
+    run.lose(PROMPT, 8, 16)
+    assert causes(run.serve(PROMPT)) == [(0, 16, "no_snapshot"), (16, 18, "partial_block")]
+
+
+def test_what_was_evicted_and_loaded_is_no_miss():
+    run = Served(observer=ExplainingStats())
+    run.serve(PROMPT)
+    run.serve([100] * 19)
+    assert causes(run.serve(PROMPT)) == [(16, 18, "partial_block")]
+    run.serve([100] * 19)
+    run.store.states.clear()
+    assert causes(run.serve(PROMPT)) == [(0, 4, "no_snapshot"), (4, 16, "evicted"), (16, 18, "partial_block")]
