@@ -5,4 +5,5 @@ holds the states as tensors. `state_runner.py` runs models that have states, and
 them. Read `slots.py` first.
 
 `state_swap.py` and `host_states.py` do the same for slots in host memory, and `state_ranks.py` is for several ranks.
+`state_store.py` decides which snapshots the K/V store loads and saves, and `stored_states.py` has their bytes.
 """

@@ -366,7 +366,6 @@ def test_fields_that_would_be_computed_wrongly_are_refused(fields, message):
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv_offloading_size": 1.0},
         {"kv_cache_dtype": "fp8"},
         {"speculative_config": {"model": "a smaller one", "num_speculative_tokens": 3}},
         {"enable_overlap": True},
