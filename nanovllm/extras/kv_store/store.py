@@ -30,7 +30,7 @@ import torch
 from nanovllm.extras.kv_store.keys import digest_folder, make_root_key, names_of
 from nanovllm.extras.kv_store.moves import NamedBlocks, StoreMoves
 from nanovllm.extras.kv_store.share import Loaded, Share
-from nanovllm.extras.kv_store.store_options import is_private, role_of, smallest_size
+from nanovllm.extras.kv_store.store_options import is_private, option_of, role_of, smallest_size
 from nanovllm.extras.kv_store.tier import BlockName, Tier, TierStats
 from nanovllm.extras.window_blocks import NULL_BLOCK
 
@@ -109,7 +109,7 @@ class KVStore(Share):
         return self.tiers.match(names)
 
     def num_usable(self, names: list[BlockName], tier: Tier) -> int:
-        """Return how many of the first of these blocks, which are found, spare their tokens to be computed: all."""
+        """Return how many of the first of these blocks, which are found, can be used: all of them."""
         return len(names)
 
     def load_ahead(self, names: list[BlockName], tiers: Tier) -> int:
@@ -127,10 +127,10 @@ class KVStore(Share):
 
 
 def check_holds(config: Any, what: str, num_bytes: int) -> None:
-    """Raise ValueError if a tier is smaller than `num_bytes`, the size of `what` the store must hold."""
+    """Raise ValueError if a tier is smaller than `num_bytes`, the size of `what`."""
     if smallest_size(config) < num_bytes:
-        option = "kv_transfer_config" if config.kv_offloading_size is None else "kv_offloading_size"
-        raise ValueError(f"{option} must hold at least {what} of {num_bytes} bytes, got {smallest_size(config)}")
+        option, given = option_of(config), smallest_size(config)
+        raise ValueError(f"{option} must hold at least {what} of {num_bytes} bytes, got {given}")
 
 
 def facts_of(runner: "PlainRunner", has_digest: bool) -> dict[str, Any]:

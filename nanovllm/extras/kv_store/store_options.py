@@ -103,7 +103,7 @@ def read_transfer(given: Mapping[str, Any]) -> Transfer:
 
 def check_store(config: "Config") -> None:
     """Refuse options that a K/V store cannot be combined with. `Config` calls this function."""
-    option = "kv_offloading_size" if config.kv_offloading_size is not None else "kv_transfer_config"
+    option = option_of(config)
     if not config.enable_prefix_caching:
         raise ValueError(f"enable_prefix_caching must be True with {option}: blocks are found by their prefix")
     if config.nnodes > 1:
@@ -124,6 +124,11 @@ def check_store(config: "Config") -> None:
                 f"{name_of('kv_role')} must be 'kv_both' for OffloadingConnector, got {transfer.kv_role!r}: no other "
                 f"engine can use this engine's host memory"
             )
+
+
+def option_of(config: "Config") -> str:
+    """Return the name of the option that gives an engine its store."""
+    return "kv_transfer_config" if config.kv_offloading_size is None else "kv_offloading_size"
 
 
 def check_folder(config: "Config") -> None:

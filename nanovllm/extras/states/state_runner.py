@@ -43,17 +43,18 @@ def check_options(config: Config) -> None:
             "for a draft model; take the method 'ngram' or 'mtp'"
         )
     if config.has_kv_store:
-        check_store(config)
+        check_stored_states(config)
 
 
-def check_store(config: Config) -> None:
-    """Raise ValueError for an option that does not work with stored states."""
-    option = "kv_offloading_size" if config.kv_offloading_size is not None else "kv_transfer_config"
+def check_stored_states(config: Config) -> None:
+    """Raise ValueError for an option that does not work with a K/V store for models with states."""
+    from nanovllm.extras.kv_store.store_options import option_of
+
     for name, allowed in (("speculative_config", None), ("tensor_parallel_size", 1)):
         if (value := getattr(config, name)) != allowed:
             raise ValueError(
-                f"{name} must be {allowed} for a model with recurrent states and a K/V store ({option}), got "
-                f"{value!r}: states are stored by one rank without drafts. Leave out one of the two options"
+                f"{name} must be {allowed} for a model with recurrent states and a K/V store ({option_of(config)}), "
+                f"got {value!r}: states are stored by one rank without drafts. Leave out one of the two options"
             )
 
 

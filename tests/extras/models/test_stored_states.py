@@ -142,6 +142,18 @@ def test_samples_continue_a_loaded_state(hybrids):
     check_all_free(llm)
 
 
+def test_requests_with_different_salts_share_no_snapshot(hybrids):
+    llm, prompt = make_llm(hybrids.make()[0], **SMALL, **MEMORY), hybrids.prompts()[3]
+    num_cached = []
+    for salt in (None, "a", "b", "a", None):
+        salted = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
+        [output] = llm.generate([salted], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == greedy(hybrids, 3)[0]
+        num_cached.append(output.num_cached_tokens)
+        serve_each(llm, hybrids, order=(5,))
+    assert num_cached == [0, 0, 0, 32, 32]
+
+
 def state_bytes(cache, slot):
     """Return the bytes of a snapshot: recurrent states before the inputs of convolutions."""
     parts = [states[:, slot].contiguous().view(torch.uint8).flatten() for states in (cache.recurrent, cache.conv)]
@@ -424,9 +436,10 @@ def test_a_saved_conversation_counts_tokens_up_to_a_snapshot(hybrids, tmp_path):
     "options",
     [
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
         {"tensor_parallel_size": 2},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=str,
 )
 def test_what_does_not_work_with_stored_states_is_refused(hybrids, options):
     message = rf"{next(iter(options))} must be (None|1) for a model with recurrent states and a K/V store \(kv_off"
