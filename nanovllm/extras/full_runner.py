@@ -38,8 +38,8 @@ class ModelRunner(PlainRunner):
     decodes for which CUDA graphs are recorded: by default one for each sequence, and with speculation some drafts.
     """
 
-    num_windows = 0
-    """The groups of layers with a window that have block tables of their own (`kv_groups/`)."""
+    more_inputs: Any = None
+    """What rows of decodes have beside one slot and one block table: a `MoreInputs` (`cuda/graphs.py`)."""
 
     def __init__(
         self,

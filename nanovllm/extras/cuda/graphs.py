@@ -7,7 +7,7 @@ host decides: addresses, shapes, numbers of programs. The contents of the memory
 - the inputs of all sizes have the same addresses, and one copy from the host fills them;
 - a batch is padded to the next size recorded, with sequences of no tokens, whose K and V go to the null block;
 - block tables are as wide as the longest sequence needs;
-- groups of layers with block tables of their own (`kv_groups/`) have slots and tables of their own;
+- rows of some models have more inputs: slots and tables of groups of layers, slots of states (`MoreInputs`);
 - the newest tokens are read from, and written to, one tensor: with overlap the host does not know them yet.
 
     256 sequences, 27 graphs:   1 2 4 8 16 24 … 64 | 72 80 … 128 | 144 160 … 256
@@ -20,7 +20,7 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
@@ -62,6 +62,35 @@ OF_SAMPLING = ("uniforms", "top_k", "temperatures", "top_p", "min_p")
 OWNERS = {**dict.fromkeys(OF_ATTENTION, "metadata"), **dict.fromkeys(OF_SAMPLING, "sampling")}
 NO_DRAW_KERNEL = "without triton, drawing tokens makes the host wait"
 OFF = {"uniforms": 0, "top_k": 0, "top_p": 1, "min_p": 0}  # for batches in which no row asks for it
+
+
+class MoreInputs:
+    """What rows have beside one slot and one block table. A runner makes a subclass if its model needs more."""
+
+    dtypes: Mapping[str, np.dtype[Any]] = {}
+    """More columns, after `COLUMNS`. One of single bytes must be the last."""
+    padding: Mapping[str, int] = {}
+    """The value of each of these columns in rows of padding, unless it is 0."""
+    num_tables = 0
+    """More block tables of each row."""
+
+    def values_of(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return the values of the columns for `batch`, on the host: [num_seqs] each"""
+        return {}
+
+    def tables_of(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Return the other block tables of `batch`, on the host: [num_seqs, max_num_blocks] each"""
+        return ()
+
+    def add_to(
+        self, metadata: AttentionMetadata, columns: dict[str, torch.Tensor], tables: list[torch.Tensor]
+    ) -> AttentionMetadata:
+        """Return `metadata` with these columns and block tables, as the model takes it."""
+        return metadata
+
+    def can_replay(self, batch: Batch) -> bool:
+        """Return whether a graph can compute `batch`, which has only decodes."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -145,10 +174,7 @@ def frozen_objects() -> Iterator[None]:
 
 
 class CudaGraphs:
-    """A decode step of `model` and `draw`, recorded for each of `sizes`. The KV cache must keep its address.
-
-    num_windows: the groups of layers with a window, if each has block tables of its own
-    """
+    """A decode step of `model` and `draw`, recorded for each of `sizes`. The KV cache must keep its address."""
 
     def __init__(
         self,
@@ -158,13 +184,13 @@ class CudaGraphs:
         sizes: list[int],
         max_num_blocks: int,
         recorder: Recorder | None = None,
-        num_windows: int = 0,
+        more: MoreInputs | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._draw = draw
         self._sizes = sorted(sizes)
-        self._inputs = DecodeInputs(self._sizes[-1], max_num_blocks, kv_cache.device, num_windows)
+        self._inputs = DecodeInputs(self._sizes[-1], max_num_blocks, kv_cache.device, more)
         self._newest_ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=kv_cache.device)  # [max_batch_size]
         self._recorder = recorder or Recorder()
         self._graphs: dict[int, Recorded] = {}
@@ -194,6 +220,7 @@ class CudaGraphs:
             and not getattr(batch, "readers", ())
             and np.array_equal(batch.logits_indices.numpy(), np.arange(num_seqs))
             and len(newest_ids) <= len(self._newest_ids)
+            and self._inputs.more.can_replay(batch)
         )
 
     def replay(self, batch: Batch, newest_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,14 +266,17 @@ class DecodeInputs:
     """The tensors of a batch of decodes, at fixed addresses on the device: columns of `max_batch_size` rows.
 
     The host sends all columns and, after them, the block tables, as narrow as they are in the batch. On the device the
-    block tables are then copied into the wide tables that the graphs read: one for each group of layers.
+    block tables are then copied into the wide tables that the graphs read.
     """
 
-    def __init__(self, max_batch_size: int, max_num_blocks: int, device: torch.device, num_windows: int = 0) -> None:
+    def __init__(
+        self, max_batch_size: int, max_num_blocks: int, device: torch.device, more: MoreInputs | None = None
+    ) -> None:
+        self.more = more or MoreInputs()
         self._num_rows = -(-max_batch_size // 4) * 4  # so that each column begins at a multiple of 16 bytes
-        self._dtypes = COLUMNS | {window_column(i): np.dtype(np.int32) for i in range(num_windows)}
+        self._dtypes = {**COLUMNS, **self.more.dtypes}
         self._num_column_bytes = self._num_rows * sum([dtype.itemsize for dtype in self._dtypes.values()])
-        shape = (1 + num_windows, max_batch_size, max_num_blocks)
+        shape = (1 + self.more.num_tables, max_batch_size, max_num_blocks)
         self._block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._buffer = InputBuffer(device, self._num_column_bytes + self._block_tables.nbytes)
         self._offsets = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
@@ -257,17 +287,13 @@ class DecodeInputs:
         for name, (start, stop, dtype) in self._layout(size).items():
             column[name] = self._buffer.device_bytes[start:stop].view(getattr(torch, dtype.name))
         slots, seq_lens = column.pop("slot_mapping"), column.pop("seq_lens")
-        (tables, *window_tables), offsets = self._block_tables[:, :size], self._offsets[: size + 1]
+        (tables, *more_tables), offsets = self._block_tables[:, :size], self._offsets[: size + 1]
         metadata = AttentionMetadata.of_decodes(slots, tables, seq_lens, offsets)
-        if window_tables:
-            from nanovllm.extras.kv_groups.grouped_tables import with_windows
-
-            window_slots = [column.pop(window_column(i)) for i in range(len(window_tables))]
-            metadata = with_windows(metadata, window_slots, window_tables)
+        of_more = {name: column.pop(name) for name in self.more.dtypes}
         return Batch(
             input_ids=column.pop("input_ids"),
             positions=column.pop("positions"),
-            metadata=metadata,
+            metadata=self.more.add_to(metadata, of_more, more_tables),
             logits_indices=self._offsets[:size],
             sampling=SamplingBatch(**column),
             copies=[],
@@ -276,14 +302,14 @@ class DecodeInputs:
     def fill(self, batch: Batch, size: int) -> None:
         """Send `batch`, on the host, followed by padding up to `size` sequences."""
         num_seqs, width = batch.metadata.block_tables.shape
-        packed, values_of = self._buffer.next_host_bytes(), columns_of(batch)
+        packed, values_of = self._buffer.next_host_bytes(), {**columns_of(batch), **self.more.values_of(batch)}
         for name, (start, stop, dtype) in self._layout(size).items():
             column, values = packed[start:stop].view(dtype), values_of[name]
             column[:num_seqs] = OFF[name] if values is None else values.numpy()
             # a sequence of padding has no tokens and is greedy, and slot 0 is in the null block
-            column[num_seqs:] = 0
+            column[num_seqs:] = self.more.padding.get(name, 0)
         stop = self._num_column_bytes
-        for tables in (batch.metadata.block_tables, *getattr(batch.metadata, "window_tables", ())):
+        for tables in (batch.metadata.block_tables, *self.more.tables_of(batch)):
             flat = tables.numpy().reshape(-1).view(np.uint8)
             start, stop = stop, stop + len(flat)
             packed[start:stop] = flat
@@ -302,14 +328,7 @@ class DecodeInputs:
 
 def columns_of(batch: Batch) -> dict[str, torch.Tensor | None]:
     """Return the values of each column: [num_seqs] each, or None if no row of the batch asks for it."""
-    found = {name: getattr(getattr(batch, OWNERS[name]) if name in OWNERS else batch, name) for name in COLUMNS}
-    windows = getattr(batch.metadata, "window_slots", ())
-    return found | {window_column(i): slots for i, slots in enumerate(windows)}
-
-
-def window_column(i: int) -> str:
-    """Return the name of the column of slots of a group of layers with a window."""
-    return f"window_slots.{i}"
+    return {name: getattr(getattr(batch, OWNERS[name]) if name in OWNERS else batch, name) for name in COLUMNS}
 
 
 # ---- at startup
@@ -351,22 +370,24 @@ def replay_decodes(runner: "ModelRunner", newest: NewestTokens, sizes: StepSizes
     """Record graphs for all batches of decodes that a step can have, and wrap `compute` to replay them."""
     table_width = -(-sizes.max_model_len // runner.backend.block_size)
     recorded = (runner.model, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)
-    graphs = record_graphs(*recorded, runner.num_windows)
+    graphs = record_graphs(*recorded, runner.more_inputs)
     ReplayedDecodes(graphs, runner, newest)
 
 
 def record_graphs(
-    model: Any, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int, num_windows: int = 0
+    model: Any,
+    kv_cache: torch.Tensor,
+    draw: Draw,
+    max_batch_size: int,
+    max_num_blocks: int,
+    more: MoreInputs | None = None,
 ) -> CudaGraphs:
-    """Record graphs for up to `max_batch_size` decodes, with block tables of up to `max_num_blocks` blocks.
-
-    num_windows: the groups of layers with a window, if each has block tables of its own
-    """
+    """Record graphs for up to `max_batch_size` decodes, with block tables of up to `max_num_blocks` blocks."""
     start = time.monotonic()
     sizes = graph_sizes(max_batch_size)
     with torch.cuda.device_of(kv_cache):
         free_before = torch.cuda.mem_get_info()[0]
-        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks, num_windows=num_windows)
+        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks, more=more)
         graphs.record_all()
         num_bytes = free_before - torch.cuda.mem_get_info()[0]
     logger.info(
@@ -377,7 +398,12 @@ def record_graphs(
 
 
 def measure_graph_bytes(
-    model: Any, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int, num_windows: int = 0
+    model: Any,
+    kv_cache: torch.Tensor,
+    draw: Draw,
+    max_batch_size: int,
+    max_num_blocks: int,
+    more: MoreInputs | None = None,
 ) -> int:
     """Estimate the device memory of all graphs: the largest one's, and for each other one that of the smallest.
 
@@ -386,7 +412,7 @@ def measure_graph_bytes(
     sizes = graph_sizes(max_batch_size)
     with torch.cuda.device_of(kv_cache):
         before = torch.cuda.mem_get_info()[0]
-        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks, num_windows=num_windows)
+        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks, more=more)
         graphs.record(sizes[-1])
         after_largest = torch.cuda.mem_get_info()[0]
         graphs.record(sizes[0])

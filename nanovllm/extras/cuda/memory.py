@@ -66,7 +66,7 @@ def measure_free_bytes(runner: "ModelRunner", config: Config, sizes: StepSizes, 
     if replayed == "step":
         table_width = -(-sizes.max_model_len // runner.backend.block_size)
         recorded = (runner.model, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)
-        num_graph_bytes = measure_graph_bytes(*recorded, runner.num_windows)
+        num_graph_bytes = measure_graph_bytes(*recorded, runner.more_inputs)
         release_unused_memory()
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)  # the CUDA context, other processes

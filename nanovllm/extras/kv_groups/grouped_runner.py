@@ -38,13 +38,16 @@ class GroupedLayersRunner(ModelRunner):
         return super().num_blocks_that_fit() * self.layer_groups.num_groups
 
     @property
-    def num_windows(self) -> int:  # type: ignore[override]  # a constant of the parent
-        return self.layer_groups.num_groups - 1
+    def more_inputs(self) -> Any:  # type: ignore[override]  # a constant of the parent
+        from nanovllm.extras.kv_groups.grouped_graphs import WindowInputs
+
+        return WindowInputs(self.layer_groups.num_groups - 1)
 
     def make_graphs(self) -> CudaGraphs:
         from nanovllm.extras.kv_groups.grouped_graphs import GroupedCudaGraphs
 
-        return GroupedCudaGraphs(self.model, self.kv_cache.tensor, *self.largest_decode, self.num_windows)
+        num_windows = self.layer_groups.num_groups - 1
+        return GroupedCudaGraphs(self.model, self.kv_cache.tensor, *self.largest_decode, num_windows)
 
     def prepare_layers(self) -> None:
         self.model.register_forward_pre_hook(spread_over(self.layer_groups))

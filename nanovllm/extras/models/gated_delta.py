@@ -118,6 +118,8 @@ class GatedDeltaNet(nn.Module):
     There may be more heads of values than of keys: each head of the keys then serves several of them.
     """
 
+    needs_rounds = True  # drafts are computed in rounds, which the host finds (`states/state_graphs.py`)
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.num_key_heads, self.num_heads = config.linear_num_key_heads, config.linear_num_value_heads
@@ -190,7 +192,9 @@ def groups_of(metadata: StateMetadata) -> list[tuple[Any, Any]]:
 
     All decodes are one group, unless some are drafts, which read the states of the rounds before.
     """
-    starts, nd = metadata.cu_seqlens_q.tolist(), metadata.num_decodes
-    chunks = [(slice(i, i + 1), slice(starts[i], starts[i + 1])) for i in range(nd, len(starts) - 1)]
+    nd = metadata.num_decodes
+    # the host reads offsets only for chunks of prompts: a step of decodes may be recorded in a CUDA graph
+    starts = metadata.cu_seqlens_q[nd:].tolist() if nd < len(metadata.state_slots) else []
+    chunks = [(slice(nd + i, nd + i + 1), slice(*starts[i : i + 2])) for i in range(len(starts) - 1)]
     rounds = metadata.rounds or ((slice(0, nd),) if nd else ())
     return [*((rows, rows) for rows in rounds), *chunks]

@@ -111,6 +111,8 @@ def read_intermediate_size(raw: dict[str, Any], size: int) -> int:
 class ShortConv(nn.Module):
     """The mixer of most layers."""
 
+    needs_rounds = True  # drafts are computed in rounds, which the host finds (`states/state_graphs.py`)
+
     def __init__(self, config: Lfm2Config) -> None:
         super().__init__()
         size, bias = config.hidden_size, config.conv_bias

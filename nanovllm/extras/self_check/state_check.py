@@ -1,22 +1,26 @@
 """`StateCheck`: the self-check of a model with recurrent states, which compares attention, draws, and such layers.
 
 The steps of `steps.py` have no slots, so the network is not run as a whole: one layer with states of each kind runs by
-itself, over a small pool of its own. Called by `mode.py`.
+itself, over a small pool of its own. Only decodes by a CUDA graph are compared in the whole network, with random states
+in the slots of the real pool. Called by `mode.py`.
 """
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nanovllm.batch import Batch
 from nanovllm.extras.models.gated_delta import GatedDeltaNet
-from nanovllm.extras.self_check.comparison import OF_QUANTISED, WIDER, check_rows
+from nanovllm.extras.self_check.comparison import OF_QUANTISED, WIDER, SelfCheckError, check_rows
 from nanovllm.extras.self_check.networks import kind_of, num_weights, quantised_weight_of
-from nanovllm.extras.self_check.runner_check import SelfCheck
+from nanovllm.extras.self_check.runner_check import ENDS, NEARLY_EQUAL, SelfCheck
 from nanovllm.extras.self_check.steps import draw_vectors
-from nanovllm.extras.states.pool import StateMetadata, StateShape, slot_tensors
+from nanovllm.extras.states.pool import StateMetadata, StateShape, slot_tensors, with_states
+from nanovllm.extras.states.slots import StateMoves
 
 STEPS = [  # (slot written, slot read, computed tokens, new tokens): decodes first, then chunks of prompts
     [(1, 1, 0, 70)],
@@ -25,6 +29,7 @@ STEPS = [  # (slot written, slot read, computed tokens, new tokens): decodes fir
     [(1, 1, 80, 1), (2, 1, 81, 1), (3, 2, 82, 1)],  # a token and two drafts
 ]
 NUM_SLOTS = 3
+NUM_DRAWN = 4  # states, again and again in the slots of decodes
 
 
 class StateCheck(SelfCheck):
@@ -54,6 +59,42 @@ class StateCheck(SelfCheck):
             check_rows("a layer with recurrent states", fast, plain, exact, dtype, allowed)
 
         return compare
+
+    # ---- decodes by a CUDA graph
+
+    @property
+    def states(self) -> list[Tensor]:
+        """What the layers of the model keep: [num_state_layers, num_slots + 1, …] each"""
+        pool: Any = self.runner.kv_cache
+        return [one for one in (pool.conv, pool.recurrent) if one.numel()]
+
+    def complete(self, batch: Batch) -> Batch:
+        """Return decodes with slots 1, 2, …, which hold random states. The slot behind them must not change."""
+        num_seqs, pool = len(batch.input_ids), self.runner.kv_cache
+        if num_seqs >= pool.num_slots:  # type: ignore[attr-defined]
+            self.is_complete = False
+            return batch  # without slots it is not replayed
+        self.draw_states(num_seqs + 1)
+        return replace(batch, copies=StateMoves([], [], [*range(1, num_seqs + 1)]))
+
+    def draw_states(self, num_slots: int) -> None:
+        for seed, states in enumerate(self.states):
+            drawn = draw_vectors(seed, len(states), NUM_DRAWN, *states.shape[2:]).to(states)
+            for i in range(NUM_DRAWN):
+                states[:, 1 + i : 1 + num_slots : NUM_DRAWN] = drawn[:, i : i + 1]
+
+    def compare_decodes(self, batch: Batch, token_ids: Tensor) -> None:
+        """Compare tokens as the parent does, and the states that the graph has left."""
+        num_seqs = len(token_ids)
+        slots = sorted({*range(1, min(NUM_DRAWN, num_seqs) + 1), num_seqs, num_seqs + 1})
+        written = [one[:, slots][ENDS].float() for one in self.states]  # [2, len(slots), …] each
+        self.draw_states(num_seqs + 1)
+        super().compare_decodes(with_states(batch), token_ids)
+        for found, one in zip(written, self.states, strict=True):
+            expected = one[:, slots][ENDS].float()
+            errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+            if (~(errors <= NEARLY_EQUAL) & expected.isfinite().all(dim=-1)).any():
+                raise SelfCheckError("wrong result: decodes by a CUDA graph: states differ from those without one")
 
 
 @torch.inference_mode()

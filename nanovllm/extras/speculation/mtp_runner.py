@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.extras.all_options import Config
+from nanovllm.extras.device_setup import Device
 from nanovllm.extras.models.gated_delta import read_states
 from nanovllm.extras.runner_hooks import ArrivingTokens, SampledTokens
 from nanovllm.extras.states.pool import StateKVCache, StateMetadata, StateShape
@@ -94,8 +95,17 @@ class MtpRunner(StateRunner):
         head = KVCache(TorchAttention(*sizes), 1, self.dtype, self.device)
         return MtpKVCache(self.backend, num_layers, self.dtype, self.device, shape.state_shape, shape.hidden_size, head)
 
-    def compute_hidden(self, batch: Batch, metadata: StateMetadata) -> Tensor:
-        hidden = super().compute_hidden(batch, metadata)  # [num_tokens, hidden_size]
+    def make_device(self) -> Device:
+        """Return the device setup. CUDA graphs have only the model's forward pass, as the head reads lengths."""
+        device: Any = super().make_device()
+        if getattr(device, "replayed", None) == "step":
+            device.replayed, device.note = "forward", f"{device.note} of the forward pass only (without the head)"
+        return device
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Run the model, or replay its graph, and then the head -> [num_tokens, hidden_size], of the model"""
+        metadata: Any = batch.metadata  # a `StateMetadata`
+        hidden = super().forward(batch)
         previous = hidden_before(hidden, self.kv_cache.hidden[0], metadata)
         self.run_head(batch, previous, metadata)
         last = (metadata.cu_seqlens_q[1:] - 1).long()  # [num_seqs]

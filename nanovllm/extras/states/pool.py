@@ -11,13 +11,14 @@ not depend on the sequence's length. Slot 0 is the null slot: rows of padding re
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nanovllm.batch import Batch
 from nanovllm.extras.states.slots import NULL_SLOT, StateMoves
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
@@ -60,6 +61,16 @@ def slot_tensors(slots: list[int], sources: list[int], device: torch.device | No
     as_tensor = partial(torch.tensor, device=device)
     rounds = tuple(map(as_tensor, find_rounds(slots, sources)))
     return {"state_slots": as_tensor(slots), "state_sources": as_tensor(sources), "rounds": rounds}
+
+
+def with_states(batch: Batch) -> Batch:
+    """Return a batch whose metadata has the slots that its chunks write and read. A step without slots uses none."""
+    metadata, moves = batch.metadata, batch.copies
+    if not isinstance(moves, StateMoves):
+        moves = StateMoves([], [], [NULL_SLOT] * len(metadata.seq_lens))
+    lens = metadata.cu_seqlens_q.diff()  # [num_seqs], new tokens
+    fields = {"is_first": metadata.seq_lens == lens, **slot_tensors(moves.slots, moves.sources, lens.device)}
+    return replace(batch, metadata=StateMetadata(**vars(metadata), **fields))
 
 
 def find_rounds(slots: list[int], sources: list[int]) -> list[list[int]]:

@@ -14,7 +14,7 @@ from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.parallel.start_ranks import RankRunner, start_ranks
-from nanovllm.extras.states.state_runner import StateRunner, without_graphs
+from nanovllm.extras.states.state_runner import StateRunner, without_overlap
 
 
 class StateRankRunner(RankRunner, StateRunner):
@@ -38,4 +38,4 @@ def start_state_ranks(config: Config, folder: Path) -> ModelRunner:
             f"tensor_parallel_size must be 1 for a model that keeps states of convolutions only, got "
             f"{config.tensor_parallel_size}: the channels of such layers are not divided"
         )
-    return start_ranks(without_graphs(config), folder, StateRankRunner)
+    return start_ranks(without_overlap(config), folder, StateRankRunner)

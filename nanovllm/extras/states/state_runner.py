@@ -4,25 +4,24 @@
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import nn
 
 from nanovllm.batch import Batch
+from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.full_runner import MAX_DRAFTED_ROWS, ModelRunner
 from nanovllm.extras.speculation.speculation_options import read_options
-from nanovllm.extras.states.pool import StateKVCache, StateMetadata, slot_tensors
-from nanovllm.extras.states.slots import NULL_SLOT, StateMoves
-from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.extras.states.pool import StateKVCache, with_states
 
 logger = logging.getLogger(__name__)
 
 REFUSED = {  # option -> the values that work, of which the first is the default
     "kv_cache_dtype": ("auto",),
-    "enable_cuda_graphs": (None, False),
     "enable_overlap": (None, False),
     "load_format": ("auto", "safetensors", "dummy"),
     "nnodes": (1,),
@@ -58,32 +57,38 @@ def check_stored_states(config: Config) -> None:
             )
 
 
-def without_graphs(config: Config) -> Config:
-    """Return checked options without CUDA graphs and overlap, which other models have by default on CUDA."""
+def without_overlap(config: Config) -> Config:
+    """Return checked options without overlap, which other models have by default on CUDA."""
     check_options(config)
-    return replace(config, enable_cuda_graphs=False, enable_overlap=False)
+    return replace(config, enable_overlap=False)
 
 
 class StateRunner(ModelRunner):
-    """Runs steps as `ModelRunner` does, and gives the model the slots of the step's sequences.
+    """Runs steps as `ModelRunner` does. The model gets the pool of states, and the slots of the step's sequences.
 
-    It computes kernel by kernel, without CUDA graphs and without overlap.
+    The slots are added to the metadata of a batch before it is sent, so they are a part of the same copy.
     """
 
     kv_cache: StateKVCache
 
     def __init__(self, config: Config, folder: Path, *arguments: Any, **options: Any) -> None:
-        super().__init__(without_graphs(config), folder, *arguments, **options)
+        super().__init__(without_overlap(config), folder, *arguments, **options)
 
-    def forward(self, batch: Batch) -> Tensor:
-        copies = batch.copies
-        num_seqs = len(batch.metadata.seq_lens)
-        moves = copies if isinstance(copies, StateMoves) else StateMoves([], [], [NULL_SLOT] * num_seqs)
-        return self.compute_hidden(batch, with_states(batch.metadata, moves.slots, moves.sources))
+    def prepare_layers(self) -> None:
+        self.model.register_forward_pre_hook(give_pool(self.kv_cache))
+        send = self.transfer
+        self.transfer = lambda record: send(with_states(record) if isinstance(record, Batch) else record)
 
-    def compute_hidden(self, batch: Batch, metadata: StateMetadata) -> Tensor:
-        """Run the model -> [num_tokens, hidden_size]"""
-        return self.model(batch.input_ids, batch.positions, metadata, self.kv_cache.caches)
+    @property
+    def more_inputs(self) -> Any:  # type: ignore[override]  # a constant of the parent
+        from nanovllm.extras.states.state_graphs import StateInputs, needs_rounds
+
+        return StateInputs(self.config.speculative_config is not None and not needs_rounds(self.model))
+
+    def make_graphs(self) -> CudaGraphs:
+        from nanovllm.extras.states.state_graphs import StateCudaGraphs
+
+        return StateCudaGraphs(self.model, self.kv_cache.tensor, *self.largest_decode, self.more_inputs)
 
     def describe(self) -> str:
         num_bytes = self.shape.state_shape.bytes_per_slot(self.dtype)
@@ -155,8 +160,6 @@ def num_draft_slots(config: Config) -> int:
     return min(config.max_num_seqs * most, MAX_DRAFTED_ROWS)
 
 
-def with_states(metadata: AttentionMetadata, slots: list[int], sources: list[int]) -> StateMetadata:
-    """Return the metadata of a step with the slots that its chunks write and read, on the same device."""
-    lens = metadata.cu_seqlens_q.diff()  # [num_seqs], new tokens
-    is_first = metadata.seq_lens == lens  # [num_seqs]
-    return StateMetadata(**vars(metadata), is_first=is_first, **slot_tensors(slots, sources, lens.device))
+def give_pool(pool: StateKVCache) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a hook that replaces the last argument of a model, the KV cache, by the KV cache and the states."""
+    return lambda _, arguments: (*arguments[:-1], pool.caches)

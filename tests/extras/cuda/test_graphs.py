@@ -199,9 +199,9 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.wants_only_tokens", wants_no_truncation)
     recorder = OperationRecorder()
 
-    def record(model, kv_cache, draw, max_batch_size, max_num_blocks, num_windows):
+    def record(model, kv_cache, draw, max_batch_size, max_num_blocks, more):
         sizes = graph_sizes(max_batch_size)
-        graphs = CudaGraphs(model, kv_cache, draw_plainly, sizes, max_num_blocks, recorder, num_windows)
+        graphs = CudaGraphs(model, kv_cache, draw_plainly, sizes, max_num_blocks, recorder, more)
         graphs.record_all()
         return graphs
 

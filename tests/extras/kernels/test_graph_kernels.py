@@ -15,13 +15,15 @@ from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, 
 from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.kernels.cuda.cuda_decoder_layer import TritonDecoderLayer
+from nanovllm.extras.kernels.cuda.cuda_gated_delta import TritonGatedDeltaNet
 from nanovllm.extras.kernels.cuda.sample import sample_tokens
 from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm.extras.overlap import NewestTokens
 from tests.conftest import hf_greedy
 from tests.extras.kv_groups.test_grouped_layers import SWAP, GroupedCheckpoints
 from tests.extras.late_runner import LateRunner
-from tests.extras.models.hybrid_checkpoints import continue_greedily
+from tests.extras.models.hybrid_checkpoints import HybridCheckpoints, continue_greedily
+from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
 from tests.extras.recorded_operations import OperationRecorder
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids, run, tokens_of
 
@@ -40,10 +42,10 @@ def make_engine(monkeypatch, folder, **options):
     """As on CUDA: fast layers, draws in Triton, graphs, overlap."""
     recorder = OperationRecorder()
 
-    def record(model, kv_cache, draw, max_batch_size, max_num_blocks, num_windows):
+    def record(model, kv_cache, draw, max_batch_size, max_num_blocks, more):
         assert draw is sample_tokens
         sizes = graph_sizes(max_batch_size)
-        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks, recorder, num_windows)
+        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks, recorder, more)
         graphs.record_all()
         return graphs
 
@@ -57,10 +59,12 @@ def make_engine(monkeypatch, folder, **options):
 
     monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice())
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
-    engine = LLMEngine(Config(folder, attention_backend="triton", enable_overlap=True, **{**OPTIONS, **options}))
-    assert type(engine.runner.model.model.layers[0]) is TritonDecoderLayer
+    options = {"enable_overlap": True, **OPTIONS, **options}
+    engine = LLMEngine(Config(folder, attention_backend="triton", **options))
+    layer = engine.runner.model.model.layers[0]
+    assert type(getattr(layer, "linear_attn", layer)) in (TritonDecoderLayer, TritonGatedDeltaNet)
     assert isinstance(engine.runner.compute, ReplayedDecodes)
-    return engine, recorder, LateRunner(engine)
+    return engine, recorder, LateRunner(engine) if options["enable_overlap"] else None
 
 
 def serve(engine, requests):
@@ -122,3 +126,27 @@ def test_groups_of_layers_give_the_tokens_of_transformers(monkeypatch, tmp_path,
     assert recorder.num_replays > 3
     assert engine.get_stats().num_window_blocks > 0
     assert (engine.get_stats().num_swaps > 0) == ("swap_space_bytes" in options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_states_give_the_tokens_of_transformers(monkeypatch, tmp_path, has_drafts):
+    """Layers with states find drafts on the device, so steps with drafts are replayed by the same graphs as others."""
+    pytest.importorskip("transformers.models.qwen3_5")
+    hybrids, rows, replay = HybridCheckpoints(tmp_path), [], CudaGraphs.replay
+    monkeypatch.setattr(CudaGraphs, "replay", lambda *args: rows.append(args[1].copies) or replay(*args))
+    options = {"num_kv_blocks": 9 if has_drafts else 5, "max_model_len": 80, "enable_overlap": False}
+    speculation = drafting(Knowing(texts_of(hybrids)), 3) if has_drafts else None
+    engine, recorder, _ = make_engine(
+        monkeypatch, hybrids.make()[0], max_num_seqs=2, speculative_config=speculation, **options
+    )
+    prompts, expected = hybrids.prompts()[2:5:2], hybrids.greedy()[2:5:2]
+    for _ in range(2):
+        outputs = serve(engine, [(prompt, greedy(9)) for prompt in prompts])
+        assert [outputs[str(i)] for i in range(2)] == [token_ids for token_ids, _ in expected]
+    stats = engine.get_stats()
+    assert any(moves.slots != moves.sources for moves in rows) == has_drafts
+    assert any(moves.slots == moves.sources for moves in rows)
+    assert (stats.num_accepted_tokens > 0) == has_drafts
+    assert stats.prefix_cache_hit_tokens > 0
+    assert recorder.num_replays > 5

@@ -21,7 +21,7 @@ from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm.extras.kv_groups.grouped_graphs import GroupedCudaGraphs
+from nanovllm.extras.kv_groups.grouped_graphs import GroupedCudaGraphs, WindowInputs
 from nanovllm.extras.kv_groups.grouped_runner import GroupedLayersRunner, LayersOfBlocks
 from nanovllm.extras.kv_groups.grouped_tables import GroupedBlockTables, GroupedMetadata
 from nanovllm.extras.plain_runner import compute_eagerly
@@ -104,7 +104,7 @@ def grouped_batch(num_seqs, num_windows, seed):
 
 @pytest.mark.parametrize("num_windows", [1, 3])
 def test_slots_and_tables_of_all_groups_arrive_in_their_places(num_windows):
-    inputs = DecodeInputs(13, 9, CPU, num_windows)
+    inputs = DecodeInputs(13, 9, CPU, WindowInputs(num_windows))
     static = {size: inputs.batch(size).metadata for size in (1, 5, 13)}  # as a graph keeps them
     for seed, (num_seqs, size) in enumerate([(13, 13), (3, 5), (1, 1), (5, 5), (2, 13), (12, 13)]):
         batch = grouped_batch(num_seqs, num_windows, seed)

@@ -369,7 +369,6 @@ def test_fields_that_would_be_computed_wrongly_are_refused(fields, message):
         {"kv_cache_dtype": "fp8"},
         {"speculative_config": {"model": "a smaller one", "num_speculative_tokens": 3}},
         {"enable_overlap": True},
-        {"enable_cuda_graphs": True},
         {"load_format": "gguf"},
     ],
     ids=lambda options: next(iter(options)),

@@ -83,10 +83,10 @@ def recorders(quick_ranks, monkeypatch):
     """One for each rank whose graphs have been recorded."""
     made, numbers, connect = [], itertools.count(), start.connect
 
-    def record(model, kv_cache, draw, max_batch_size, max_num_blocks, num_windows):
+    def record(model, kv_cache, draw, max_batch_size, max_num_blocks, more):
         made.append(OperationRecorder())
         draw = draw if draw is start.draw_nothing else draw_plainly
-        graphs = CudaGraphs(model, kv_cache, draw, graph_sizes(max_batch_size), max_num_blocks, made[-1], num_windows)
+        graphs = CudaGraphs(model, kv_cache, draw, graph_sizes(max_batch_size), max_num_blocks, made[-1], more)
         graphs.record_all()
         return graphs
 

@@ -287,14 +287,14 @@ def no_sum_after_the_layer(monkeypatch):
 
 
 def states_of_other_slots_on_rank_1(monkeypatch):
-    right = StateRankRunner.forward
+    right = StateRankRunner.run
 
-    def forward(self, batch):
+    def run(self, batch):
         if self.communicator.rank:
             batch.copies.slots = batch.copies.sources = [1] * len(batch.copies.slots)
         return right(self, batch)
 
-    monkeypatch.setattr(StateRankRunner, "forward", forward)
+    monkeypatch.setattr(StateRankRunner, "run", run)
 
 
 def no_copies_of_states_on_rank_1(monkeypatch):

@@ -57,8 +57,8 @@ def test_steps_of_models_with_states_are_timed_with_drafts(monkeypatch, backend)
     runner, seen = llm.engine.runner, []
     for states in runner.kv_cache.states:
         states[:, 1:] = torch.nan
-    compute = runner.compute_hidden
-    monkeypatch.setattr(runner, "compute_hidden", lambda *step: seen.append(step[1]) or compute(*step))
+    forward = runner.forward
+    monkeypatch.setattr(runner, "forward", lambda batch: seen.append(batch.metadata) or forward(batch))
     assert start.cost_of_doubling(runner, 4) > 0
     small, large = seen[:2]
     assert small.state_sources.tolist() == [1, 1, 2, 3]

@@ -1,0 +1,301 @@
+"""CUDA graphs of models with recurrent states, as far as they go without a GPU.
+
+`recorded_operations.py` and `test_core_graphs.py` replace CUDA's recording: graphs of whole steps, and the core's of
+the forward pass. The oracle are the tokens of `transformers`. By default a few cases run; the sweep (`pytest -m
+slow`) takes all.
+
+Broken by hand, and seen here: padding that writes to slot 1; slots of an older batch; states that are always read, or
+never; a step with drafts that is replayed by PyTorch's layers; offsets that the host reads in a step of decodes.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.extras.cuda.graphs import CudaGraphs, DecodeInputs, graph_sizes, measure_graph_bytes
+from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.isolation import IsolatingEngine
+from nanovllm.extras.self_check.comparison import SelfCheckError
+from nanovllm.extras.self_check.state_check import StateCheck
+from nanovllm.extras.self_check.stored_results import StoredResult
+from nanovllm.extras.speculation.mtp_runner import MtpRunner
+from nanovllm.extras.states.pool import StateMetadata, with_states
+from nanovllm.extras.states.slots import NULL_SLOT, StateMoves
+from nanovllm.extras.states.state_graphs import StateCudaGraphs, StateInputs, needs_rounds
+from tests.extras.cuda import test_core_graphs, test_graphs
+from tests.extras.cuda.conftest import FakeCuda
+from tests.extras.cuda.test_core_graphs import recorded  # noqa: F401 (a fixture)
+from tests.extras.failing_request import serve_beside_a_failing_one
+from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints
+from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
+from tests.extras.speculation.test_mtp import Heads, check_draws, predicting, record_draws
+from tests.extras.test_full_engine import greedy, run, tokens_of
+
+pytest.importorskip("transformers.models.qwen3_5")
+CPU = torch.device("cpu")
+POOL = {"block_size": 4, "num_kv_blocks": 120}
+SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}
+ENGINES = {
+    "plenty": {**POOL, "state_snapshot_interval": 2},
+    "chunks": {**POOL, "max_num_batched_tokens": 13, "state_snapshot_interval": 2},
+    "preemption": {**POOL, "num_kv_blocks": 19},
+    "swap": {**POOL, "num_kv_blocks": 19, **SWAP},
+}
+DEFAULT_CASES = [("Qwen3_5", "plenty"), ("Lfm2", "preemption")]
+
+
+def cases():
+    for kind in ("Qwen3_5", "Lfm2"):
+        for engine in ENGINES:
+            yield pytest.param(kind, engine, marks=[] if (kind, engine) in DEFAULT_CASES else [pytest.mark.slow])
+
+
+@pytest.fixture(scope="module")
+def all_hybrids(tmp_path_factory):
+    return {kind: HybridCheckpoints(tmp_path_factory.mktemp(kind), kind) for kind in ("Qwen3_5", "Lfm2")}
+
+
+def fill_with_garbage(engine):
+    """In all blocks and slots but the null ones. A state that nobody has written is NaN, and would show."""
+    engine.runner.kv_cache.tensor[:, :, 1:] = 50.0
+    for states in engine.runner.kv_cache.states:
+        states[:, 1:] = torch.nan
+
+
+def check_tokens(engine, hybrids, num_prompts=None):
+    """Two rounds, so that prompts find snapshots: requests come two by two, then together. They end one by one."""
+    fill_with_garbage(engine)
+    slots_in_use = set()
+    watch_slots(engine, slots_in_use)
+    prompts, all_ids = hybrids.prompts()[:num_prompts], [token_ids for token_ids, _ in hybrids.greedy()]
+    is_tight = engine.parts.num_kv_blocks < 30  # long outputs are preempted
+    lens = [MAX_TOKENS - (0 if is_tight else 3 * (i % 3)) for i in range(len(prompts))]  # of outputs
+    expected = {str(i): all_ids[i][:length] for i, length in enumerate(lens)}
+    for every in (2, 9):
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, greedy(lens[i]))
+            if i % every == 1:
+                engine.step()
+        assert tokens_of(run(engine)) == expected
+    pool = engine.runner.kv_cache
+    for states in pool.states:
+        written = {slot for slot in range(1, pool.num_slots + 1) if not states[:, slot].isnan().any()}
+        assert written <= slots_in_use, "padding writes to the null slot only"
+        assert states[:, NULL_SLOT].isfinite().all()
+
+
+def watch_slots(engine, slots_in_use):
+    """Note all slots that steps name, or copy to."""
+    copy_blocks = engine.runner.kv_cache.copy_blocks
+
+    def copy_and_note(copies):
+        if isinstance(copies, StateMoves):
+            slots_in_use.update(copies.slots, [destination for _, destination in copies.state_copies])
+        copy_blocks(copies)
+
+    engine.runner.kv_cache.copy_blocks = copy_and_note
+
+
+# ---- what is sent
+
+
+def decode_batch(num_seqs, seed, drafts=False):
+    """Decodes of sequences of random lengths and slots; some begin. With drafts, every third row is one."""
+    rng = random.Random(seed)
+    batch = test_graphs.decode_batch(num_seqs, 4, rng.choice([1, 3, 36]), seed, temperature=0)
+    slots = rng.sample(range(1, 40), num_seqs)
+    sources = [slots[i - 1] if drafts and i % 3 == 2 else slot for i, slot in enumerate(slots)]
+    batch.__dict__["copies"] = StateMoves([], [], slots, sources=sources)
+    return batch
+
+
+def check_rows(metadata, batch, num_seqs):
+    moves = batch.copies
+    assert type(metadata) is StateMetadata
+    assert metadata.state_slots.dtype == metadata.state_sources.dtype == torch.int64
+    assert metadata.is_first.dtype == torch.bool
+    assert metadata.state_slots.tolist()[:num_seqs] == moves.slots
+    assert metadata.state_sources.tolist()[:num_seqs] == moves.sources
+    assert torch.equal(metadata.is_first[:num_seqs], batch.metadata.seq_lens == 1)
+    assert (metadata.state_slots[num_seqs:] == NULL_SLOT).all()
+    assert metadata.is_first[num_seqs:].all(), "padding reads no state"
+
+
+BATCHES = [(13, 13), (3, 5), (1, 1), (5, 5), (2, 13), (12, 13)]
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_slots_arrive_in_their_places(has_drafts):
+    inputs = DecodeInputs(13, 9, CPU, StateInputs(has_drafts))
+    static = {size: inputs.batch(size).metadata for size in (1, 5, 13)}  # as a graph keeps them
+    assert all((len(metadata.rounds) > 0) == has_drafts for metadata in static.values())
+    for seed, (num_seqs, size) in enumerate(BATCHES):
+        batch = decode_batch(num_seqs, seed, has_drafts)
+        inputs.fill(batch, size)
+        check_rows(static[size], batch, num_seqs)
+        assert torch.equal(static[size].slot_mapping[:num_seqs], batch.metadata.slot_mapping)
+        width = batch.metadata.block_tables.shape[1]
+        assert torch.equal(static[size].block_tables[:num_seqs, :width], batch.metadata.block_tables)
+
+
+def test_the_forward_pass_reads_the_slots_from_buffers(recorded):  # noqa: F811
+    """The model returns what a row says of its state."""
+
+    def model(input_ids, positions, metadata, kv_cache):
+        return torch.stack((metadata.state_slots, metadata.state_sources, metadata.is_first.long()), dim=1)
+
+    graphs = StateCudaGraphs(model, torch.zeros(1), 13, 9, StateInputs(True))
+    graphs.record_all()
+    for seed, (num_seqs, _) in enumerate(BATCHES):
+        sent = with_states(decode_batch(num_seqs, seed, True))
+        assert torch.equal(graphs.replay(sent), model(None, None, sent.metadata, None))
+        size = next(size for size in graphs.sizes if size >= num_seqs)
+        padding = graphs.graphs[size][1][num_seqs:]
+        assert padding.tolist() == [[NULL_SLOT, NULL_SLOT, 1]] * (size - num_seqs)
+
+
+def test_steps_with_drafts_are_replayed_only_where_the_device_finds_them():
+    plain, drafted = decode_batch(5, 0), decode_batch(5, 0, drafts=True)
+    assert [StateInputs(False).can_replay(batch) for batch in (plain, drafted)] == [True, False]
+    assert [StateInputs(True).can_replay(batch) for batch in (plain, drafted)] == [True, True]
+
+
+# ---- what is computed
+
+
+@pytest.mark.parametrize(("kind", "engine"), list(cases()))
+def test_replayed_steps_give_the_tokens_of_transformers(all_hybrids, monkeypatch, kind, engine):
+    hybrids = all_hybrids[kind]
+    folder, _ = hybrids.make()
+    _, replaying = test_graphs.make_engines(monkeypatch, folder, max_num_seqs=5, **ENGINES[engine])
+    assert needs_rounds(replaying.runner.model)
+    addresses = [states.data_ptr() for states in replaying.runner.kv_cache.states]
+    check_tokens(replaying, hybrids)
+    stats = replaying.get_stats()
+    assert replaying.recorder.num_recorded == 4  # 1, 2, 4, 5
+    assert replaying.recorder.num_replays > 5
+    assert (stats.num_preemptions > 0) == (ENGINES[engine]["num_kv_blocks"] < 30)
+    assert stats.num_swaps == (stats.num_preemptions if engine == "swap" else 0)
+    assert stats.prefix_cache_hit_tokens > 0 or stats.num_preemptions, "few blocks are kept where preemptions are"
+    assert [states.data_ptr() for states in replaying.runner.kv_cache.states] == addresses
+
+
+@pytest.mark.parametrize(("kind", "engine"), list(cases()))
+def test_replayed_forward_passes_give_the_tokens_of_transformers(all_hybrids, monkeypatch, recorded, kind, engine):  # noqa: F811
+    hybrids = all_hybrids[kind]
+    options = {**ENGINES[engine], "enable_overlap": False}
+    replaying = test_core_graphs.make_engine(monkeypatch, hybrids.make()[0], True, max_num_seqs=5, **options)
+    assert type(replaying.runner.graphs) is StateCudaGraphs
+    check_tokens(replaying, hybrids)
+    assert [size for size, _ in recorded] == [5, 4, 2, 1]
+    assert sum(graph.num_replays for _, graph in recorded) > 5
+    assert sum(graph.num_replays > 0 for _, graph in recorded) > 1 + (engine == "plenty"), "sizes"
+    stats = replaying.get_stats()
+    assert stats.prefix_cache_hit_tokens > 0 or stats.num_preemptions
+
+
+def test_a_request_that_fails_does_not_change_the_states_of_others(all_hybrids, monkeypatch):
+    """Its step has been replayed, and is computed again from the states before it."""
+    hybrids = all_hybrids["Qwen3_5"]
+    monkeypatch.setattr(test_graphs, "LLMEngine", IsolatingEngine)
+    _, replaying = test_graphs.make_engines(monkeypatch, hybrids.make()[0], enable_overlap=False, **POOL)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
+    tokens = serve_beside_a_failing_one(replaying, hybrids.prompts()[:4], params)
+    assert tokens == [token_ids for token_ids, _ in hybrids.greedy()[:4]]
+    assert replaying.recorder.num_replays > 3
+
+
+# ---- drafts
+
+
+def test_layers_of_pytorch_compute_drafts_eagerly(all_hybrids, monkeypatch):
+    """Other steps are replayed. `test_graph_kernels.py` has layers that find drafts on the device."""
+    hybrids, replayed = all_hybrids["Qwen3_5"], []
+    texts = texts_of(hybrids)
+    replay = CudaGraphs.replay
+    monkeypatch.setattr(CudaGraphs, "replay", lambda *args: replayed.append(args[1]) or replay(*args))
+    options = {**POOL, "speculative_config": drafting(Knowing(texts))}
+    _, replaying = test_graphs.make_engines(monkeypatch, hybrids.make()[0], max_num_seqs=5, **options)
+    check_tokens(replaying, hybrids, 4)
+    stats = replaying.get_stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert replayed
+    assert all(batch.copies.slots == batch.copies.sources for batch in replayed)
+
+
+def test_the_head_for_drafts_runs_behind_replayed_forward_passes(tmp_path, monkeypatch, recorded):  # noqa: F811
+    """Steps of the model without drafts are replayed. The head reads the hidden states that they return."""
+    heads = Heads(tmp_path)
+    folder, model, head = heads.make(is_trained=False)
+    options = {**POOL, "speculative_config": predicting(), "max_num_seqs": 5}
+    replaying = test_core_graphs.make_engine(monkeypatch, folder, True, **options)
+    draws = record_draws(replaying)
+    check_tokens(replaying, heads.hybrids, 4)
+    assert sum(graph.num_replays for _, graph in recorded) > 5
+    check_draws(model, head, draws)
+
+
+def test_graphs_of_whole_steps_have_no_head():
+    """Where other models have them, only the forward pass of the model is recorded."""
+
+    class Runner(MtpRunner):
+        def __init__(self):
+            self.device = SimpleNamespace(replayed="step", note=", with CUDA graphs")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "make_device", lambda self: self.device)
+        device = Runner().make_device()
+    assert device.replayed == "forward"
+    assert device.note == ", with CUDA graphs of the forward pass only (without the head)"
+
+
+# ---- the start
+
+
+def test_graphs_are_measured_before_the_pool_has_slots(all_hybrids, monkeypatch):
+    """As in the profile of the memory: there are only the null block and the null slot."""
+    engine, _ = test_graphs.make_engines(monkeypatch, all_hybrids["Qwen3_5"].make()[0], **POOL)
+    runner, cuda = engine.runner, FakeCuda(monkeypatch)
+    runner.kv_cache.num_slots = 0
+    runner.kv_cache.allocate(0)
+    arguments = (runner.model, runner.kv_cache.tensor, lambda logits, *_: logits.argmax(-1), 20, 32)
+    expected = (107 << 20) + (len(graph_sizes(20)) - 1) * (7 << 20)
+    assert measure_graph_bytes(*arguments, runner.more_inputs) == expected
+    assert all(states.isfinite().all() for states in runner.kv_cache.states)
+    assert cuda.events
+
+
+# ---- the self-check
+
+
+def check_graphs(engine):
+    StateCheck(engine.runner, StoredResult(engine.runner), None).compare_graphs()
+
+
+def write_padding_to_slot_1(inputs, values):
+    inputs.padding = {**inputs.padding, "state_slots": 1}
+    return values
+
+
+def read_other_slots(inputs, values):
+    return {**values, "state_sources": values["state_sources"].roll(1)}
+
+
+def read_no_state(inputs, values):
+    return {**values, "is_first": torch.ones_like(values["is_first"])}
+
+
+@pytest.mark.parametrize("fault", [write_padding_to_slot_1, read_other_slots, read_no_state])
+@pytest.mark.parametrize("kind", ["Qwen3_5", pytest.param("Lfm2", marks=pytest.mark.slow)])
+def test_the_self_check_finds_faults_in_graphs(all_hybrids, monkeypatch, kind, fault):
+    folder, _ = all_hybrids[kind].make()
+    _, engine = test_graphs.make_engines(monkeypatch, folder, late=False, **POOL)
+    check_graphs(engine)
+    assert engine.recorder.num_replays >= 6
+    values_of = StateInputs.values_of
+    monkeypatch.setattr(StateInputs, "values_of", lambda self, batch: fault(self, values_of(self, batch)))
+    with pytest.raises(SelfCheckError, match="wrong result: decodes by a CUDA graph: "):
+        check_graphs(engine)
