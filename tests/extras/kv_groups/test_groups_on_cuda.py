@@ -25,6 +25,8 @@ from nanovllm.extras.kv_groups.grouped_graphs import GroupedCudaGraphs, WindowIn
 from nanovllm.extras.kv_groups.grouped_runner import GroupedLayersRunner, LayersOfBlocks
 from nanovllm.extras.kv_groups.grouped_tables import GroupedBlockTables, GroupedMetadata
 from nanovllm.extras.plain_runner import compute_eagerly
+from nanovllm.extras.self_check.runner_check import SelfCheck
+from nanovllm.extras.self_check.stored_results import StoredResult
 from nanovllm.scheduler import make_step
 from tests.extras.cuda import test_core_graphs, test_graphs
 from tests.extras.cuda.test_core_graphs import recorded  # noqa: F401 (a fixture)
@@ -268,6 +270,13 @@ def test_graphs_of_the_forward_pass_give_the_tokens_of_transformers(grouped, mon
     assert type(replaying.runner.graphs) is GroupedCudaGraphs
     assert [size for size, _ in recorded] == [5, 4, 2, 1]
     assert sum(graph.num_replays for _, graph in recorded) > 5
+
+
+def test_steps_without_tables_of_groups_are_not_replayed(grouped, monkeypatch):
+    """As those of the self-check, which compares graphs with eager decodes, and those that are only measured."""
+    _, replaying = test_graphs.make_engines(monkeypatch, grouped.of("smollm3")[0], late=False, **POOL)
+    SelfCheck(replaying.runner, StoredResult(replaying.runner), None).compare_graphs()
+    assert replaying.recorder.num_replays == 0
 
 
 def test_a_replay_of_the_forward_pass_reads_the_buffers_of_all_groups(recorded):  # noqa: F811

@@ -14,22 +14,34 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm import SamplingParams
+from nanovllm import Config, SamplingParams
 from nanovllm.extras.cuda.graphs import CudaGraphs, DecodeInputs, graph_sizes, measure_graph_bytes
+from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.isolation import IsolatingEngine
+from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm.extras.models.architectures import find_architecture
 from nanovllm.extras.self_check.comparison import SelfCheckError
 from nanovllm.extras.self_check.state_check import StateCheck
 from nanovllm.extras.self_check.stored_results import StoredResult
 from nanovllm.extras.speculation.mtp_runner import MtpRunner
-from nanovllm.extras.states.pool import StateMetadata, with_states
+from nanovllm.extras.states.pool import StateKVCache, StateMetadata, with_states
 from nanovllm.extras.states.slots import NULL_SLOT, StateMoves
 from nanovllm.extras.states.state_graphs import StateCudaGraphs, StateInputs, needs_rounds
+from nanovllm.extras.states.state_runner import StateRunner
 from tests.extras.cuda import test_core_graphs, test_graphs
 from tests.extras.cuda.conftest import FakeCuda
 from tests.extras.cuda.test_core_graphs import recorded  # noqa: F401 (a fixture)
+from tests.extras.cuda.test_host_waits import (  # flash_attn and kernels are fixtures
+    META,
+    DeviceCheck,
+    DeviceRecorder,
+    KernelStandIn,
+    flash_attn,  # noqa: F401
+    kernels,  # noqa: F401
+)
 from tests.extras.failing_request import serve_beside_a_failing_one
-from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints
+from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, make_config
 from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
 from tests.extras.speculation.test_mtp import Heads, check_draws, predicting, record_draws
 from tests.extras.test_full_engine import greedy, run, tokens_of
@@ -266,6 +278,62 @@ def test_graphs_are_measured_before_the_pool_has_slots(all_hybrids, monkeypatch)
     assert measure_graph_bytes(*arguments, runner.more_inputs) == expected
     assert all(states.isfinite().all() for states in runner.kv_cache.states)
     assert cuda.events
+
+
+# ---- on PyTorch's `meta` device, whose tensors have no data that the host could read
+
+
+@pytest.fixture
+def delta_kernels(kernels, monkeypatch):  # noqa: F811
+    """Stand-ins of the kernels of Gated DeltaNet."""
+    from nanovllm.extras.kernels.cuda import delta_chunks, delta_kernels
+
+    found = {}
+    for module in (delta_chunks, delta_kernels):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            found[name] = KernelStandIn(getattr(module, name))
+            monkeypatch.setattr(module, name, found[name])
+    return found
+
+
+def make_runner_on_meta(kind, has_kernels):
+    model_class, shape = find_architecture({**make_config(kind).to_dict(), "architectures": [f"{kind}ForCausalLM"]})
+    runner, buffer = StateRunner.__new__(StateRunner), InputBuffer(META, 1 << 20)
+    backend = FlashAttention(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, 16)
+    with META:
+        runner.model = model_class(shape, backend).to(torch.bfloat16)
+    runner.model.model.rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # moves its table
+    if has_kernels:
+        backend.replace_layers(runner.model, 128)
+    num_layers = shape.num_hidden_layers - shape.state_shape.num_layers
+    runner.kv_cache = StateKVCache(backend, num_layers, torch.bfloat16, META, shape.state_shape)
+    runner.kv_cache.num_slots = 40
+    runner.kv_cache.allocate(9)
+    runner.config, runner.graphs, runner.transfer = Config("model"), None, buffer.send_record
+    runner.prepare_layers()
+    return runner, buffer
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Lfm2"])
+@torch.inference_mode()
+def test_decodes_wait_for_nothing(flash_attn, delta_kernels, kind, has_kernels):  # noqa: F811
+    """A recorded step reads nothing of the host, and an eager one is one copy, which has the slots too."""
+    from nanovllm.extras.kernels.cuda.sample import sample_tokens
+
+    runner, buffer = make_runner_on_meta(kind, has_kernels)
+    arguments = (runner.model, runner.kv_cache.tensor, sample_tokens, [1, 2, 5], 9, DeviceRecorder())
+    CudaGraphs(*arguments, runner.more_inputs).record_all()
+    for num_seqs in (1, 5):
+        with DeviceCheck(buffer) as check:
+            hidden = runner.forward(runner.send(decode_batch(num_seqs, num_seqs)))
+        assert check.num_copies == 1
+        assert hidden.shape == (num_seqs, 64)
+    has_launches = has_kernels and kind == "Qwen3_5"
+    launches = {name: kernel.num_launches for name, kernel in delta_kernels.items() if kernel.num_launches}
+    of_decodes = ("causal_conv_kernel", "gated_delta_kernel", "gated_norm_kernel")
+    assert launches == (dict.fromkeys(of_decodes, 3 * 5) if has_launches else {})  # of three layers
+    assert needs_rounds(runner.model) != has_launches
 
 
 # ---- the self-check
