@@ -81,10 +81,12 @@ def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
     """Return the core's block manager, unless tokens may be unknown, or the model has states or windows."""
     arguments = (parts.num_kv_blocks, parts.block_size, parts.config.enable_prefix_caching, observer)
     if parts.model_config.state_shape is not None:
-        if parts.config.speculative_config is None:
-            from nanovllm.extras.states.slots import StateBlockManager as Blocks
-        else:
+        if parts.config.speculative_config is not None:
             from nanovllm.extras.states.drafted_slots import DraftedStateBlockManager as Blocks
+        elif parts.enable_overlap:
+            from nanovllm.extras.states.known_snapshots import KnownStateBlockManager as Blocks
+        else:
+            from nanovllm.extras.states.slots import StateBlockManager as Blocks
 
         pool: Any = parts.runner.kv_cache
         return Blocks(
@@ -136,15 +138,17 @@ def make_scheduler(
         from nanovllm.extras.speculation.start_speculation import make_speculation
 
         return make_speculation(parts, arguments, launch)
+    kind: Any = ExtendedScheduler
     if has_states:
-        from nanovllm.extras.states.slots import StateScheduler
-
-        return StateScheduler(*arguments), launch
+        from nanovllm.extras.states.slots import StateScheduler as kind
     if not parts.enable_overlap:
-        return ExtendedScheduler(*arguments), launch
-    from nanovllm.extras.overlap import Ahead, OverlappedScheduler
+        return kind(*arguments), launch
+    from nanovllm.extras.overlap import Ahead
+    from nanovllm.extras.overlap import OverlappedScheduler as kind
 
-    overlapped = OverlappedScheduler(*arguments)
+    if has_states:
+        from nanovllm.extras.states.known_snapshots import OverlappedStateScheduler as kind
+    overlapped = kind(*arguments)
     return overlapped, Ahead(launch, overlapped)
 
 

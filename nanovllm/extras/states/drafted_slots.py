@@ -27,23 +27,17 @@ taken when the drafts are verified, and the block at its end is registered.
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.extras.known_tokens import KnownTokensPrefixCache
 from nanovllm.extras.speculation.speculative_scheduler import Drafts, SpeculativeScheduler
-from nanovllm.extras.states.slots import SnapshotCache, StateBlockManager, StateMoves, StateScheduler
+from nanovllm.extras.states.known_snapshots import KnownStateBlockManager
+from nanovllm.extras.states.slots import StateMoves, StateScheduler
 from nanovllm.scheduler import Step
 
 
-class DraftedSnapshotCache(KnownTokensPrefixCache, SnapshotCache):
-    """Registers only blocks whose tokens are known, and finds only prefixes with a snapshot."""
-
-
-class DraftedStateBlockManager(StateBlockManager):
+class DraftedStateBlockManager(KnownStateBlockManager):
     """Has slots for drafts from `take_draft_slots` to `keep_state`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        plain = self.prefix_cache
-        self.prefix_cache = DraftedSnapshotCache(self.block_size, self.observer, plain.is_enabled, plain.free_slots)
         self._draft_slots: dict[Any, list[int]] = {}  # of each sequence whose drafts are not verified yet
 
     @property
@@ -74,11 +68,6 @@ class DraftedStateBlockManager(StateBlockManager):
         del self._draft_slots[seq]
         if num_accepted:
             self.observer.on_move_slot(seq, self._slots[seq])
-
-    def settle(self, seq: Any) -> None:
-        """Register blocks whose tokens have become known, and take a snapshot if one is due."""
-        self.prefix_cache.register(seq, seq.num_computed_tokens)
-        self.take_snapshot(seq)
 
     def forget_slots(self) -> None:
         super().forget_slots()

@@ -14,7 +14,7 @@ from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.parallel.start_ranks import RankRunner, start_ranks
-from nanovllm.extras.states.state_runner import StateRunner, without_overlap
+from nanovllm.extras.states.state_runner import StateRunner, check_options
 
 
 class StateRankRunner(RankRunner, StateRunner):
@@ -27,6 +27,7 @@ class StateRankRunner(RankRunner, StateRunner):
 
 def start_state_ranks(config: Config, folder: Path) -> ModelRunner:
     """Start all ranks, and return the runner of rank 0. Raises ValueError, before a process starts, if it cannot."""
+    check_options(config)
     if config.speculative_config is not None:
         raise ValueError(
             f"speculative_config must be None for a model with recurrent states and tensor_parallel_size > 1, got "
@@ -38,4 +39,4 @@ def start_state_ranks(config: Config, folder: Path) -> ModelRunner:
             f"tensor_parallel_size must be 1 for a model that keeps states of convolutions only, got "
             f"{config.tensor_parallel_size}: the channels of such layers are not divided"
         )
-    return start_ranks(without_overlap(config), folder, StateRankRunner)
+    return start_ranks(config, folder, StateRankRunner)

@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 REFUSED = {  # option -> the values that work, of which the first is the default
     "kv_cache_dtype": ("auto",),
-    "enable_overlap": (None, False),
     "load_format": ("auto", "safetensors", "dummy"),
     "nnodes": (1,),
 }
@@ -57,12 +56,6 @@ def check_stored_states(config: Config) -> None:
             )
 
 
-def without_overlap(config: Config) -> Config:
-    """Return checked options without overlap, which other models have by default on CUDA."""
-    check_options(config)
-    return replace(config, enable_overlap=False)
-
-
 class StateRunner(ModelRunner):
     """Runs steps as `ModelRunner` does. The model gets the pool of states, and the slots of the step's sequences.
 
@@ -72,7 +65,8 @@ class StateRunner(ModelRunner):
     kv_cache: StateKVCache
 
     def __init__(self, config: Config, folder: Path, *arguments: Any, **options: Any) -> None:
-        super().__init__(without_overlap(config), folder, *arguments, **options)
+        check_options(config)
+        super().__init__(config, folder, *arguments, **options)
 
     def prepare_layers(self) -> None:
         self.model.register_forward_pre_hook(give_pool(self.kv_cache))

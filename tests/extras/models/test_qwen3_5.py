@@ -164,7 +164,11 @@ def test_aborted_requests_leave_nothing(hybrids):
     check_greedy(llm, prompts[:4], hybrids.greedy()[:4])
 
 
-@pytest.mark.parametrize("options", every_second([{"max_num_batched_tokens": 11}, {"num_kv_blocks": 30}]), ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"enable_overlap": True}, *every_second([{"max_num_batched_tokens": 11}, {"num_kv_blocks": 30}])],
+    ids=str,
+)
 def test_a_conversation_finds_its_earlier_turns(hybrids, options):
     """Each prompt is the one before with its answer and two tokens. Snapshots are every two blocks, also of outputs."""
     folder, model = hybrids.make()
@@ -368,7 +372,6 @@ def test_fields_that_would_be_computed_wrongly_are_refused(fields, message):
     [
         {"kv_cache_dtype": "fp8"},
         {"speculative_config": {"model": "a smaller one", "num_speculative_tokens": 3}},
-        {"enable_overlap": True},
         {"load_format": "gguf"},
     ],
     ids=lambda options: next(iter(options)),

@@ -4,8 +4,6 @@ Each rank has its heads of every state. The ranks are threads of this process. B
 with one rank only; the sweep (`pytest -m slow`) takes all.
 """
 
-import json
-
 import pytest
 import torch
 from safetensors import safe_open
@@ -23,6 +21,7 @@ from nanovllm.extras.states.state_runner import StateRunner
 from nanovllm.layers.attention import TorchAttention
 from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
+from tests.extras.late_runner import LateRunner
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, make_config
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, check_greedy, logprobs
 
@@ -254,14 +253,16 @@ def test_what_ranks_do_not_do_is_refused_before_one_starts(hybrids, monkeypatch,
         make_llm(hybrids.make()[0], **options)
 
 
-def test_overlap_and_graphs_are_off_on_all_ranks(hybrids, quick_ranks, monkeypatch):
-    """On CUDA they are on by default. The other ranks get the options of rank 0."""
-    plans, make_plan = [], start.Plan
-    monkeypatch.setattr(start, "Plan", lambda *values: plans.append(make_plan(*values)) or plans[-1])
-    with make_llm(hybrids.make()[0], tensor_parallel_size=2, num_kv_blocks=40, block_size=4):
-        assert (plans[0].config["enable_overlap"], plans[0].config["enable_cuda_graphs"]) == (False, False)
-        assert json.dumps(plans[0])
-        assert not plans[0].hears_tokens
+def test_overlap_on_all_ranks(hybrids, quick_ranks):
+    """Only rank 0 knows the newest tokens."""
+    prompts, one = hybrids.prompts()[:4], make_llm(hybrids.make()[0], block_size=4, num_kv_blocks=120)
+    expected = greedy_of(one, prompts)
+    options = {"num_kv_blocks": 40, "block_size": 4, "enable_overlap": True, "state_snapshot_interval": 2}
+    with make_llm(hybrids.make()[0], tensor_parallel_size=2, **options) as llm:
+        late = LateRunner(llm.engine)
+        check_greedy(llm, prompts, expected)
+        check_greedy(llm, prompts[::-1], expected[::-1])
+        assert late.num_expected_ids > 10
 
 
 # ---- planted faults

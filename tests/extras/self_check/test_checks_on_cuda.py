@@ -314,7 +314,7 @@ def test_layers_with_states_are_compared(tmp_path, on_cuda, caplog):
     pytest.importorskip("transformers.models.qwen3_5")
     hybrids = HybridCheckpoints(tmp_path)
     on_cuda(KernelsOfStates)
-    assert way_of(start(hybrids.make()[0], self_check="strict")) == "KernelsOfStates"
+    assert way_of(start(hybrids.make()[0], self_check="strict")) == "KernelsOfStates, graphs"
     on_cuda(WrongKernelsOfStates)
     with caplog.at_level(logging.WARNING):
         llm = start(hybrids.make()[0], max_num_batched_tokens=64)  # the option leads to a new check

@@ -55,8 +55,12 @@ ENGINES = {
     "chunks": {**POOL, "max_num_batched_tokens": 13, "state_snapshot_interval": 2},
     "preemption": {**POOL, "num_kv_blocks": 19},
     "swap": {**POOL, "num_kv_blocks": 19, **SWAP},
+    "overlap": {**POOL, "enable_overlap": True, "state_snapshot_interval": 2},
+    "overlap, chunks": {**POOL, "enable_overlap": True, "max_num_batched_tokens": 13, "state_snapshot_interval": 1},
+    "overlap, preemption": {**POOL, "enable_overlap": True, "num_kv_blocks": 19},
+    "overlap, swap": {**POOL, "enable_overlap": True, "num_kv_blocks": 19, **SWAP},
 }
-DEFAULT_CASES = [("Qwen3_5", "plenty"), ("Lfm2", "preemption")]
+DEFAULT_CASES = [("Qwen3_5", "overlap"), ("Lfm2", "preemption")]
 
 
 def cases():
@@ -190,7 +194,7 @@ def test_replayed_steps_give_the_tokens_of_transformers(all_hybrids, monkeypatch
     assert replaying.recorder.num_recorded == 4  # 1, 2, 4, 5
     assert replaying.recorder.num_replays > 5
     assert (stats.num_preemptions > 0) == (ENGINES[engine]["num_kv_blocks"] < 30)
-    assert stats.num_swaps == (stats.num_preemptions if engine == "swap" else 0)
+    assert stats.num_swaps == (stats.num_preemptions if "swap" in engine else 0)
     assert stats.prefix_cache_hit_tokens > 0 or stats.num_preemptions, "few blocks are kept where preemptions are"
     assert [states.data_ptr() for states in replaying.runner.kv_cache.states] == addresses
 
@@ -198,13 +202,13 @@ def test_replayed_steps_give_the_tokens_of_transformers(all_hybrids, monkeypatch
 @pytest.mark.parametrize(("kind", "engine"), list(cases()))
 def test_replayed_forward_passes_give_the_tokens_of_transformers(all_hybrids, monkeypatch, recorded, kind, engine):  # noqa: F811
     hybrids = all_hybrids[kind]
-    options = {**ENGINES[engine], "enable_overlap": False}
+    options = {"enable_overlap": False, **ENGINES[engine]}
     replaying = test_core_graphs.make_engine(monkeypatch, hybrids.make()[0], True, max_num_seqs=5, **options)
     assert type(replaying.runner.graphs) is StateCudaGraphs
     check_tokens(replaying, hybrids)
     assert [size for size, _ in recorded] == [5, 4, 2, 1]
     assert sum(graph.num_replays for _, graph in recorded) > 5
-    assert sum(graph.num_replays > 0 for _, graph in recorded) > 1 + (engine == "plenty"), "sizes"
+    assert sum(graph.num_replays > 0 for _, graph in recorded) > 1 + (engine in ("plenty", "overlap")), "sizes"
     stats = replaying.get_stats()
     assert stats.prefix_cache_hit_tokens > 0 or stats.num_preemptions
 
