@@ -13,6 +13,7 @@ from nanovllm.extras.full_observer import SchedulingStats
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.roll_back import roll_back
+from nanovllm.extras.states.known_snapshots import KnownStateBlockManager, OverlappedStateScheduler
 from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateScheduler
 from nanovllm.extras.states.state_swap import StateSwap, StateSwapSpace
 
@@ -20,16 +21,20 @@ from nanovllm.extras.states.state_swap import StateSwap, StateSwapSpace
 class Run:
     """A scheduler whose model is a function of the tokens that a state has seen."""
 
+    scheduler_class, blocks_class = StateScheduler, StateBlockManager
+
     def __init__(self, rng, sizes=None, has_cache=True, observer=None, has_swap=False):
         self.rng = rng
         num_slots, num_blocks, budget = sizes or (rng.randint(3, 9), rng.randint(5, 16), rng.randint(1, 9))
-        self.blocks = StateBlockManager(num_blocks, 2, has_cache, observer or SchedulingStats(), num_slots=num_slots)
+        observer = observer or SchedulingStats()
+        self.blocks = self.blocks_class(num_blocks, 2, has_cache, observer, num_slots=num_slots)
         self.blocks.snapshot_interval = rng.choice([0, 1, 2, 64])
         self.space = preemption = None
         if has_swap:
             self.space = StateSwapSpace(rng.randint(1, 12), rng.randint(1, 4), self.blocks)
             preemption = StateSwap(self.blocks, self.space)
-        self.scheduler = StateScheduler(self.blocks, rng.randint(3, num_slots), budget, 12, preemption=preemption)
+        max_num_seqs = rng.randint(3, num_slots)
+        self.scheduler = self.scheduler_class(self.blocks, max_num_seqs, budget, 12, preemption=preemption)
         self.texts = [[rng.randrange(50) for _ in range(7)] for _ in range(3)]
         # the slots in host memory, which have negative numbers, are at its end
         self.pool = [None] * (num_slots + 1 + (self.space.num_slots if self.space else 0))
@@ -63,6 +68,16 @@ class Run:
         step = self.scheduler.schedule()
         if not step.chunks:
             return
+        self.compute(step)
+        if fails:
+            roll_back(self.scheduler)
+            return
+        self.scheduler.update(step, [next_token(seq) for seq in step.samples])
+
+    def tokens_of(self, seq, num_tokens):
+        return seq.token_ids.view(0, num_tokens).tolist()
+
+    def compute(self, step):
         moves = step.copies
         assert isinstance(moves, StateMoves)
         for source, destination in moves.state_copies:
@@ -70,14 +85,10 @@ class Run:
         assert len(set(moves.slots)) == len(step.chunks), "no slot is used twice"
         for (seq, start, num_new_tokens), slot in zip(step.chunks, moves.slots, strict=True):
             assert slot > 0, "the null slot is for padding"
-            tokens = seq.token_ids.view(0, start + num_new_tokens).tolist()
+            tokens = self.tokens_of(seq, start + num_new_tokens)
             seen = self.pool[slot] if start else []
             assert seen == tokens[:start], "the state after the tokens before the chunk"
             self.pool[slot] = tokens
-        if fails:
-            roll_back(self.scheduler)
-            return
-        self.scheduler.update(step, [next_token(seq) for seq in step.samples])
 
     def abort(self):
         if alive := [*self.scheduler.running, *self.scheduler.waiting]:
@@ -98,16 +109,63 @@ class Run:
 
 
 def next_token(seq):
-    return (sum(seq.token_ids.view().tolist()) + 7 * seq.sample_index) % 50
+    return token_after(seq.token_ids.view().tolist(), seq.sample_index)
 
 
-@pytest.mark.parametrize("kind", ["snapshots", "no cache", "swap"])
+def token_after(tokens, sample_index):
+    return (sum(tokens) + 7 * sample_index) % 50
+
+
+class OverlappedRun(Run):
+    """Launches a step before the tokens of the step before are known. Its model knows them, as a device does."""
+
+    scheduler_class, blocks_class = OverlappedStateScheduler, KnownStateBlockManager
+
+    def __init__(self, rng, **options):
+        super().__init__(rng, **options)
+        self.newest, self.ahead, self.num_ahead = [], None, 0
+
+    def fork(self):
+        """Beam searches wait for each token."""
+
+    def launch(self):
+        step = self.scheduler.schedule()
+        if not step.chunks:
+            return None
+        self.compute(step)
+        lens = [(step.chunks[place], seq.sample_index) for seq, place in self.sampled(step)]
+        self.newest = [token_after(self.tokens_of(seq, start + n), index) for (seq, start, n), index in lens]
+        return step, self.newest
+
+    def sampled(self, step):
+        return zip(step.samples, step.sampled_chunks, strict=True)
+
+    def tokens_of(self, seq, num_tokens):
+        ids = seq.token_ids.data[:num_tokens].tolist()
+        return [token_id if token_id >= 0 else self.newest[-1 - token_id] for token_id in ids]
+
+    def step(self, fails=False):
+        launched, self.ahead = self.ahead if self.scheduler.in_flight else None, None
+        launched = launched or self.launch()
+        if launched is None:
+            return
+        if self.scheduler.can_schedule_ahead():
+            self.ahead = self.launch()
+            self.num_ahead += self.ahead is not None
+        if fails:
+            roll_back(self.scheduler)
+            return
+        self.scheduler.update(*launched)
+
+
+@pytest.mark.parametrize("kind", ["snapshots", "no cache", "swap", "overlap", "overlap and swap"])
 @pytest.mark.parametrize(
     "seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
 )
 def test_each_chunk_finds_its_state(seed, kind):
     """Seen to fail with copies of this step's forks, hits without a snapshot, and snapshots of failed steps."""
-    run = Run(random.Random(seed), has_cache=kind != "no cache", has_swap=kind == "swap")
+    kind_of_run = OverlappedRun if "overlap" in kind else Run
+    run = kind_of_run(random.Random(seed), has_cache=kind != "no cache", has_swap="swap" in kind)
     for _ in range(120):
         run.act()
         check_owners(run)
@@ -118,6 +176,7 @@ def test_each_chunk_finds_its_state(seed, kind):
     assert not run.scheduler.waiting
     assert run.blocks.num_free_slots == run.blocks.num_slots
     assert run.blocks.num_used_blocks == 0
+    assert "overlap" not in kind or run.num_ahead > 20
     if kind == "no cache":
         assert run.blocks.num_snapshots == run.blocks.observer.prefix_cache_hit_tokens == 0
 
