@@ -121,8 +121,8 @@ class OverlappedRun(Run):
 
     scheduler_class, blocks_class = OverlappedStateScheduler, KnownStateBlockManager
 
-    def __init__(self, rng, **options):
-        super().__init__(rng, **options)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.newest, self.ahead, self.num_ahead = [], None, 0
 
     def fork(self):

@@ -56,6 +56,10 @@ class RecordedSlots(Recorded, test_slots.Run):
     pass
 
 
+class RecordedOverlap(Recorded, test_slots.OverlappedRun):
+    pass
+
+
 class RecordedDrafts(Recorded, test_drafted_slots.Run):
     def act(self):
         super().act() if self.rng.random() < 0.5 else self.step()  # drafts need steps in which no request waits
@@ -64,13 +68,14 @@ class RecordedDrafts(Recorded, test_drafted_slots.Run):
 def random_slots(seed, limit=10**9, kind="plain"):
     """Return the segments of a recording, and what was true at each of its steps.
 
-    kind: `plain`, `swap`, `drafts`, or `drafts and swap`
+    kind: `plain`, `swap`, `drafts`, `overlap`, or one of the last two `and swap`
     """
     sizes = 4 + seed % 5, 6 + seed % 3, 9  # few blocks, so that sequences are preempted
     if "drafts" in kind:
         run = RecordedDrafts(seed, limit, *sizes, has_cache=True, has_swap="swap" in kind)
-    elif kind == "swap":
-        run = RecordedSlots(seed, limit, sizes, has_swap=True)
+    elif "swap" in kind or "overlap" in kind:
+        kind_of_run = RecordedOverlap if "overlap" in kind else RecordedSlots
+        run = kind_of_run(seed, limit, sizes, has_swap="swap" in kind)
     else:
         run = RecordedSlots(seed, limit)
     for i in range(150):

@@ -39,9 +39,9 @@ def test_replayed_slots_are_those_of_the_block_manager(seed, limit):
     assert compare_with_replay(*random_slots(seed, limit)) >= {"slot", "snapshot", "drop", "roll_back"}
 
 
-@pytest.mark.parametrize("kind", ["swap", "drafts", "drafts and swap"])
+@pytest.mark.parametrize("kind", ["swap", "drafts", "drafts and swap", "overlap", "overlap and swap"])
 @pytest.mark.parametrize("seed", sweep(4))
-def test_replayed_slots_with_swap_and_drafts_are_those_of_the_block_manager(seed, kind):
+def test_replayed_slots_with_swap_drafts_and_overlap_are_those_of_the_block_manager(seed, kind):
     for limit in (10**9, 9):
         compare_with_replay(*random_slots(seed, limit, kind))
 
