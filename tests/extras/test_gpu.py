@@ -25,6 +25,7 @@ from nanovllm.extras.cuda.graphs import CudaGraphs
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from tests.conftest import every_second, hf_greedy
 from tests.extras.kv_groups.test_grouped_layers import MAX_TOKENS, GroupedCheckpoints, is_grouped
+from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.test_all_configurations import make_requests, serve
 from tests.extras.test_parity import NUM_OUTPUT_TOKENS, Oracle, assert_at_rest, assert_parity
 
@@ -150,6 +151,45 @@ def test_groups_of_layers(grouped, name, mode, device, backend):
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     outputs = llm.generate(grouped.prompts(), params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [token_ids for token_ids, _ in expected]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [pytest.param("cpu", "torch", marks=pytest.mark.slow), *EXACT_PLACES[1:]]
+)
+@pytest.mark.parametrize("mode", ["eager", "graphs", "everything"])
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Lfm2"])
+def test_recurrent_states(tmp_path, monkeypatch, kind, mode, device, backend):
+    """Each sequence has a slot of its own, also in graphs. The second time, prompts find snapshots."""
+    pytest.importorskip("transformers.models.qwen3_5")
+    hybrids, replayed, can_replay = HybridCheckpoints(tmp_path, kind), [], CudaGraphs.can_replay
+    monkeypatch.setattr(CudaGraphs, "can_replay", lambda *a: replayed.append(can_replay(*a)) or replayed[-1])
+    options = {"device": device, "attention_backend": backend, "block_size": 16, "num_kv_blocks": 60, **MODES[mode]}
+    llm = LLM(hybrids.make()[0], dtype="float32", max_num_seqs=5, state_snapshot_interval=1, **options)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    for _ in range(2):
+        outputs = llm.generate(hybrids.prompts(), params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == [token_ids for token_ids, _ in hybrids.greedy()]
+    assert llm.get_stats().prefix_cache_hit_tokens > 0
+    has_graphs = device == "cuda" and backend != "torch" and mode != "eager"
+    assert sum(replayed) > 5 if has_graphs else not replayed
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [pytest.param("cpu", "torch", marks=pytest.mark.slow), *EXACT_PLACES[1:]]
+)
+def test_drafts_of_a_model_with_recurrent_states(tmp_path, device, backend):
+    """Layers in Triton find drafts on the device, also in graphs. PyTorch's compute them in rounds."""
+    pytest.importorskip("transformers.models.qwen3_5")
+    from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
+
+    hybrids = HybridCheckpoints(tmp_path)
+    speculation = drafting(Knowing(texts_of(hybrids)))
+    options = {"device": device, "attention_backend": backend, "block_size": 16, "num_kv_blocks": 60}
+    llm = LLM(hybrids.make()[0], dtype="float32", max_num_seqs=5, speculative_config=speculation, **options)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    outputs = llm.generate(hybrids.prompts(), params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [token_ids for token_ids, _ in hybrids.greedy()]
+    assert 0 < llm.get_stats().num_accepted_tokens < llm.get_stats().num_draft_tokens
 
 
 @pytest.mark.parametrize(("device", "backend"), EXACT_PLACES)

@@ -322,7 +322,7 @@ def make_runner_on_meta(kind, has_kernels):
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Lfm2"])
 @torch.inference_mode()
 def test_decodes_wait_for_nothing(flash_attn, delta_kernels, kind, has_kernels):  # noqa: F811
-    """A recorded step reads nothing of the host, and an eager one is one copy, which has the slots too."""
+    """A recorded step does not read from the host. An eager one is one copy, which has the slots too."""
     from nanovllm.extras.kernels.cuda.sample import sample_tokens
 
     runner, buffer = make_runner_on_meta(kind, has_kernels)
