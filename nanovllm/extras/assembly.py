@@ -81,12 +81,12 @@ def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
     """Return the core's block manager, unless tokens may be unknown, or the model has states or windows."""
     arguments = (parts.num_kv_blocks, parts.block_size, parts.config.enable_prefix_caching, observer)
     if parts.model_config.state_shape is not None:
+        from nanovllm.extras.states.slots import StateBlockManager as Blocks
+
         if parts.config.speculative_config is not None:
             from nanovllm.extras.states.drafted_slots import DraftedStateBlockManager as Blocks
         elif parts.enable_overlap:
             from nanovllm.extras.states.known_snapshots import KnownStateBlockManager as Blocks
-        else:
-            from nanovllm.extras.states.slots import StateBlockManager as Blocks
 
         pool: Any = parts.runner.kv_cache
         return Blocks(

@@ -49,8 +49,8 @@ class StateInputs(MoreInputs):
 
     def add_to(self, metadata: AttentionMetadata, columns: dict[str, Tensor], tables: list[Tensor]) -> StateMetadata:
         # kernels only need to know whether there are rounds
-        rounds = (columns["state_slots"],) if self.has_drafts else ()
-        return StateMetadata(**vars(metadata), **columns, rounds=rounds)
+        more: dict[str, Any] = {**columns, "rounds": (columns["state_slots"],) if self.has_drafts else ()}
+        return StateMetadata(**vars(metadata), **more)
 
     def can_replay(self, batch: Batch) -> bool:
         """Return whether `batch` has slots, and no drafts unless graphs have them."""

@@ -135,7 +135,7 @@ def test_states_give_the_tokens_of_transformers(monkeypatch, tmp_path, has_draft
     pytest.importorskip("transformers.models.qwen3_5")
     hybrids, rows, replay = HybridCheckpoints(tmp_path), [], CudaGraphs.replay
     monkeypatch.setattr(CudaGraphs, "replay", lambda *args: rows.append(args[1].copies) or replay(*args))
-    options = {"num_kv_blocks": 9 if has_drafts else 5, "max_model_len": 80, "enable_overlap": False}
+    options = {"num_kv_blocks": 9 if has_drafts else 5, "max_model_len": 80, "enable_overlap": not has_drafts}
     speculation = drafting(Knowing(texts_of(hybrids)), 3) if has_drafts else None
     engine, recorder, _ = make_engine(
         monkeypatch, hybrids.make()[0], max_num_seqs=2, speculative_config=speculation, **options

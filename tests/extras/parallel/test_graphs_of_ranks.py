@@ -22,8 +22,10 @@ from nanovllm.extras.parallel import start_ranks as start
 from nanovllm.extras.parallel.communicator import Communicator
 from nanovllm.extras.parallel.messages import Header, pack_step
 from nanovllm.extras.parallel.worker import compute_step
+from nanovllm.extras.states.state_ranks import StateRankRunner
 from tests.extras.cuda.test_graphs import draw_plainly, serve
 from tests.extras.kv_groups.test_grouped_layers import GroupedCheckpoints
+from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 
 COMMUNICATORS = {}  # by number: operations of PyTorch take no other objects
@@ -128,6 +130,19 @@ def test_replayed_decodes_of_groups_of_layers(recorders, tmp_path):
     alone, engine = make_engines(GroupedCheckpoints(tmp_path).of("gemma3")[0], True, block_size=4)
     del recorders[0]
     assert isinstance(engine.scheduler.block_manager, GroupedBlockManager)
+    requests = [(prompt, dataclasses.replace(params, max_tokens=25)) for prompt, params in REQUESTS]
+    assert serve(engine, requests) == serve(alone, requests)
+    assert recorders[0].num_replays == recorders[1].num_replays > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("enable_overlap", [False, True])
+def test_replayed_decodes_with_states(recorders, tmp_path, enable_overlap):
+    """Rank 0 sends the slots with each batch, and each rank fills the buffers of its own graphs."""
+    pytest.importorskip("transformers.models.qwen3_5")
+    alone, engine = make_engines(HybridCheckpoints(tmp_path).make()[0], enable_overlap, block_size=4)
+    del recorders[0]
+    assert isinstance(engine.runner, StateRankRunner)
     requests = [(prompt, dataclasses.replace(params, max_tokens=25)) for prompt, params in REQUESTS]
     assert serve(engine, requests) == serve(alone, requests)
     assert recorders[0].num_replays == recorders[1].num_replays > 5

@@ -213,11 +213,13 @@ def test_replayed_forward_passes_give_the_tokens_of_transformers(all_hybrids, mo
     assert stats.prefix_cache_hit_tokens > 0 or stats.num_preemptions
 
 
-def test_a_request_that_fails_does_not_change_the_states_of_others(all_hybrids, monkeypatch):
+@pytest.mark.parametrize("enable_overlap", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_request_that_fails_does_not_change_the_states_of_others(all_hybrids, monkeypatch, enable_overlap):
     """Its step has been replayed, and is computed again from the states before it."""
     hybrids = all_hybrids["Qwen3_5"]
     monkeypatch.setattr(test_graphs, "LLMEngine", IsolatingEngine)
-    _, replaying = test_graphs.make_engines(monkeypatch, hybrids.make()[0], enable_overlap=False, **POOL)
+    options = {**POOL, "enable_overlap": enable_overlap, "late": False}
+    _, replaying = test_graphs.make_engines(monkeypatch, hybrids.make()[0], **options)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
     tokens = serve_beside_a_failing_one(replaying, hybrids.prompts()[:4], params)
     assert tokens == [token_ids for token_ids, _ in hybrids.greedy()[:4]]
