@@ -88,29 +88,38 @@ class StoreModel:
         step = self.scheduler.schedule()
         if not step.chunks:
             return
+        self.compute(step)
+        if fails:
+            roll_back(self.scheduler)
+            return
+        self.save(step)
+        self.scheduler.update(step, [test_slots.next_token(seq) for seq in step.samples])
+
+    def compute(self, step):
         self.move(step.copies)
         for seq, start, num_new_tokens in step.chunks:  # each layer stores K and V of all chunks before it attends
             self.write(seq, start, start + num_new_tokens)
         for (seq, start, num_new_tokens), slot in zip(step.chunks, step.copies.slots, strict=True):
-            self.compute(seq, seq.token_ids.view(0, start + num_new_tokens).tolist(), start, slot)
-        if fails:
-            roll_back(self.scheduler)
-            return
+            self.compute_chunk(seq, self.tokens_of(seq, start + num_new_tokens), start, slot)
+
+    def save(self, step):
         moves = step.copies.block_moves
         for name, block_id in moves.saves:
             self.store.save(name, list(self.kv[block_id]))
         for name, slot in moves.state_saves:
             self.check_state(name, self.pool[slot])
             self.store.save_state(name, self.pool[slot])
-        self.scheduler.update(step, [test_slots.next_token(seq) for seq in step.samples])
+
+    def tokens_of(self, seq, num_tokens):
+        return seq.token_ids.view(0, num_tokens).tolist()
 
     def write(self, seq, start, stop):
-        size, table = self.blocks.block_size, seq.block_table.view().tolist()
+        size, table, tokens = self.blocks.block_size, seq.block_table.view().tolist(), self.tokens_of(seq, stop)
         for i in range(start, stop):
             block = self.kv.setdefault(table[i // size], [None] * size)
-            block[i % size] = seq.token_ids.view(0, i + 1).tolist()
+            block[i % size] = tokens[: i + 1]
 
-    def compute(self, seq, tokens, start, slot):
+    def compute_chunk(self, seq, tokens, start, slot):
         """Check what the chunk reads, and write its state."""
         size, table = self.blocks.block_size, seq.block_table.view().tolist()
         assert not start or self.pool[slot] == tokens[:start], "the state after the tokens before the chunk"
@@ -133,14 +142,25 @@ class StoreRun(StoreModel, test_slots.Run):
         self.attach(rng.choice([None, 0, 1, 2]))
 
 
+class OverlappedStoreRun(StoreRun, test_slots.OverlappedRun):
+    """Saves right after a step is launched, as the device does it before the next step."""
+
+    step, tokens_of = test_slots.OverlappedRun.step, test_slots.OverlappedRun.tokens_of
+
+    def compute(self, step):
+        super().compute(step)
+        self.save(step)
+
+
 SEEDS = [seed if seed < 6 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(80)]
 
 
+@pytest.mark.parametrize("kind_of_run", [StoreRun, OverlappedStoreRun])
 @pytest.mark.parametrize("has_swap", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_each_chunk_finds_its_state_and_its_blocks(seed, has_swap):
+def test_each_chunk_finds_its_state_and_its_blocks(seed, has_swap, kind_of_run):
     """Seen to fail with a snapshot of another slot, of another block, or without the blocks that the pool has."""
-    run = StoreRun(random.Random(seed), has_swap=has_swap)
+    run = kind_of_run(random.Random(seed), has_swap=has_swap)
     for _ in range(150):
         run.act()
         test_slots.check_owners(run)
@@ -188,8 +208,8 @@ class Served(StoreModel):
             self.step()
         return seq
 
-    def compute(self, seq, tokens, start, slot):
-        super().compute(seq, tokens, start, slot)
+    def compute_chunk(self, seq, tokens, start, slot):
+        super().compute_chunk(seq, tokens, start, slot)
         self.chunks.append((start, len(tokens)))
 
     def evict(self):
