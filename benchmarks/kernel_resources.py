@@ -415,6 +415,8 @@ def all_cases(arch: int, is_quick: bool = False) -> Iterator[Case]:
         yield Case("silu_and_mul", arch, dtype, num_columns=3072)
         for kernel in ("round_rows", *QUANTISED):
             yield Case(kernel, arch, dtype)
+    for kernel in ("decode", "prefill", "split_prefill"):
+        yield Case(kernel, arch, torch.bfloat16, 512, 16)  # the largest heads: Gemma 4's
     for head_dim in (128,) if is_quick else (64, 128):
         yield Case("norm_rotary_store", arch, torch.float32, head_dim)
         yield Case("decode", arch, torch.float32, head_dim, 16)

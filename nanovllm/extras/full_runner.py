@@ -123,8 +123,18 @@ class ModelRunner(PlainRunner):
         from nanovllm.extras.cuda.startup import CudaDevice
 
         return CudaDevice(
-            self.config, self.device, self.backend, self.shape, self.max_num_batched_tokens, self.max_rows
+            self.config, self.device, self.slowest_backend, self.shape, self.max_num_batched_tokens, self.max_rows
         )
+
+    @property
+    def slowest_backend(self) -> Any:
+        """The attention backend that decides whether CUDA graphs are possible, if layers have several."""
+        return self.backend
+
+    @property
+    def backend_of_layers(self) -> Any:
+        """What the network is made with: the attention backend, or one for each shape of K and V (`kv_groups/`)."""
+        return self.backend
 
     def begin_self_check(self, kind: Device) -> Unchecked:
         """Return the comparison of what computes with PyTorch's layers, which need none."""
@@ -156,7 +166,8 @@ class ModelRunner(PlainRunner):
 
             load = choose_loader(self.shape, config, self.pack_quantised)
         seed = config.seed if config.load_format == "dummy" else None
-        return load(self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder, seed)
+        backend = self.backend_of_layers
+        return load(self.model_class, self.shape, backend, self.dtype, self.device, self.folder, seed)
 
     @property
     def num_cached_layers(self) -> int:

@@ -142,7 +142,7 @@ def test_greedy_tokens_in_every_mode(oracles, monkeypatch, mode, device, backend
     ("device", "backend"), [pytest.param("cpu", "torch", marks=pytest.mark.slow), *EXACT_PLACES[1:]]
 )
 @pytest.mark.parametrize("mode", ["eager", "graphs", "everything"])
-@pytest.mark.parametrize("name", ["gemma3", "smollm3"])
+@pytest.mark.parametrize("name", ["gemma3", "smollm3", "gemma4_e2b"])
 def test_groups_of_layers(grouped, name, mode, device, backend):
     """Each group of layers has slots and block tables of its own, also in graphs."""
     options = {"device": device, "attention_backend": backend, "block_size": 16, "num_kv_blocks": 60, **MODES[mode]}

@@ -41,7 +41,7 @@ class CudaDevice(Device):
         max_num_batched_tokens: int,
         max_rows: int | None = None,
     ) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self.backend = config, device, backend
         self.sizes = StepSizes(max_num_batched_tokens, max_rows or config.max_num_seqs, shape.max_position_embeddings)
         self.draw = choose_draw(config, device)
         has_kernel = self.draw is not None
@@ -49,7 +49,7 @@ class CudaDevice(Device):
 
     def prepare(self, runner: "ModelRunner") -> None:
         runner.draw = self.draw or runner.draw
-        if not isinstance(runner.backend, KernelBackend):  # PyTorch's
+        if not isinstance(self.backend, KernelBackend):  # PyTorch's
             runner.compute = without_plans(runner.compute)
         runner.transfer = InputBuffer(self.device, 1 << 16).send_record
 

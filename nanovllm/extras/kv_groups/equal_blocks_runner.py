@@ -1,18 +1,19 @@
 """The runner of models whose K and V have two shapes, with block tables for each group of layers.
 
 `assembly.py` makes it if `why_one_table` finds no reason against it, and `GroupRunner` otherwise. `equal_blocks.py`
-says where the layers are in a block. The model and the attention backends do not depend on it: each layer gets a view
-of the KV cache, and slots and block tables with the numbers of pieces in this view.
+says where the layers are in a block. The model and the attention backends do not depend on it: a hook gives each layer
+a view of the KV cache, and slots and block tables with the numbers of pieces in this view. A CUDA graph records what
+the hook computes, too.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from nanovllm.batch import Batch
 from nanovllm.extras.kernels.cpu.threads import on_one_thread
-from nanovllm.extras.kv_groups.equal_blocks import lay_out
+from nanovllm.extras.kv_groups.equal_blocks import BlockLayout, lay_out
 from nanovllm.extras.kv_groups.group_runner import ShapesRunner
 from nanovllm.extras.kv_groups.grouped_runner import GroupedLayersRunner, pass_groups
 from nanovllm.extras.kv_groups.grouped_tables import GroupedMetadata
@@ -35,35 +36,52 @@ class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
         return kind(*arguments)  # type: ignore[no-any-return]
 
     def prepare_layers(self) -> None:
+        full = [group.options.window for group in self.shape.kv_groups].index(None)
+        shapes = (full, *[1 - full] * self.num_windows)
+        piece_shapes = tuple([backend.kv_cache_shape(1, 1)[3:] for backend in self.backends])
+        pieces = Pieces(self.layout, self.backend.block_size, piece_shapes, shapes)
+        self.model.register_forward_pre_hook(spread_over(pieces))
         pass_groups(self.model, self.layer_groups.places)
 
-    def forward(self, batch: Batch) -> Tensor:
-        metadata: Any = batch.metadata
-        is_grouped = isinstance(metadata, GroupedMetadata)  # not in a step over null blocks only
-        of_groups = on_one_thread(self.count_pieces, metadata) if is_grouped else [metadata] * self.layout.num_groups
-        caches = [LayersInBlocks(self, shape) for shape in range(len(self.backends))]
-        return self.model(batch.input_ids, batch.positions, of_groups, caches)
 
-    def count_pieces(self, metadata: GroupedMetadata) -> list[AttentionMetadata]:
+@dataclass(frozen=True)
+class Pieces:
+    """What the layers of each group need to find their pieces."""
+
+    layout: BlockLayout
+    block_size: int
+    piece_shapes: tuple[tuple[int, ...], ...]  # of each shape of K and V: [block_size, num_kv_heads, head_dim]
+    shapes: tuple[int, ...]  # of each group: the number of its shape
+
+    def number(self, metadata: GroupedMetadata) -> list[AttentionMetadata]:
         """Return the metadata for the layers of each group, with numbers of pieces instead of blocks."""
-        full = [group.options.window for group in self.shape.kv_groups].index(None)
-        per_row = [self.layout.pieces_per_row(shape) for shape in (full, 1 - full)]
-        of_full, *of_windows = metadata.of_groups()
-        block_size = self.backend.block_size
-        return [
-            number_pieces(of_full, per_row[0], block_size),
-            *(number_pieces(one, per_row[1], block_size) for one in of_windows),
-        ]
+        per_row = map(self.layout.pieces_per_row, self.shapes)
+        return [number_pieces(one, n, self.block_size) for one, n in zip(metadata.of_groups(), per_row, strict=True)]
+
+
+def spread_over(pieces: Pieces) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a hook that replaces the last arguments of a model: metadata by that of all groups, and the KV cache."""
+
+    def spread(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        input_ids, positions, metadata, kv_cache = arguments
+        if isinstance(metadata, GroupedMetadata):
+            of_groups = on_one_thread(pieces.number, metadata)
+        else:  # a step over null blocks only
+            of_groups = [metadata] * len(pieces.shapes)
+        caches = [LayersInBlocks(kv_cache, pieces, shape) for shape in range(len(pieces.piece_shapes))]
+        return input_ids, positions, of_groups, caches
+
+    return spread
 
 
 class LayersInBlocks:
     """`layers[:, i]` is the part of the KV cache in which layer `i` of a shape has its K and V: [2, num_pieces, …]."""
 
-    def __init__(self, runner: EqualBlocksRunner, shape: int) -> None:
-        self.tensor = runner.kv_cache.tensor
-        self.layout = runner.layout
+    def __init__(self, kv_cache: Tensor, pieces: Pieces, shape: int) -> None:
+        self.tensor = kv_cache
+        self.layout = pieces.layout
         self.shape = shape
-        self.piece_shape = runner.backends[shape].kv_cache_shape(1, 1)[3:]
+        self.piece_shape = pieces.piece_shapes[shape]
 
     def __getitem__(self, index: tuple[slice, int]) -> Tensor:
         layer = index[1] % self.layout.layers_per_block[self.shape]

@@ -4,19 +4,18 @@
 `ShapesRunner` (`equal_blocks_runner.py`). All other models have the runners that they had.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from nanovllm.batch import Batch
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.device_setup import Device, Unchecked
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.kernels.choices import choose
 from nanovllm.extras.kv_groups.groups import GroupedKVCache
-from nanovllm.extras.weights import load_model
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
 
@@ -25,7 +24,6 @@ REFUSED = {  # option -> the values that work, of which the first is the default
     "kv_transfer_config": (None,),
     "kv_cache_dtype": ("auto",),
     "quantization": (None,),
-    "enable_cuda_graphs": (None, False),
     "load_format": ("auto", "safetensors", "dummy"),
     "tensor_parallel_size": (1,),
     "nnodes": (1,),
@@ -48,11 +46,11 @@ def check_options(config: Config) -> None:
 
 
 class ShapesRunner(ModelRunner):
-    """Runs steps as `ModelRunner` does, with an attention backend for each shape, and without CUDA graphs."""
+    """Runs steps as `ModelRunner` does, with an attention backend for each shape."""
 
-    def __init__(self, config: Config, folder: Path, **options: Any) -> None:
+    def __init__(self, config: Config, folder: Path, *arguments: Any, **options: Any) -> None:
         check_options(config)
-        super().__init__(replace(config, enable_cuda_graphs=False), folder, **options)
+        super().__init__(config, folder, *arguments, **options)
 
     def describe(self) -> str:
         groups = ", ".join([str(group) for group in self.shape.kv_groups])
@@ -74,10 +72,14 @@ class ShapesRunner(ModelRunner):
         self.reasons = " and ".join(dict.fromkeys(reason for _, reason in chosen))
         return chosen[0][0]
 
-    def load_network(self) -> nn.Module:
-        """Return the network on the device, with its weights. Its layers choose from the backends of all shapes."""
-        seed = self.config.seed if self.config.load_format == "dummy" else None
-        return load_model(self.model_class, self.shape, self.backends, self.dtype, self.device, self.folder, seed)
+    @property
+    def slowest_backend(self) -> Any:
+        """The first backend that CUDA graphs cannot record, such as PyTorch's for heads that no kernel takes."""
+        return next((one for one in self.backends if not getattr(one, "supports_graphs", False)), self.backend)
+
+    @property
+    def backend_of_layers(self) -> Any:
+        return self.backends
 
 
 class GroupRunner(ShapesRunner):
@@ -85,8 +87,8 @@ class GroupRunner(ShapesRunner):
 
     kv_cache: GroupedKVCache
 
-    def forward(self, batch: Batch) -> Tensor:
-        return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache.tensors)
+    def prepare_layers(self) -> None:
+        self.model.register_forward_pre_hook(pass_caches(self.kv_cache))
 
     def make_kv_cache(self) -> GroupedKVCache:
         """Return the caches of all shapes. With swap, each one has its part of every block in host memory."""
@@ -103,3 +105,8 @@ class GroupRunner(ShapesRunner):
             raise ValueError(f"swap_space_bytes must be >= {grouped.bytes_per_block}, one block, got {space}")
         shares = [num_blocks * cache.bytes_per_block for cache in caches]
         return GroupedKVCache(tuple(SwappingKVCache(*one, share) for one, share in zip(arguments, shares, strict=True)))
+
+
+def pass_caches(kv_cache: GroupedKVCache) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a hook that replaces the last argument of a model, one KV cache, by those of all shapes."""
+    return lambda _, arguments: (*arguments[:-1], kv_cache.tensors)

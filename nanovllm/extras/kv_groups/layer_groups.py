@@ -25,7 +25,6 @@ the K and V of the first of them.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nanovllm.config import resolve_device
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.kv_groups.equal_blocks import lay_out
 from nanovllm.extras.models.network_config import NetworkConfig
@@ -133,8 +132,6 @@ def why_one_table(config: Config, shape: NetworkConfig) -> str | None:
         return "disable_hybrid_kv_cache_manager is set"
     if (config.speculative_config or {}).get("model") is not None:
         return "a draft model reads one"
-    if shape.kv_groups and resolve_device(config.device).type != "cpu":
-        return "on a GPU, layers with K and V of different shapes have one"
     if share_of_windows(shape) < 0.5:
         return "most K and V are of layers that see all tokens" if shape.kv_groups else "most layers see all tokens"
     windows = [window for window in windows_of(shape) if window is not None]

@@ -18,6 +18,7 @@ from nanovllm.extras.kernels.cuda.cuda_decoder_layer import TritonDecoderLayer
 from nanovllm.extras.kernels.cuda.cuda_gated_delta import TritonGatedDeltaNet
 from nanovllm.extras.kernels.cuda.sample import sample_tokens
 from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm.extras.models.gemma4_layers import Gemma4DecoderLayer
 from nanovllm.extras.overlap import NewestTokens
 from tests.conftest import hf_greedy
 from tests.extras.kv_groups.test_grouped_layers import SWAP, GroupedCheckpoints
@@ -38,8 +39,8 @@ SHAPES = [
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "block_size": 16}
 
 
-def make_engine(monkeypatch, folder, **options):
-    """As on CUDA: fast layers, draws in Triton, graphs, overlap."""
+def make_engine(monkeypatch, folder, layer_class=TritonDecoderLayer, **options):
+    """As on CUDA: fast layers, draws in Triton, graphs, overlap. layer_class: what replaces the decoder layers"""
     recorder = OperationRecorder()
 
     def record(model, kv_cache, draw, max_batch_size, max_num_blocks, more):
@@ -62,7 +63,7 @@ def make_engine(monkeypatch, folder, **options):
     options = {"enable_overlap": True, **OPTIONS, **options}
     engine = LLMEngine(Config(folder, attention_backend="triton", **options))
     layer = engine.runner.model.model.layers[0]
-    assert type(getattr(layer, "linear_attn", layer)) in (TritonDecoderLayer, TritonGatedDeltaNet)
+    assert type(getattr(layer, "linear_attn", layer)) is layer_class
     assert isinstance(engine.runner.compute, ReplayedDecodes)
     return engine, recorder, LateRunner(engine) if options["enable_overlap"] else None
 
@@ -113,12 +114,20 @@ def test_mixtures_of_draws_are_those_of_eager_steps(monkeypatch, checkpoints, op
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"num_kv_blocks": 60}, {"num_kv_blocks": 5, **SWAP}], ids=str)
-def test_groups_of_layers_give_the_tokens_of_transformers(monkeypatch, tmp_path, options):
-    """Fused layers, each with the slots and block tables of its group, in eager and replayed steps."""
+@pytest.mark.parametrize(
+    ("name", "layer_class", "options"),
+    [
+        ("smollm3", TritonDecoderLayer, {"num_kv_blocks": 60}),
+        ("smollm3", TritonDecoderLayer, {"num_kv_blocks": 5, **SWAP}),
+        ("gemma4_31b", Gemma4DecoderLayer, {"num_kv_blocks": 60}),  # attention over views of equal blocks
+    ],
+    ids=str,
+)
+def test_groups_of_layers_give_the_tokens_of_transformers(monkeypatch, tmp_path, name, layer_class, options):
+    """Each layer with the slots and block tables of its group, in eager and replayed steps."""
     grouped = GroupedCheckpoints(tmp_path)
-    folder, model = grouped.of("smollm3")
-    engine, recorder, _ = make_engine(monkeypatch, folder, **{**options, "max_model_len": 128})
+    folder, model = grouped.of(name)
+    engine, recorder, _ = make_engine(monkeypatch, folder, layer_class, **{**options, "max_model_len": 128})
     assert isinstance(engine.scheduler.block_manager, GroupedBlockManager)
     prompts = [grouped.prompts()[i][:n] for i, n in ((4, 40), (1, 7), (5, 30))]
     outputs = serve(engine, [(prompt, greedy(14)) for prompt in prompts])
@@ -138,7 +147,7 @@ def test_states_give_the_tokens_of_transformers(monkeypatch, tmp_path, has_draft
     options = {"num_kv_blocks": 9 if has_drafts else 5, "max_model_len": 80, "enable_overlap": not has_drafts}
     speculation = drafting(Knowing(texts_of(hybrids)), 3) if has_drafts else None
     engine, recorder, _ = make_engine(
-        monkeypatch, hybrids.make()[0], max_num_seqs=2, speculative_config=speculation, **options
+        monkeypatch, hybrids.make()[0], TritonGatedDeltaNet, max_num_seqs=2, speculative_config=speculation, **options
     )
     prompts, expected = hybrids.prompts()[2:5:2], hybrids.greedy()[2:5:2]
     for _ in range(2):

@@ -264,7 +264,7 @@ def test_splits_of_flash_attn_by_the_width_of_the_tables():
     ("dtype", "cache_dtype"),
     [*((d, d) for d in (torch.bfloat16, torch.float32)), (torch.bfloat16, torch.float8_e4m3fn)],
 )
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256, 512])
 @pytest.mark.parametrize("group", [1, 3, 4, 16, 64])
 def test_launches_are_powers_of_two_that_hold_a_group(group, head_dim, dtype, cache_dtype, shared_memory):
     for choose in (decode_launch, prefill_launch):
@@ -281,6 +281,7 @@ def test_launches_of_well_known_cases():
     # two tiles are loaded while one is computed with: 98,816 bytes. Heads of 256 would take 102,656
     assert prefill_launch(4, 128, bf16, bf16, small) == Launch(128, 64, 8, num_stages=5)
     assert prefill_launch(4, 256, bf16, bf16, small) == Launch(64, 32, 8, num_stages=3)
+    assert prefill_launch(4, 512, bf16, bf16, small) == Launch(32, 32, 8, num_stages=3)
     assert prefill_launch(4, 128, bf16, bf16, GPU()) == Launch(128, 64, 8, num_stages=5)
     assert decode_launch(4, 128, bf16, bf16, small) == Launch(16, 64, 4, num_stages=3)
     # over an fp8 cache, tiles of more tokens, which take fewer instructions each
@@ -350,7 +351,8 @@ def test_auto_is_triton_on_cuda_without_flash_attn(monkeypatch, dtype):
     assert choose("auto", CUDA, dtype) is TritonAttention
     assert choose("auto", CUDA, torch.float32) is TorchAttention
     assert choose("auto", CUDA, dtype, head_dim=80) is TorchAttention
-    assert choose("auto", CUDA, dtype, head_dim=512) is TorchAttention
+    assert choose("auto", CUDA, dtype, head_dim=512) is TritonAttention
+    assert choose("auto", CUDA, dtype, head_dim=1024) is TorchAttention
     assert choose("auto", CUDA, dtype, block_size=24) is TorchAttention
     monkeypatch.setitem(sys.modules, "triton", None)
     assert choose("auto", CUDA, dtype) is TorchAttention
@@ -360,7 +362,7 @@ def test_auto_is_triton_for_an_fp8_cache():
     assert choose("auto", CUDA, kv_cache_dtype="fp8") is TritonAttention
 
 
-@pytest.mark.parametrize("head_dim", [8, 80, 96, 512])
+@pytest.mark.parametrize("head_dim", [8, 80, 96, 1024])
 def test_other_head_dims_are_refused(head_dim):
     with pytest.raises(ValueError, match=rf"'triton' cannot be used .*head_dim .* it is {head_dim}\); take .*'torch'"):
         choose("triton", CUDA, head_dim=head_dim)

@@ -212,6 +212,7 @@ def run_decode(backend, step, **options):
         (20, 1, 16, 16, torch.float32),
         (2, 3, 32, 64, torch.float32),
         (4, 1, 256, 16, torch.float16),
+        (8, 1, 512, 16, torch.float16),  # Gemma 4's largest heads
         *([(4, 2, 128, 16, torch.bfloat16), (8, 2, 64, 256, torch.bfloat16)] if not IS_INTERPRETED else []),
     ],
 )
@@ -292,6 +293,7 @@ def run_prefill(backend, step, **options):
         (4, 2, 128, 32, torch.float16, 64),
         (8, 1, 64, 256, torch.float32, 16),
         (16, 1, 128, 16, torch.float16, 128),
+        (8, 1, 512, 16, torch.float16, 32),
         *([(4, 2, 128, 16, torch.bfloat16, 128), (2, 2, 64, 256, torch.bfloat16, 64)] if not IS_INTERPRETED else []),
     ],
 )

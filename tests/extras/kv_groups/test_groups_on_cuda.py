@@ -4,6 +4,8 @@ Eager steps, graphs of whole steps and the core's graphs of the forward pass, ov
 (`recorded_operations.py`), of the library flash-attn, and of a device that the host does not wait for. The oracle are
 the tokens of `transformers`. By default one case of each kind runs; the sweep (`pytest -m slow`) takes all.
 
+In Gemma 4, K and V have two shapes, so there are two attention backends, and numbers of pieces instead of blocks.
+
 Broken by hand, and seen here: slots or tables of another group, and padding that keeps the slots of an older batch.
 """
 
@@ -14,12 +16,14 @@ import torch
 
 from nanovllm import Config, LLMEngine, SamplingParams
 from nanovllm.batch import build_batch
-from nanovllm.extras.cuda.graphs import DecodeInputs
+from nanovllm.extras.cuda.graphs import CudaGraphs, DecodeInputs, choose_graphs
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm.extras.kv_groups.equal_blocks_runner import EqualBlocksRunner
+from nanovllm.extras.kv_groups.group_runner import GroupRunner, ShapesRunner
 from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm.extras.kv_groups.grouped_graphs import GroupedCudaGraphs, WindowInputs
 from nanovllm.extras.kv_groups.grouped_runner import GroupedLayersRunner, LayersOfBlocks
@@ -27,17 +31,18 @@ from nanovllm.extras.kv_groups.grouped_tables import GroupedBlockTables, Grouped
 from nanovllm.extras.plain_runner import compute_eagerly
 from nanovllm.extras.self_check.runner_check import SelfCheck
 from nanovllm.extras.self_check.stored_results import StoredResult
+from nanovllm.layers.attention import TorchAttention
 from nanovllm.scheduler import make_step
 from tests.extras.cuda import test_core_graphs, test_graphs
 from tests.extras.cuda.test_core_graphs import recorded  # noqa: F401 (a fixture)
-from tests.extras.cuda.test_host_waits import META, DeviceCheck
+from tests.extras.cuda.test_host_waits import META, DeviceCheck, DeviceRecorder, kernels  # noqa: F401 (a fixture)
 from tests.extras.kernels.test_flash_backend import flash_attn_3  # noqa: F401 (a fixture)
 from tests.extras.kv_groups.test_grouped_layers import MAX_TOKENS, SWAP, GroupedCheckpoints
 from tests.extras.models.hybrid_checkpoints import continue_greedily
 from tests.extras.test_full_engine import greedy, run, tokens_of
 
 CPU = torch.device("cpu")
-NAMES = ("gemma3", "smollm3")  # graphs serve no experts, and gpt-oss has some
+NAMES = ("gemma3", "smollm3", "gemma4_e2b", "gemma4_31b")  # graphs serve no experts, and gpt-oss has some
 POOL = {"block_size": 4, "num_kv_blocks": 120}
 FEW = {"num_kv_blocks": 8, "max_num_batched_tokens": 13}
 ENGINES = {
@@ -54,11 +59,23 @@ def grouped(tmp_path_factory):
     return GroupedCheckpoints(tmp_path_factory.mktemp("grouped_cuda"))
 
 
-def cases(default):
-    """(model, engine): one by default."""
+def cases(*default):
+    """(model, engine), of which only the sweep takes those that are not in `default`."""
     for name in NAMES:
         for engine in ENGINES:
-            yield pytest.param(name, engine, marks=[] if (name, engine) == default else [pytest.mark.slow])
+            yield pytest.param(name, engine, marks=[] if (name, engine) in default else [pytest.mark.slow])
+
+
+def make_backends(kind, block_size):
+    """Replaces `ShapesRunner.make_backend`: a backend of `kind` for each shape of K and V."""
+
+    def make(runner):
+        runner.reasons, num_heads = "as on CUDA", runner.shape.num_attention_heads
+        groups = runner.shape.kv_groups
+        runner.backends = tuple(kind(num_heads, one.num_kv_heads, one.head_dim, block_size) for one in groups)
+        return runner.backends[0]
+
+    return make
 
 
 def check_tokens(engine, prompts, expected, max_tokens=MAX_TOKENS):
@@ -149,7 +166,7 @@ class EagerDevice(Device):
         runner.transfer = InputBuffer(CPU, 1 << 10).send_record
 
 
-@pytest.mark.parametrize("name", ["smollm3", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["smollm3", pytest.param("gemma3", marks=pytest.mark.slow), "gemma4_e2b"])
 def test_flash_attn_gets_the_tables_of_each_group(grouped, monkeypatch, flash_attn_3, name):  # noqa: F811
     """Version 3 takes blocks of any size. Its stand-in checks the documented interface."""
 
@@ -158,6 +175,7 @@ def test_flash_attn_gets_the_tables_of_each_group(grouped, monkeypatch, flash_at
         return FlashAttention(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, 4)
 
     monkeypatch.setattr(ModelRunner, "make_backend", make_backend)
+    monkeypatch.setattr(ShapesRunner, "make_backend", make_backends(FlashAttention, 4))
     monkeypatch.setattr(ModelRunner, "make_device", lambda runner: EagerDevice())
     monkeypatch.setattr(FlashAttention, "replace_layers", lambda *_: None)
     folder, prompts, expected = requests_of(grouped, name, True, 12)
@@ -168,18 +186,24 @@ def test_flash_attn_gets_the_tables_of_each_group(grouped, monkeypatch, flash_at
     assert flash_attn_3.calls
 
 
-@torch.inference_mode()
-def test_an_eager_step_is_one_copy_and_no_wait(grouped):
-    """On PyTorch's `meta` device. Each layer reads the metadata of its group, at its part of the cache."""
-    engine = LLMEngine(
-        Config(grouped.of("smollm3")[0], device="cpu", dtype="float32", attention_backend="torch", **POOL)
-    )
-    run_on_host, batches, seen = engine.runner.run, [], []
-    engine.runner.run = lambda batch: (batches.append(batch), run_on_host(batch))[1]
+def run_on_host(folder):
+    """Return an engine, and the batches that it has computed."""
+    engine = LLMEngine(Config(folder, device="cpu", dtype="float32", attention_backend="torch", **POOL))
+    compute, batches = engine.runner.run, []
+    engine.runner.run = lambda batch: (batches.append(batch), compute(batch))[1]
     for i in range(3):
         engine.add_request(str(i), [i] * 9, greedy(5))
         engine.step()
     run(engine)
+    assert len(batches) > 5
+    return engine, batches
+
+
+@torch.inference_mode()
+def test_an_eager_step_is_one_copy_and_no_wait(grouped):
+    """On PyTorch's `meta` device. Each layer reads the metadata of its group, at its part of the cache."""
+    engine, batches = run_on_host(grouped.of("smollm3")[0])
+    seen = []
     runner, buffer = GroupedLayersRunner.__new__(GroupedLayersRunner), InputBuffer(META, 1 << 16)
     runner.layer_groups, runner.device, runner.graphs = engine.runner.layer_groups, META, None
     runner.model, runner.kv_cache = FakeModel(len(runner.layer_groups.places), seen), engine.runner.kv_cache
@@ -201,7 +225,36 @@ def test_an_eager_step_is_one_copy_and_no_wait(grouped):
         parts = [cache.data_ptr() for cache, _ in seen]
         assert parts == [runner.kv_cache.tensor[:, place.layer].data_ptr() for place in runner.layer_groups.places]
         seen.clear()
-    assert len(batches) > 5
+
+
+@torch.inference_mode()
+def test_steps_over_equal_blocks_do_not_wait(grouped, kernels):  # noqa: F811
+    """Gemma 4 on the `meta` device, with stand-ins of Triton's kernels: eager steps, and recorded ones."""
+    from nanovllm.extras.kernels.cuda.sample import sample_tokens
+    from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
+
+    engine, batches = run_on_host(grouped.of("gemma4_e2b")[0])
+    runner, buffer = EqualBlocksRunner.__new__(EqualBlocksRunner), InputBuffer(META, 1 << 16)
+    runner.config, runner.shape, runner.dtype = engine.runner.config, engine.runner.shape, torch.bfloat16
+    runner.device, runner.graphs, runner.layer_groups = META, None, engine.runner.layer_groups
+    runner.backend = make_backends(TritonAttention, 16)(runner)
+    with META:
+        runner.model = engine.runner.model_class(runner.shape, runner.backends).to(torch.bfloat16)
+    for rotary in (runner.model.model.rotary, runner.model.model.local_rotary):
+        rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # the first call moves its table
+    runner.kv_cache = runner.make_kv_cache()
+    runner.kv_cache.allocate(30)
+    runner.transfer, runner.compute, runner.draw = buffer.send_record, compute_eagerly, sample_tokens
+    runner.prepare_layers()
+    for batch in batches:
+        with DeviceCheck(buffer) as check:
+            runner.compute(runner, batch)
+        assert check.num_copies == 1
+    arguments = (runner.model, runner.kv_cache.tensor, runner.draw, [1, 2, 16], 8, DeviceRecorder())
+    CudaGraphs(*arguments, num_windows=runner.num_windows).record_all()
+    num_decodes = 3 + sum(batch.metadata.num_decodes > 0 for batch in batches)
+    assert kernels["decode_kernel"].num_launches == 7 * num_decodes
+    assert kernels["store_kv_kernel"].num_launches == 5 * (3 + len(batches)), "two layers of seven share K and V"
 
 
 class FakeLayer(torch.nn.Module):
@@ -234,10 +287,19 @@ class FakeModel(torch.nn.Module):
 # ---- graphs
 
 
-@pytest.mark.parametrize(("name", "engine"), list(cases(default=("smollm3", "overlap, chunked prefill"))))
+def gather(monkeypatch, block_size):
+    """Let layers with K and V of two shapes attend as the others do in these tests."""
+    monkeypatch.setattr(ShapesRunner, "make_backend", make_backends(test_core_graphs.GatherAttention, block_size))
+
+
+REPLAYED = [("smollm3", "overlap, chunked prefill"), ("gemma4_e2b", "overlap, chunked prefill")]
+
+
+@pytest.mark.parametrize(("name", "engine"), list(cases(*REPLAYED)))
 def test_replayed_steps_give_the_tokens_of_transformers(grouped, monkeypatch, name, engine):
-    is_default = (name, engine) == ("smollm3", "overlap, chunked prefill")
+    is_default = (name, engine) in REPLAYED
     folder, prompts, expected = requests_of(grouped, name, is_default, engine=engine)
+    gather(monkeypatch, ENGINES[engine]["block_size"])
     _, replaying = test_graphs.make_engines(monkeypatch, folder, max_num_seqs=5, **ENGINES[engine])
     check_tokens(replaying, prompts, expected)
     assert replaying.recorder.num_recorded == 4  # 1, 2, 4, 5
@@ -261,10 +323,12 @@ def test_outputs_of_all_kinds_are_those_of_eager_steps(grouped, monkeypatch, kin
     assert replaying.recorder.num_replays > 5
 
 
-@pytest.mark.parametrize(("name", "engine"), list(cases(default=None)))
+@pytest.mark.parametrize(("name", "engine"), list(cases(("gemma4_31b", "one at a time"))))
 def test_graphs_of_the_forward_pass_give_the_tokens_of_transformers(grouped, monkeypatch, recorded, name, engine):  # noqa: F811
-    folder, prompts, expected = requests_of(grouped, name, False, engine=engine)
+    is_default = (name, engine) == ("gemma4_31b", "one at a time")
+    folder, prompts, expected = requests_of(grouped, name, is_default, engine=engine)
     options = {"attention_backend": "torch", **ENGINES[engine]}
+    gather(monkeypatch, options["block_size"])
     replaying = test_core_graphs.make_engine(monkeypatch, folder, True, max_num_seqs=5, **options)
     check_tokens(replaying, prompts, expected)
     assert type(replaying.runner.graphs) is GroupedCudaGraphs
@@ -277,6 +341,37 @@ def test_steps_without_tables_of_groups_are_not_replayed(grouped, monkeypatch):
     _, replaying = test_graphs.make_engines(monkeypatch, grouped.of("smollm3")[0], late=False, **POOL)
     SelfCheck(replaying.runner, StoredResult(replaying.runner), None).compare_graphs()
     assert replaying.recorder.num_replays == 0
+
+
+@pytest.mark.parametrize("has_draw_kernel", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_graphs_of_one_table_read_the_caches_of_both_shapes(grouped, monkeypatch, recorded, has_draw_kernel):  # noqa: F811
+    """Of the whole step, and of the forward pass."""
+    folder, prompts, expected = requests_of(grouped, "gemma4_e2b", True)
+    options = {**ENGINES["overlap, chunked prefill"], "disable_hybrid_kv_cache_manager": True}
+    gather(monkeypatch, options["block_size"])
+    if has_draw_kernel:
+        _, replaying = test_graphs.make_engines(monkeypatch, folder, max_num_seqs=5, **options)
+    else:
+        replaying = test_core_graphs.make_engine(monkeypatch, folder, True, max_num_seqs=5, **options)
+    assert type(replaying.runner) is GroupRunner
+    for i, prompt in enumerate(prompts):
+        replaying.add_request(str(i), prompt, greedy(MAX_TOKENS))
+    found = tokens_of(run(replaying))
+    assert [found[str(i)] for i in range(len(prompts))] == expected
+    graphs = [graph for _, graph in recorded]
+    assert (replaying.recorder.num_replays if has_draw_kernel else sum(one.num_replays for one in graphs)) > 5
+
+
+def test_one_backend_that_waits_is_enough_against_graphs():
+    """As for heads of 512, which only PyTorch's attention takes."""
+    runner = EqualBlocksRunner.__new__(EqualBlocksRunner)
+    fast, slow = test_core_graphs.GatherAttention(4, 2, 32), TorchAttention(4, 2, 64)
+    runner.backend, runner.backends = fast, (fast, slow)
+    assert runner.slowest_backend is slow
+    note = choose_graphs(Config("any", device="cpu"), runner.slowest_backend, True, torch.device("cuda"))[1]
+    assert note == ", no CUDA graphs (this attention backend reads lengths back to the host)"
+    runner.backends = (fast, fast)
+    assert runner.slowest_backend is fast
 
 
 def test_a_replay_of_the_forward_pass_reads_the_buffers_of_all_groups(recorded):  # noqa: F811

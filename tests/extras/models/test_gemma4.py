@@ -1,8 +1,8 @@
 """Gemma 4 gives the tokens and log-probabilities of `transformers` in float32, however its steps are made up.
 
-Most engines have one block table, as on a GPU. `kv_groups/test_grouped_layers.py` has those with a table for each
-group. The oracle recomputes all tokens for each new one, without a cache. By default each option has each of its
-values; the sweep (`pytest -m slow`) takes all combinations, and all variants of the config.
+Most engines have one block table. `kv_groups/test_grouped_layers.py` has those with a table for each group. The oracle
+recomputes all tokens for each new one, without a cache. By default each option has each of its values; the sweep
+(`pytest -m slow`) takes all combinations, and all variants of the config.
 """
 
 import itertools
@@ -363,7 +363,6 @@ def test_a_changed_field_is_computed_as_in_transformers_or_refused(gemmas, tmp_p
         {"quantization": "int8"},
         {"speculative_config": {"model": "any", "num_speculative_tokens": 3}},
         {"tensor_parallel_size": 2},
-        {"enable_cuda_graphs": True},
         {"load_format": "gguf"},
     ],
     ids=lambda options: next(iter(options)),

@@ -55,7 +55,7 @@ def decode_launch(group: int, head_dim: int, dtype: torch.dtype, cache_dtype: to
     """
     rows = max(16, round_up_to_power_of_2(group))  # the tensor cores multiply at least 16
     if dtype == torch.float32:  # for tests and comparisons: exact products, without tensor cores
-        return Launch(rows, 32, 4, 1)
+        return Launch(rows, 32 if head_dim <= 256 else 16, 4, 1)
     tile = (128 if cache_dtype.itemsize == 1 else 64) if head_dim <= 128 else 32
     return Launch(rows, tile, 4, num_stages(2, tile, head_dim, cache_dtype, gpu.shared_memory // 2))
 
@@ -63,8 +63,9 @@ def decode_launch(group: int, head_dim: int, dtype: torch.dtype, cache_dtype: to
 def prefill_launch(group: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, gpu: GPU) -> Launch:
     """Choose many rows, which share each K and V that is loaded; prefill is limited by the tensor cores."""
     if dtype == torch.float32:
-        return Launch(max(16, round_up_to_power_of_2(group)), 32, 4, 1)
-    rows = max(128 if head_dim <= 128 else 64, round_up_to_power_of_2(group))  # as registers allow
+        return Launch(max(16, round_up_to_power_of_2(group)), 32 if head_dim <= 256 else 16, 4, 1)
+    rows = 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32  # as registers allow
+    rows = max(rows, round_up_to_power_of_2(group))
     tile = 64 if head_dim <= 128 else 32
     # Q is in shared memory too. So are the attention weights if there are fewer than 16 rows per warp (the tensor cores
     # give each warp 16 rows), because warps then share rows. If two tiles fit, Hopper keeps a third, the one in use.

@@ -54,8 +54,8 @@ class TritonAttention(KernelBackend):
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":  # Triton's own switch
             return f"it needs a CUDA device, got {device} (TRITON_INTERPRET=1 runs it on cpu, slowly, for tests)"
-        if head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
-            return f"the model's head_dim must be a power of two from 16 to 256, it is {head_dim}"
+        if head_dim & (head_dim - 1) or not 16 <= head_dim <= 512:
+            return f"the model's head_dim must be a power of two from 16 to 512, it is {head_dim}"
         if block_size is not None and (block_size < 16 or block_size & (block_size - 1)):
             return f"block_size must be a power of two and at least 16, got {block_size}"
         # on GPUs before Ampere the tiles are larger than shared memory
