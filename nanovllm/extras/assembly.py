@@ -38,6 +38,8 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
         check_head(config, folder, shape)
     elif shape.state_shape is not None:
         from nanovllm.extras.states.state_runner import StateRunner as kind
+    elif shape.kv_groups and is_shared:
+        from nanovllm.extras.kv_groups.group_ranks import start_shape_ranks as kind
     elif shape.kv_groups:
         from nanovllm.extras.kv_groups.group_runner import GroupRunner as kind
     elif is_shared:
@@ -64,6 +66,10 @@ def grouped_runner(shape: Any, is_shared: bool) -> Callable[[Config, Path], Mode
 
     is_shared: whether there are several ranks
     """
+    if shape.kv_groups and is_shared:
+        from nanovllm.extras.kv_groups.group_ranks import start_shape_ranks
+
+        return start_shape_ranks
     if shape.kv_groups:
         from nanovllm.extras.kv_groups.equal_blocks_runner import EqualBlocksRunner
 

@@ -25,8 +25,6 @@ REFUSED = {  # option -> the values that work, of which the first is the default
     "kv_cache_dtype": ("auto",),
     "quantization": (None,),
     "load_format": ("auto", "safetensors", "dummy"),
-    "tensor_parallel_size": (1,),
-    "nnodes": (1,),
 }
 
 
@@ -53,7 +51,8 @@ class ShapesRunner(ModelRunner):
         super().__init__(config, folder, *arguments, **options)
 
     def describe(self) -> str:
-        groups = ", ".join([str(group) for group in self.shape.kv_groups])
+        whole = getattr(self, "whole_shape", self.shape)  # of all ranks
+        groups = ", ".join([str(group) for group in whole.kv_groups])
         return f"groups of layers with K and V: {groups}; {super().describe()}"
 
     def begin_self_check(self, kind: Device) -> Unchecked:

@@ -19,10 +19,9 @@ from nanovllm.extras.kv_groups.layer_groups import LayerGroups, LayerPlace, grou
 class GroupedLayersRunner(ModelRunner):
     """Runs steps as `ModelRunner` does. The KV cache has `layers_per_block` layers, which all groups use."""
 
-    def find_network(self) -> tuple[Any, Any]:
-        model_class, shape = super().find_network()
-        self.layer_groups = group_layers(shape)
-        return model_class, shape
+    def start(self) -> None:
+        self.layer_groups = group_layers(self.shape)  # of the share of one rank, if there are several
+        super().start()
 
     @property
     def num_cached_layers(self) -> int:

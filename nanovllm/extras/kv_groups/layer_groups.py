@@ -86,15 +86,28 @@ def mixes_windows(shape: NetworkConfig) -> bool:
     return len(windows) == 2 and None in windows and shape.state_shape is None
 
 
+def share_of_rank(config: Config, shape: NetworkConfig) -> NetworkConfig:
+    """Return the network of one rank. If K and V have two shapes, its layers may form other groups than all ranks' do.
+
+    In Gemma 4 31B, layers with a window have 16 K and V heads, and the other layers 4. With 16 ranks, both have one.
+    """
+    if not shape.kv_groups or config.tensor_parallel_size == 1:
+        return shape
+    from nanovllm.extras.parallel.cut import share_of
+
+    return share_of(shape, config.tensor_parallel_size)
+
+
 def has_groups(config: Config, shape: NetworkConfig) -> bool:
     """Return whether each group of the layers has block tables of its own."""
-    return mixes_windows(shape) and why_one_table(config, shape) is None
+    return mixes_windows(shape) and why_one_table(config, share_of_rank(config, shape)) is None
 
 
 def describe_tables(config: Config, shape: NetworkConfig) -> str:
     """Return the first part of the description of an engine: nothing, unless the model `mixes_windows`."""
     if not mixes_windows(shape):
         return ""
+    shape = share_of_rank(config, shape)
     reason = why_one_table(config, shape)
     return f"{group_layers(shape)}; " if reason is None else f"one block table for all layers ({reason}); "
 

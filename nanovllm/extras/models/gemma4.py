@@ -58,7 +58,8 @@ class Gemma4Model(DecoderModel):
                 setattr(self, name, ScaledRotary(head_dim, rope, config.max_position_embeddings))
         if self.size:
             width = config.num_hidden_layers * self.size
-            self.embed_tokens_per_layer = Embedding(config.vocab_size_per_layer_input, width)
+            self.own_vocab_size = config.vocab_size_per_layer_input  # the next table's rows
+            self.embed_tokens_per_layer = Embedding(self.own_vocab_size, width)
             self.per_layer_model_projection = Linear(config.hidden_size, width)
             self.per_layer_projection_norm = OnceRoundedRMSNorm(self.size, config.rms_norm_eps)
         self.norm = OnceRoundedRMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -13,7 +13,8 @@ of size 8, a width of 32 and a feed-forward width of 64:
     down_proj       [32, 64]     columns 0 … 31           columns 32 … 63         its products are summed over the ranks
     norms, routers               all                      all
 
-With more ranks than K and V heads, several ranks hold the same head. Called by `start_ranks.py`.
+With more ranks than K and V heads, several ranks hold the same head. In Gemma 4, layers with a window may have more K
+and V heads than the others: each number of heads is divided by itself. Called by `start_ranks.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,12 @@ def share_of(shape: NetworkConfig, size: int) -> NetworkConfig:
         if value % size:
             raise ValueError(f"tensor_parallel_size {size} must divide {name}, config.json has {value}")
     sizes: dict[str, Any] = {name: value // size for name, value in found.items()}
-    sizes["num_key_value_heads"] = num_kv_heads_of(shape, size)
+    if shape.kv_groups:
+        sizes["kv_groups"] = tuple([share_of_group(group, size) for group in shape.kv_groups])
+    else:
+        sizes["num_key_value_heads"] = num_kv_heads_of(shape, size)
+    if hasattr(shape, "vocab_size_per_layer_input"):
+        sizes["vocab_size_per_layer_input"] = -(-shape.vocab_size_per_layer_input // size)
     if shape.state_shape is not None:
         sizes["state_shape"] = shape.state_shape.share_of(size)
     return replace(shape, **sizes, vocab_size=-(-shape.vocab_size // size))
@@ -51,12 +57,22 @@ def share_of(shape: NetworkConfig, size: int) -> NetworkConfig:
 
 def num_kv_heads_of(shape: NetworkConfig, size: int) -> int:
     """Return the number of K and V heads of one rank."""
-    num_kv_heads = shape.num_key_value_heads
     if shape.latent_rank is not None:  # one latent for all heads: each rank holds it whole
-        return num_kv_heads
+        return shape.num_key_value_heads
+    return divide_heads(shape.num_key_value_heads, size)
+
+
+def share_of_group(group: Any, size: int) -> Any:
+    """Return the K and V of one rank, for layers with K and V of one shape. group: a `KVGroup`"""
+    layers = "that see all tokens" if group.options.window is None else "with a window"
+    return replace(group, num_kv_heads=divide_heads(group.num_kv_heads, size, f" of the layers {layers}"))
+
+
+def divide_heads(num_kv_heads: int, size: int, of_layers: str = "") -> int:
+    """Return the number of K and V heads of one rank. Ranks share heads if there are more ranks than heads."""
     if num_kv_heads % size and size % num_kv_heads:
         raise ValueError(
-            f"tensor_parallel_size {size} must divide num_key_value_heads, or be a multiple of it, "
+            f"tensor_parallel_size {size} must divide num_key_value_heads{of_layers}, or be a multiple of it, "
             f"config.json has {num_kv_heads}"
         )
     return max(1, num_kv_heads // size)

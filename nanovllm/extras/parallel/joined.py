@@ -5,9 +5,9 @@ Each rank computes its heads and its part of the feed-forward network for all to
     x → norm → attention of the rank's heads       → all-reduce → + x
     x → norm → the rank's part of the feed-forward → all-reduce → + x
 
-The embedding knows the vectors of the rank's tokens only, and gives zeros for the others, before a sum of its own.
-Logits are gathered: rank 0 gets those of all tokens. `join` adds this to a network that is loaded and has its fast
-layers. Called by `start_ranks.py`, on every rank.
+The embedding knows the vectors of the rank's tokens only, and gives zeros for the others, before a sum of its own. In
+Gemma 4, the table of the layers' own embeddings does the same. Logits are gathered: rank 0 gets those of all tokens.
+`join` adds this to a network that is loaded and has its fast layers. Called by `start_ranks.py`, on every rank.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from torch import nn
 
 from nanovllm.extras.parallel.communicator import Communicator
 
-# names of the two halves of a decoder layer, in all architectures
-HALVES = ("self_attn", "linear_attn", "mlp", "block_sparse_moe")
+# names of the two halves of a decoder layer, in all architectures; Gemma 4's experts are beside its `mlp`
+HALVES = ("self_attn", "linear_attn", "mlp", "block_sparse_moe", "experts")
 
 
 def join(model: Any, communicator: Communicator, vocab_size: int, hears_tokens: bool) -> None:
@@ -38,6 +38,10 @@ def join(model: Any, communicator: Communicator, vocab_size: int, hears_tokens: 
     share = VocabularyShare(model.model.embed_tokens, communicator, vocab_size, hears_tokens)
     model.model.embed_tokens = share
     model.lm_head = share if tied else VocabularyShare(model.lm_head, communicator, vocab_size, hears_tokens)
+    own = getattr(model.model, "embed_tokens_per_layer", None)
+    if own is not None:  # looked up after `embed_tokens`, which has replaced the token ids
+        num_rows = model.model.own_vocab_size * communicator.size  # of all ranks
+        model.model.embed_tokens_per_layer = VocabularyShare(own, communicator, num_rows, hears_tokens=False)
 
 
 class VocabularyShare(nn.Module):

@@ -161,8 +161,8 @@ class RankRunner(ModelRunner):
         """Return the network of a share, with its part of each tensor."""
         config, cutter = self.config, Cutter(self.communicator.rank, self.communicator.size)
         with torch.device("meta"):
-            whole = self.model_class(self.whole_shape, self.backend)
-            share = self.model_class(self.shape, self.backend)
+            whole = self.model_class(self.whole_shape, self.backend_of_layers)
+            share = self.model_class(self.shape, self.backend_of_layers)
         if config.load_format == "dummy":
             model = allocate(share, self.dtype, self.device)
             fill_with_dummies(model, whole, cutter, config.seed, self.shape.initializer_range)
@@ -174,7 +174,7 @@ class RankRunner(ModelRunner):
             return read_part(cuts, file, name)
 
         part_of = partial(part_of_whole, cuts)
-        where = (self.backend, self.dtype, self.device, self.folder)
+        where = (self.backend_of_layers, self.dtype, self.device, self.folder)
         return load_model(self.model_class, self.shape, *where, None, read, part_of)
 
 

@@ -54,6 +54,10 @@ def find_kind(config: Config, shape: NetworkConfig) -> type[RankRunner]:
     kind = RankRunner
     if shape.state_shape is not None:
         from nanovllm.extras.states.state_ranks import StateRankRunner as kind
+    elif shape.kv_groups:
+        from nanovllm.extras.kv_groups.group_ranks import kind_of_shapes
+
+        kind = kind_of_shapes(config, shape)
     elif len(set(shape.attention_options)) > 1:  # layers with and without a window
         from nanovllm.extras.kv_groups.layer_groups import has_groups
 

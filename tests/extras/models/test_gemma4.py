@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.extras.models.architectures import find_architecture
+from nanovllm.extras.parallel.cut import share_of
 from tests.extras.models.gemma4_checkpoints import (
     FULL,
     GEMMA4,
+    K_IS_V,
     VARIANTS,
     WINDOW,
     Gemma4Checkpoints,
@@ -362,7 +364,6 @@ def test_a_changed_field_is_computed_as_in_transformers_or_refused(gemmas, tmp_p
         {"kv_cache_dtype": "fp8"},
         {"quantization": "int8"},
         {"speculative_config": {"model": "any", "num_speculative_tokens": 3}},
-        {"tensor_parallel_size": 2},
         {"load_format": "gguf"},
     ],
     ids=lambda options: next(iter(options)),
@@ -370,3 +371,19 @@ def test_a_changed_field_is_computed_as_in_transformers_or_refused(gemmas, tmp_p
 def test_options_that_do_not_work_with_groups_are_refused(gemmas, options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}.*K and V of different"):
         make_llm(gemmas.make()[0], **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "must divide num_attention_heads, config.json has 4"),
+        ({"num_attention_heads": 6}, "num_key_value_heads of the layers with a window, or be .* config.json has 2"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3, **K_IS_V, "num_global_key_value_heads": 2},
+         "num_key_value_heads of the layers that see all tokens, or be a multiple of it, config.json has 2"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sizes_that_three_ranks_do_not_divide(fields, message):
+    shape = find_architecture(written(**fields))[1]
+    with pytest.raises(ValueError, match=f"tensor_parallel_size 3 .*{message}"):
+        share_of(shape, 3)

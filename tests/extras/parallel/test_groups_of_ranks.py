@@ -12,7 +12,7 @@ import torch
 from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
-from nanovllm.extras.kv_groups.group_ranks import GroupedRankRunner
+from nanovllm.extras.kv_groups.group_ranks import EqualBlocksRankRunner, GroupedRankRunner, ShapesRankRunner
 from nanovllm.extras.parallel import messages, worker
 from nanovllm.extras.parallel import start_ranks as start
 from tests.extras.failing_request import serve_beside_a_failing_one
@@ -40,7 +40,14 @@ ENGINES = {
     "cpu": {"attention_backend": "cpu", "max_num_batched_tokens": 33, "block_size": 16},
     "cpu, swap": {**FEW, **SWAP, "attention_backend": "cpu", "block_size": 16, "num_kv_blocks": 5},
 }
-DEFAULT_CASES = [("smollm3", "swap"), ("smollm3", "cpu")]
+NAMES = (*MODELS, "gemma4_e2b", "gemma4_31b", "gemma4_26b")
+DEFAULT_CASES = [("smollm3", "swap"), ("smollm3", "cpu"), ("gemma4_e2b", "chunks"), ("gemma4_26b", "swap")]
+SHARES = {  # (of the bytes of a block, of the number of blocks) that each of two ranks has: by default (1/2, 1)
+    "smollm3": (1, 1),  # it has one head of K and V, which both ranks hold
+    # one head of the two layers that see all tokens, which both ranks hold, and 2 of 4 heads of the others: a block has
+    # room for two of these instead of one, so there are two groups of them instead of three
+    "gemma4_31b": (1, 3 / 4),
+}
 SAMPLED = SamplingParams(n=2, temperature=0.9, seed=5, max_tokens=12, ignore_eos=True)
 
 
@@ -71,7 +78,7 @@ def samples_of(llm, prompts):
     ("name", "engine"),
     [
         pytest.param(name, engine, marks=[] if (name, engine) in DEFAULT_CASES else [pytest.mark.slow])
-        for name in MODELS
+        for name in NAMES
         for engine in ENGINES
     ],
 )
@@ -98,11 +105,11 @@ def test_ranks_give_the_tokens_of_transformers_and_of_one(grouped, request, name
         assert samples_of(llm, prompts[:1]) == samples
         stats, runner = llm.get_stats(), llm.engine.runner
         num_fused = sum(isinstance(module, CpuDecoderLayer) for module in runner.model.modules())
-    assert isinstance(runner, GroupedRankRunner)
+    assert type(runner) is (EqualBlocksRankRunner if name.startswith("gemma4") else GroupedRankRunner)
     assert num_fused == (4 if is_cpu and name == "smollm3" else 0)
-    num_shares = 1 if name == "smollm3" else 2  # it has one head of K and V, which both ranks hold
-    assert runner.kv_cache.bytes_per_block * num_shares == one.engine.runner.kv_cache.bytes_per_block
-    assert runner.kv_cache.num_blocks == one.engine.runner.kv_cache.num_blocks
+    whole, (of_bytes, of_blocks) = one.engine.runner.kv_cache, SHARES.get(name, (1 / 2, 1))
+    assert runner.kv_cache.bytes_per_block == of_bytes * whole.bytes_per_block
+    assert runner.kv_cache.num_blocks == of_blocks * whole.num_blocks
     assert stats.num_window_blocks > 0
     assert (stats.num_preemptions > 0) == (options.get("num_kv_blocks", 120) < 60)
     assert (stats.num_swaps > 0) == ("swap" in engine)
@@ -110,18 +117,25 @@ def test_ranks_give_the_tokens_of_transformers_and_of_one(grouped, request, name
     assert [rank.wait(10) for rank in ranks] == [0]
 
 
-def test_all_ranks_have_as_many_blocks(grouped, quick_ranks, monkeypatch):
-    """Each rank finds other free memory. All of them take the least, and have as many blocks for each group."""
+def keep_runners(monkeypatch):
+    """Return a list that will have the runners of all ranks above 0."""
     runners, find_kind = [], worker.find_kind
 
     def keep(config, shape):
         kind = find_kind(config, shape)
         return lambda *arguments, **options: runners.append(kind(*arguments, **options)) or runners[-1]
 
+    monkeypatch.setattr(worker, "find_kind", keep)
+    return runners
+
+
+def test_all_ranks_have_as_many_blocks(grouped, quick_ranks, monkeypatch):
+    """Each rank finds other free memory. All of them take the least, and have as many blocks for each group."""
+    runners = keep_runners(monkeypatch)
+
     def free_bytes(self, runner):
         return 200_000 if runner.communicator.rank else 300_000
 
-    monkeypatch.setattr(worker, "find_kind", keep)
     monkeypatch.setattr(start.Device, "free_bytes", free_bytes)
     folder, prompts = grouped.of("smollm3")[0], grouped.prompts()[1:3]
     with make_llm(folder, tensor_parallel_size=2, num_kv_blocks=None) as llm:
@@ -134,7 +148,7 @@ def test_all_ranks_have_as_many_blocks(grouped, quick_ranks, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "gemma4_e2b"])
 def test_drafts_of_two_ranks_change_no_token(grouped, quick_ranks, name):
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "disable_by_batch_size": 8}
     prompts, options = [prompt[:12] * 3 for prompt in grouped.prompts()[2:4]], {"max_num_batched_tokens": 64}
@@ -169,21 +183,55 @@ def test_a_request_that_fails_does_not_change_the_blocks_of_others(grouped, quic
     assert tokens == [token_ids for token_ids, _ in greedy_of(make_llm(folder), prompts)]
 
 
-@pytest.mark.slow
-def test_all_ranks_have_one_table_if_rank_0_has(grouped, quick_ranks):
-    folder, prompts = grouped.of("gemma3")[0], grouped.prompts()[:3]
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param("gemma3", start.RankRunner, marks=pytest.mark.slow),
+        ("gemma4_e2b", ShapesRankRunner),
+        pytest.param("gemma4_26b", ShapesRankRunner, marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_have_one_table_if_rank_0_has(grouped, quick_ranks, name, kind):
+    folder, prompts = grouped.of(name)[0], grouped.prompts()[:3]
     with make_llm(folder, tensor_parallel_size=2, **ONE_TABLE) as llm:
         assert not is_grouped(llm)
+        assert type(llm.engine.runner) is kind
         assert llm.engine.description.startswith("one block table for all layers (")
         check_greedy(llm, prompts, greedy_of(make_llm(folder), prompts))
 
 
 @pytest.mark.slow
-def test_ranks_that_are_processes(grouped):
-    folder, prompts = grouped.of("gemma3")[0], grouped.prompts()
+@pytest.mark.parametrize("name", ["gemma3", "gemma4_e2b"])
+def test_ranks_that_are_processes(grouped, name):
+    folder, prompts = grouped.of(name)[0], grouped.prompts()
     with make_llm(folder, tensor_parallel_size=2) as llm:
         assert is_grouped(llm)
-        check_greedy(llm, prompts, grouped.greedy("gemma3"))
+        check_greedy(llm, prompts, grouped.greedy(name))
+
+
+@pytest.mark.parametrize("name", ["gemma4_31b", pytest.param("gemma4_odd", marks=pytest.mark.slow)])
+def test_more_ranks_than_heads_hold_the_same_ones(grouped, quick_ranks, name):
+    """Four ranks. Layers that see all tokens have one head of K and V, and the others have four heads, or two."""
+    prompts = grouped.prompts()[2:4]
+    with make_llm(grouped.of(name)[0], tensor_parallel_size=4) as llm:
+        assert [group.num_kv_heads for group in llm.engine.runner.shape.kv_groups] == [4 if "31b" in name else 2, 1]
+        assert {backend.num_kv_heads for backend in llm.engine.runner.backends} == {1}
+        check_greedy(llm, prompts, grouped.greedy(name)[2:4])
+
+
+@pytest.mark.slow
+def test_each_rank_has_its_rows_of_the_layers_own_embeddings(grouped, quick_ranks, monkeypatch):
+    """Of random weights. The 210 rows of four ranks are filled up with two rows of zeros."""
+    folder, prompts, dummy = grouped.of("gemma4_e2b")[0], grouped.prompts()[2:4], {"load_format": "dummy"}
+    runners, one = keep_runners(monkeypatch), make_llm(folder, **dummy)
+    with make_llm(folder, tensor_parallel_size=4, **dummy) as llm:
+        tokens = [token_ids for token_ids, _ in greedy_of(llm, prompts)]
+        runners.append(llm.engine.runner)
+    assert tokens == [token_ids for token_ids, _ in greedy_of(one, prompts)]
+    shares = {runner.communicator.rank: runner for runner in runners}
+    tables = [shares[rank].model.model.embed_tokens_per_layer.inner.weight for rank in range(4)]
+    whole = one.engine.runner.model.model.embed_tokens_per_layer.weight
+    assert torch.equal(torch.cat(tables), torch.cat([whole, whole.new_zeros(2, 7 * 16)]))
 
 
 # ---- planted faults
