@@ -176,12 +176,19 @@ class ModelRunner(PlainRunner):
 
     def make_kv_cache(self) -> KVCache:
         dtype = getattr(self.backend, "kv_cache_dtype", None) or self.dtype
-        arguments: tuple[Any, ...] = (self.backend, self.num_cached_layers, dtype, self.device)
+        return self.make_blocks(self.backend, self.num_cached_layers, dtype, self.config.swap_space_bytes)
+
+    def make_blocks(self, backend: Any, num_layers: int, dtype: torch.dtype, swap_space_bytes: int) -> KVCache:
+        """Return a KV cache, with `swap_space_bytes` of host memory, and with the loads of a K/V store if there is one.
+
+        backend: what defines the shape of a block
+        """
+        arguments: tuple[Any, ...] = (backend, num_layers, dtype, self.device)
         kind: Any = KVCache
-        if self.config.swap_space_bytes:
+        if swap_space_bytes:
             from nanovllm.extras.swap.host_blocks import SwappingKVCache as kind
 
-            arguments = (*arguments, self.config.swap_space_bytes)
+            arguments = (*arguments, swap_space_bytes)
         if self.config.has_kv_store:
             from nanovllm.extras.kv_store.moves import loading
 

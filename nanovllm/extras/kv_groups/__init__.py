@@ -6,6 +6,6 @@ first. Swap, the K/V store, CUDA graphs and ranks are in `grouped_swap.py`, `gro
 `group_ranks.py`.
 
 If K and V of these layers have different shapes, as in Gemma 4, `equal_blocks.py` divides a block, and
-`equal_blocks_runner.py` runs the model. If there is one block table for all layers, `groups.py` has a KV cache for each
-shape, and `group_runner.py` runs the model.
+`equal_blocks_runner.py` runs the model, with the same files for the rest. If there is one block table for all layers,
+`groups.py` has a KV cache for each shape, and `group_runner.py` runs the model.
 """

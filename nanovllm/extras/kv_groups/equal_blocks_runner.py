@@ -27,13 +27,7 @@ class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
     def make_kv_cache(self) -> KVCache:
         """Return the cache, with rows of equal blocks instead of layers."""
         self.layout = lay_out(self.shape.kv_groups, self.backend.block_size)
-        arguments: tuple[Any, ...] = (self.layout, self.layout.num_rows, self.dtype, self.device)
-        kind: Any = KVCache
-        if self.config.swap_space_bytes:
-            from nanovllm.extras.swap.host_blocks import SwappingKVCache as kind
-
-            arguments = (*arguments, self.config.swap_space_bytes)
-        return kind(*arguments)  # type: ignore[no-any-return]
+        return self.make_blocks(self.layout, self.layout.num_rows, self.dtype, self.config.swap_space_bytes)
 
     def prepare_layers(self) -> None:
         full = [group.options.window for group in self.shape.kv_groups].index(None)

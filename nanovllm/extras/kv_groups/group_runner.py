@@ -20,8 +20,6 @@ from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
 
 REFUSED = {  # option -> the values that work, of which the first is the default
-    "kv_offloading_size": (None,),
-    "kv_transfer_config": (None,),
     "kv_cache_dtype": ("auto",),
     "quantization": (None,),
     "load_format": ("auto", "safetensors", "dummy"),
@@ -90,20 +88,20 @@ class GroupRunner(ShapesRunner):
         self.model.register_forward_pre_hook(pass_caches(self.kv_cache))
 
     def make_kv_cache(self) -> GroupedKVCache:
-        """Return the caches of all shapes. With swap, each one has its part of every block in host memory."""
-        pairs = zip(self.backends, self.shape.kv_groups, strict=True)
-        arguments = [(backend, group.num_layers, self.dtype, self.device) for backend, group in pairs]
-        caches = tuple(KVCache(*of_group) for of_group in arguments)
-        grouped, space = GroupedKVCache(caches), self.config.swap_space_bytes
-        if not space:
-            return grouped
-        from nanovllm.extras.swap.host_blocks import SwappingKVCache
-
-        num_blocks = space // grouped.bytes_per_block
-        if not num_blocks:
-            raise ValueError(f"swap_space_bytes must be >= {grouped.bytes_per_block}, one block, got {space}")
-        shares = [num_blocks * cache.bytes_per_block for cache in caches]
-        return GroupedKVCache(tuple(SwappingKVCache(*one, share) for one, share in zip(arguments, shares, strict=True)))
+        """Return the caches of all shapes, each with its part of every block: also in host memory and in a store."""
+        pairs = list(zip(self.backends, self.shape.kv_groups, strict=True))
+        sizes = [KVCache(one, group.num_layers, self.dtype, self.device).bytes_per_block for one, group in pairs]
+        space = self.config.swap_space_bytes
+        num_swap_blocks = space // sum(sizes)
+        if space and not num_swap_blocks:
+            raise ValueError(f"swap_space_bytes must be >= {sum(sizes)}, one block, got {space}")
+        caches: list[Any] = [
+            self.make_blocks(backend, group.num_layers, self.dtype, num_swap_blocks * size)
+            for (backend, group), size in zip(pairs, sizes, strict=True)
+        ]
+        for i, cache in enumerate(caches):
+            cache.first_byte = sum(sizes[:i])  # of its part of a block in a store
+        return GroupedKVCache(tuple(caches))
 
 
 def pass_caches(kv_cache: GroupedKVCache) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:

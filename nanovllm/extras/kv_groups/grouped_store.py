@@ -6,6 +6,8 @@ With block_size 4, a window of 5, and three blocks in the store, after which pos
     group 0       loaded      loaded      loaded         the names of the tokens
     group 1       –           –           loaded         the same keys, hashed with the number of the group
 
+If K and V have two shapes, a block has the same bytes in each group (`equal_blocks.py`), and is stored in the same way.
+
 A hit from the store is the longest prefix of which the store has all blocks of group 0, and in the other groups those
 that the next token sees. A block that a sequence gave back while it was not known yet was not saved, so the hit ends
 before it.

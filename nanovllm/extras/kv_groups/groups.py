@@ -68,6 +68,11 @@ class GroupedKVCache(KVCache):
         return tuple(group.tensor for group in self.groups)
 
     @property
+    def further_caches(self) -> tuple[KVCache, ...]:
+        """The caches whose part of a block is behind that of the first one, if blocks are saved to a store."""
+        return self.groups[1:]
+
+    @property
     def num_swap_blocks(self) -> int:
         """The number of blocks in host memory, which is the same for all groups."""
         return getattr(self.groups[0], "num_swap_blocks", 0)

@@ -39,6 +39,7 @@ class Share:
         self.tiers = Chain(tiers)
         own_tiers = tiers[:-1] if has_users_tier(config) else tiers
         self.saver = Saver(Chain(tiers), self.bytes_per_block, own_tiers)
+        self.saver.further_caches += getattr(cache, "further_caches", ())  # of K and V of other shapes
         # when a producer answers, its blocks must be in the store: the engine that decodes is asked next
         wait = self.wait if role_of(config) == "kv_producer" else None
         runner.compute = SavesAfterwards(runner.compute, self.saver, wait)

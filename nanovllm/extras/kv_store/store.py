@@ -139,17 +139,21 @@ def facts_of(runner: "PlainRunner", has_digest: bool) -> dict[str, Any]:
     has_digest: include the contents of the model's files. Host memory that ends with the engine does not need them.
     """
     config, backend, cache = runner.config, runner.backend, runner.kv_cache
+    kinds = [[type(one).__name__, getattr(one, "instructions", "")] for one in getattr(runner, "backends", (backend,))]
     facts = {
         "model": [runner.model_class.__name__, repr(config.hf_overrides)],
         "shape": {name: repr(value) for name, value in vars(runner.shape).items()},
         "dtype": str(runner.dtype),
         "cache": [str(cache.dtype), *backend.kv_cache_shape(cache.num_layers, 1)],
         "block_size": backend.block_size,
-        "backend": [type(backend).__name__, getattr(backend, "instructions", ""), config.enforce_eager],
+        "backend": [*sum(kinds, []), config.enforce_eager],
         "weights": [repr(config.quantization), config.load_format, config.seed if config.load_format == "dummy" else 0],
         "ranks": config.tensor_parallel_size,
         "max_model_len": runner.max_model_len,  # some rope types depend on it
     }
+    layout = getattr(runner, "layout", None)  # of equal blocks for K and V of two shapes
+    if layout is not None:
+        facts["layout"] = repr(layout)
     return facts | {"digest": digest_folder(runner.folder)} if has_digest else facts
 
 

@@ -32,8 +32,7 @@ EXTRA_KEYS: Mapping[str, tuple[str, ...]] = {
 """Connector -> the keys of its `kv_connector_extra_config`. The first key is required."""
 NEEDS_FOLDER = (
     "conversations are saved in the folder of a K/V store: give --kv-transfer-config "
-    '\'{"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "FOLDER"}}\'. '
-    "Models with K and V of two shapes have no K/V store"
+    '\'{"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "FOLDER"}}\''
 )
 
 

@@ -313,6 +313,8 @@ def loads_of_new_requests(events):
         pytest.param("gemma4_31b", {**SWAP, "enable_overlap": True}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"kv_offloading_size": 0.01}, marks=pytest.mark.slow),
         pytest.param("gemma3", {"kv_offloading_size": 0.01, "enable_overlap": True}, marks=pytest.mark.slow),
+        pytest.param("gemma4_e2b", {"kv_offloading_size": 0.01}, marks=pytest.mark.slow),
+        pytest.param("gemma4_e2b", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -13,8 +13,18 @@ from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine, OverlapMachine, SchedulerMachine
 from tests.extras.grouped_fake_kv_cache import GroupedFakeKVCache
 from tests.extras.kv_groups.test_grouped_blocks import GroupedRun, GroupedSpeculativeRun, GroupedTraffic
-from tests.extras.kv_groups.test_grouped_layers import SWAP, GroupedCheckpoints, check_greedy, is_grouped, make_llm
+from tests.extras.kv_groups.test_grouped_layers import (
+    MAX_TOKENS,
+    ONE_TABLE,
+    SWAP,
+    GroupedCheckpoints,
+    check_greedy,
+    is_grouped,
+    make_llm,
+)
 from tests.extras.kv_store.test_store_traffic import serve_twice
+from tests.extras.models.gemma4_checkpoints import FULL, WINDOW, make_gemma4
+from tests.extras.models.hybrid_checkpoints import continue_greedily
 from tests.extras.store_traffic import FakeStore, Loading, WithStore
 from tests.scheduling_traffic import SETTINGS
 
@@ -120,26 +130,69 @@ def grouped(tmp_path_factory):
     return GroupedCheckpoints(tmp_path_factory.mktemp("grouped_store"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "smollm3"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_kv_blocks": 30},
-        {"num_kv_blocks": 23, "enable_overlap": True, "max_num_batched_tokens": 30},
-        {"num_kv_blocks": 23, "max_num_batched_tokens": 30, **SWAP},
-        {"num_kv_blocks": 6, "attention_backend": "cpu", "block_size": 16},
-    ],
-    ids=str,
-)
-def test_engines_with_a_store_give_the_tokens_of_transformers(grouped, name, options):
-    llm = make_llm(grouped.of(name)[0], kv_offloading_size=0.01, **options)
-    assert is_grouped(llm)
-    prompts, expected = grouped.prompts(), grouped.greedy(name)
+def engines():
+    """(model, options), of which the sweep takes all."""
+    names = ("gpt_oss", "gemma3", "smollm3", "gemma4_e2b", "gemma4_31b", "gemma4_26b")
+    for i, options in enumerate(
+        [
+            {"num_kv_blocks": 30},
+            {"num_kv_blocks": 23, "enable_overlap": True, "max_num_batched_tokens": 30},
+            {"num_kv_blocks": 23, "max_num_batched_tokens": 30, **SWAP},
+            {"num_kv_blocks": 6, "attention_backend": "cpu", "block_size": 16},
+        ]
+    ):
+        for name in names:
+            is_default = name == "gemma4_e2b" and i == 0
+            yield pytest.param(name, options, marks=[] if is_default else [pytest.mark.slow], id=f"{name}-{options}")
+
+
+def check_loads(llm, prompts, expected):
+    """Serve prompts in turns, so that each turn evicts blocks of the one before."""
     for _ in range(2):
         for some in (slice(4, 6), slice(0, 3), slice(3, 4)):
             check_greedy(llm, prompts[some], expected[some])
             assert llm.engine.parts.kv_store.saver.wait(5)
     stats = llm.get_stats().kv_store
     assert stats.num_loaded_blocks > 0
-    assert stats.num_dropped_blocks == 0
+    assert stats.num_failed_loads == stats.num_dropped_blocks == 0
+
+
+@pytest.mark.parametrize(("name", "options"), list(engines()))
+def test_engines_with_a_store_give_the_tokens_of_transformers(grouped, name, options):
+    llm = make_llm(grouped.of(name)[0], kv_offloading_size=0.01, **options)
+    assert is_grouped(llm)
+    check_loads(llm, grouped.prompts(), grouped.greedy(name))
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_kv_blocks": 23}, pytest.param({"num_kv_blocks": 23, **SWAP}, marks=pytest.mark.slow)], ids=str
+)
+def test_one_table_stores_the_k_and_v_of_both_shapes(grouped, options):
+    llm = make_llm(grouped.of("gemma4_e2b")[0], kv_offloading_size=0.01, **options, **ONE_TABLE)
+    assert not is_grouped(llm)
+    check_loads(llm, grouped.prompts(), grouped.greedy("gemma4_e2b"))
+
+
+def test_blocks_of_another_layout_are_not_found(grouped, tmp_path):
+    """In one folder: a new engine finds what an engine of the same layout has saved, and no other's.
+
+    Two layers with a window, of which a block has two rows: as many rows as there are such layers.
+    """
+    folder, model = make_gemma4(
+        tmp_path / "model", num_hidden_layers=3, layer_types=[WINDOW, WINDOW, FULL], num_kv_shared_layers=0
+    )
+    prompts = grouped.prompts()[4:5]
+    expected = [continue_greedily(model, prompt, MAX_TOKENS) for prompt in prompts]
+    where = {"shared_storage_path": str(tmp_path / "store")}
+    store = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": where}
+    num_loaded = []
+    for options in ({}, {}, ONE_TABLE, ONE_TABLE):
+        with make_llm(folder, kv_transfer_config=store, **options) as llm:
+            assert is_grouped(llm) == (not options)
+            check_greedy(llm, prompts, expected)
+            assert llm.engine.parts.kv_store.saver.wait(5)
+            stats = llm.get_stats().kv_store
+            num_loaded.append(stats.num_loaded_blocks)
+            assert stats.num_failed_loads == 0
+    # of 48 tokens, 11 blocks are found, and in the group with a window the last two
+    assert num_loaded == [0, 11 + 2, 0, 11]

@@ -360,7 +360,6 @@ def test_a_changed_field_is_computed_as_in_transformers_or_refused(gemmas, tmp_p
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv_offloading_size": 1.0},
         {"kv_cache_dtype": "fp8"},
         {"quantization": "int8"},
         {"speculative_config": {"model": "any", "num_speculative_tokens": 3}},

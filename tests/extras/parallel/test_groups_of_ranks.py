@@ -161,11 +161,14 @@ def test_drafts_of_two_ranks_change_no_token(grouped, quick_ranks, name):
 
 
 @pytest.mark.slow
-def test_each_rank_stores_its_share_of_the_blocks_of_all_groups(grouped, quick_ranks):
-    options = {"num_kv_blocks": 30, "max_num_batched_tokens": 30, "kv_offloading_size": 0.01}
-    prompts, expected = grouped.prompts(), grouped.greedy("gemma3")
-    with make_llm(grouped.of("gemma3")[0], tensor_parallel_size=2, **options) as llm:
-        assert is_grouped(llm)
+@pytest.mark.parametrize(
+    ("name", "table"), [("gemma3", {}), ("gemma4_e2b", {}), ("gemma4_31b", {}), ("gemma4_e2b", ONE_TABLE)], ids=str
+)
+def test_each_rank_stores_its_share_of_the_blocks_of_all_groups(grouped, quick_ranks, name, table):
+    options = {"num_kv_blocks": 30, "max_num_batched_tokens": 30, "kv_offloading_size": 0.01, **table}
+    prompts, expected = grouped.prompts(), grouped.greedy(name)
+    with make_llm(grouped.of(name)[0], tensor_parallel_size=2, **options) as llm:
+        assert is_grouped(llm) == (not table)
         for some in [slice(4, 6), slice(0, 3), slice(3, 4)] * 2:
             check_greedy(llm, prompts[some], expected[some])
             assert llm.engine.parts.kv_store.saver.wait(5)
