@@ -16,6 +16,7 @@ from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, 
 from nanovllm.extras.cuda.warm_up import draws, null_batch
 from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.kv_groups.group_runner import ShapesRunner
 from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.parallel import start_ranks as start
@@ -25,6 +26,7 @@ from nanovllm.extras.parallel.worker import compute_step
 from nanovllm.extras.states.state_ranks import StateRankRunner
 from tests.extras.cuda.test_graphs import draw_plainly, serve
 from tests.extras.kv_groups.test_grouped_layers import GroupedCheckpoints
+from tests.extras.kv_groups.test_groups_on_cuda import make_backends
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 
@@ -125,9 +127,11 @@ def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenize
 
 
 @pytest.mark.slow
-def test_replayed_decodes_of_groups_of_layers(recorders, tmp_path):
+@pytest.mark.parametrize("name", ["gemma3", "gemma4_e2b"])
+def test_replayed_decodes_of_groups_of_layers(recorders, monkeypatch, tmp_path, name):
     """Each rank has static slots and block tables for each group."""
-    alone, engine = make_engines(GroupedCheckpoints(tmp_path).of("gemma3")[0], True, block_size=4)
+    monkeypatch.setattr(ShapesRunner, "make_backend", make_backends(GatherAttention, 4))  # of K and V of two shapes
+    alone, engine = make_engines(GroupedCheckpoints(tmp_path).of(name)[0], True, block_size=4)
     del recorders[0]
     assert isinstance(engine.scheduler.block_manager, GroupedBlockManager)
     requests = [(prompt, dataclasses.replace(params, max_tokens=25)) for prompt, params in REQUESTS]

@@ -219,6 +219,7 @@ def test_more_ranks_than_heads_hold_the_same_ones(grouped, quick_ranks, name):
     with make_llm(grouped.of(name)[0], tensor_parallel_size=4) as llm:
         assert [group.num_kv_heads for group in llm.engine.runner.shape.kv_groups] == [4 if "31b" in name else 2, 1]
         assert {backend.num_kv_heads for backend in llm.engine.runner.backends} == {1}
+        assert f"with {4 if '31b' in name else 2} heads of 32" in llm.engine.description, "those of all ranks"
         check_greedy(llm, prompts, grouped.greedy(name)[2:4])
 
 
