@@ -361,6 +361,7 @@ def test_a_changed_field_is_computed_as_in_transformers_or_refused(gemmas, tmp_p
     "options",
     [
         {"kv_cache_dtype": "fp8"},
+        {"quantization": "int4", "tensor_parallel_size": 2},
         {"quantization": "int8"},
         {"speculative_config": {"model": "any", "num_speculative_tokens": 3}},
         {"load_format": "gguf"},
