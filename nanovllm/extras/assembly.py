@@ -183,7 +183,9 @@ def attach_store(store: Any, blocks: BlockManager) -> None:
     """Let a `KVStore` load and save the blocks of a new scheduler."""
     connect: Callable[[Any, Any], object]
     if hasattr(blocks, "num_slots"):  # of states
-        from nanovllm.extras.states.state_store import StateStoreHooks as connect
+        from nanovllm.extras.states import state_store
+
+        connect = state_store.KnownStateStoreHooks if hasattr(blocks, "settle") else state_store.StateStoreHooks
     elif hasattr(blocks, "num_groups"):  # of layers
         from nanovllm.extras.kv_groups.grouped_store import GroupedStoreHooks as connect
     else:

@@ -31,7 +31,7 @@ class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
 
     def prepare_layers(self) -> None:
         full = [group.options.window for group in self.shape.kv_groups].index(None)
-        shapes = (full, *[1 - full] * self.num_windows)
+        shapes = (full, *[1 - full] * (self.layer_groups.num_groups - 1))
         piece_shapes = tuple([backend.kv_cache_shape(1, 1)[3:] for backend in self.backends])
         pieces = Pieces(self.layout, self.backend.block_size, piece_shapes, shapes)
         self.model.register_forward_pre_hook(spread_over(pieces))

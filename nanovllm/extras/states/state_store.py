@@ -93,12 +93,20 @@ class StateStoreHooks(StoreHooks):
 
         It is saved from the slot of `seq`. So it is saved even if the pool has no slot for a snapshot.
         """
-        blocks = self.blocks
-        is_new = blocks.ends_at_snapshot(seq) and seq.parent_serial not in blocks.prefix_cache.snapshots
+        is_new = self._is_new(seq)
         self._take_snapshot(seq)
         if is_new:
-            [name] = self._store.names(seq, seq.num_registered_blocks - 1, seq.num_registered_blocks)
-            self._moves.state_saves.append((name_of_state(name), blocks.slot_of(seq)))
+            self._moves.state_saves.append((self._name(seq), self.blocks.slot_of(seq)))
+
+    def _is_new(self, seq: Any) -> bool:
+        """Return whether a snapshot of `seq` is due that the pool does not have."""
+        is_due: bool = self.blocks.ends_at_snapshot(seq)
+        return is_due and seq.parent_serial not in self.blocks.prefix_cache.snapshots
+
+    def _name(self, seq: Any) -> BlockName:
+        """Return the name of a snapshot after the registered blocks of `seq`."""
+        num_blocks = seq.num_registered_blocks
+        return name_of_state(*self._store.names(seq, num_blocks - 1, num_blocks))
 
     # ---- loading
 
@@ -141,6 +149,42 @@ class StateStoreHooks(StoreHooks):
             self._loaded[state_name] = state.data
             store.stats.num_loaded_states += 1
             return
+
+
+class KnownStateStoreHooks(StateStoreHooks):
+    """Wraps the methods of a `KnownStateBlockManager`, which takes some snapshots after their step: in `settle`.
+
+    The next step may change the state in the slot of such a sequence. So these snapshots are saved after the next step,
+    from the pool's copy, which that step has made first. One that has no slot in the pool is not saved.
+    """
+
+    def __init__(self, store: StateKVStore, blocks: Any) -> None:
+        super().__init__(store, blocks)
+        self._is_settling = False
+        self._late: list[tuple[BlockName, int]] = []  # (name, serial of the block at its end)
+        self._settle = blocks.settle
+        if store.can_save:
+            blocks.settle = self.settle
+
+    def settle(self, seq: Any) -> None:
+        self._is_settling = True
+        try:
+            self._settle(seq)
+        finally:
+            self._is_settling = False
+
+    def take_snapshot(self, seq: Any) -> None:
+        snapshots = self.blocks.prefix_cache.snapshots
+        if not self._is_settling:  # the step that is scheduled computes a chunk of `seq`
+            saved = [(name, snapshots[serial]) for name, serial in self._late if serial in snapshots]
+            self._moves.state_saves += saved
+            self._late = []
+            super().take_snapshot(seq)
+            return
+        is_new = self._is_new(seq)
+        self._take_snapshot(seq)
+        if is_new and seq.parent_serial in snapshots:
+            self._late.append((self._name(seq), seq.parent_serial))
 
 
 def name_of_state(name: BlockName) -> BlockName:

@@ -19,7 +19,7 @@ from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.roll_back import roll_back
 from nanovllm.extras.states.pool import StateKVCache, StateShape
 from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateScheduler
-from nanovllm.extras.states.state_store import StateKVStore, StateStoreHooks, name_of_state
+from nanovllm.extras.states.state_store import KnownStateStoreHooks, StateKVStore, StateStoreHooks, name_of_state
 from nanovllm.extras.states.stored_states import StateStoreMoves, loading_states
 from nanovllm.layers.attention import TorchAttention
 from tests.extras.states import test_slots
@@ -60,9 +60,11 @@ class FakeStateStore(FakeStore):
 class StoreModel:
     """Mixed into a `Run`: K and V of blocks, which depend on a prefix, beside the states; and a fake store of both."""
 
+    hooks_class = StateStoreHooks
+
     def attach(self, seed):
         self.store = FakeStateStore(self.blocks.block_size, seed)
-        self.hooks = StateStoreHooks(self.store, self.blocks)
+        self.hooks = self.hooks_class(self.store, self.blocks)
         self.kv, self.host_kv = {}, {}  # block id -> for each of its tokens, the tokens up to it
         self.num_state_loads = 0
 
@@ -145,6 +147,7 @@ class StoreRun(StoreModel, test_slots.Run):
 class OverlappedStoreRun(StoreRun, test_slots.OverlappedRun):
     """Saves right after a step is launched, as the device does it before the next step."""
 
+    hooks_class = KnownStateStoreHooks
     step, tokens_of = test_slots.OverlappedRun.step, test_slots.OverlappedRun.tokens_of
 
     def compute(self, step):
