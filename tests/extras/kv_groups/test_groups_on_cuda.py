@@ -251,7 +251,7 @@ def test_steps_over_equal_blocks_do_not_wait(grouped, kernels):  # noqa: F811
             runner.compute(runner, batch)
         assert check.num_copies == 1
     arguments = (runner.model, runner.kv_cache.tensor, runner.draw, [1, 2, 16], 8, DeviceRecorder())
-    CudaGraphs(*arguments, num_windows=runner.num_windows).record_all()
+    CudaGraphs(*arguments, more=runner.more_inputs).record_all()
     num_decodes = 3 + sum(batch.metadata.num_decodes > 0 for batch in batches)
     assert kernels["decode_kernel"].num_launches == 7 * num_decodes
     assert kernels["store_kv_kernel"].num_launches == 5 * (3 + len(batches)), "two layers of seven share K and V"

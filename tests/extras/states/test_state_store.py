@@ -188,6 +188,18 @@ def test_the_traffic_loads_states_from_stores_that_fail():
     assert sum(run.store.num_failures for run in runs) > 10
 
 
+def test_snapshots_that_are_taken_after_their_step_are_saved():
+    """The blocks of outputs are registered when their tokens are known, after the next step is launched."""
+    num_late, runs = 0, [OverlappedStoreRun(random.Random(seed)) for seed in range(12)]
+    for run in runs:
+        for _ in range(150):
+            run.act()
+            num_late += len(run.hooks._late)
+    longest_prompt = 7
+    assert num_late > 50
+    assert sum(len(tokens) > longest_prompt for run in runs for tokens in run.store.states.values()) > 25
+
+
 # ---- one sequence at a time, with blocks of 4
 
 
