@@ -32,8 +32,8 @@ def check_options(config: Config) -> None:
     for name, allowed in REFUSED.items():
         if (value := getattr(config, name)) not in allowed:
             raise ValueError(
-                f"{name} must be {' or '.join(map(repr, allowed))} for a model with recurrent states, got {value!r}: "
-                f"it is not made for states, or not tested with them"
+                f"{name} must be {' or '.join(map(repr, allowed))} for a model with recurrent states, got {value!r}. "
+                f"Leave it unset: other values are not supported with states"
             )
     if config.speculative_config is not None and read_options(config.speculative_config).model is not None:
         raise ValueError(

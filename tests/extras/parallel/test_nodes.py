@@ -25,6 +25,8 @@ from nanovllm import LLM, Config
 from nanovllm.extras.parallel import nodes
 from nanovllm.extras.parallel.nodes import accept_ranks, reach_engine
 from tests.conftest import hf_greedy
+from tests.extras.kv_groups.test_grouped_layers import GroupedCheckpoints
+from tests.extras.models.hybrid_checkpoints import continue_greedily
 from tests.extras.parallel.zygote import MARK, ROOT, marked_processes
 
 ALL = bool(os.environ.get("NANOVLLM_ALL_FAULTS"))
@@ -308,6 +310,22 @@ def test_two_machines_give_the_tokens_of_one(machines, tiny_checkpoint, size, fi
     status, said = both.wait(0)
     assert status == 0, said
     assert tokens_in(said) == [hf_greedy(tiny_checkpoint[1], prompt, 8) for prompt in PROMPTS]
+    assert both.wait(1)[0] == 0
+    both.expect_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma4_e2b", *["smollm3"] * ALL])
+def test_two_machines_have_groups_of_layers(machines, name, tmp_path_factory):
+    """With K and V of one size, and of two."""
+    folder, model = GroupedCheckpoints(tmp_path_factory.mktemp("grouped")).of(name)
+    both = machines()
+    both.model = folder
+    for node in range(2):
+        both.start(node)
+    status, said = both.wait(0)
+    assert status == 0, said
+    assert tokens_in(said) == [continue_greedily(model, prompt, 8)[0] for prompt in PROMPTS]
     assert both.wait(1)[0] == 0
     both.expect_nothing_left()
 
