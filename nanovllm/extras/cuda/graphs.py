@@ -254,9 +254,12 @@ class ReplayedDecodes:
         """Compute a batch. If a row asks for more than a token, all rows are sampled again outside the graph."""
         if not runner.is_replayed(batch):
             return self._compute(runner, batch)
+        is_plain = wants_only_tokens(batch.sampling)
+        if not is_plain:  # if a processor raises, the step runs again, and needs the tokens of the step before
+            self._newest.ids = self._newest.ids.clone()
         token_ids, hidden = self.graphs.replay(batch, self._newest.ids)
         logprobs = None
-        if not wants_only_tokens(batch.sampling):
+        if not is_plain:
             token_ids, logprobs = runner.choose_tokens(hidden, runner.send(batch.sampling))
         self._newest.ids = token_ids
         return SampledTokens(token_ids, logprobs)

@@ -2,7 +2,8 @@
 
 The engine calls `match` and `load` when it admits a sequence, and `save` and `finished` from another thread. All calls
 may come from several threads at once. A block's data is one contiguous array of bytes: K and V of all layers, with the
-scales of quantised ones. A block that a tier does not have, or has lost, is computed: a tier never needs to raise.
+scales of quantised ones. For models with recurrent states, a tier also gets snapshots of states, which have another
+size. A block that a tier does not have, or has lost, is computed: a tier never needs to raise.
 """
 
 import logging

@@ -37,12 +37,15 @@ def misses_field(body: GenerationRequest, output: RequestOutput) -> dict[str, An
 
 
 def whole_blocks(misses: list[PrefixMiss]) -> list[PrefixMiss]:
-    """Return the misses without what they reveal of a cached prompt inside a block: `differs` is the whole block."""
+    """Return the misses without what they reveal of a cached prompt inside a block: `differs` is the whole block.
+
+    In the first block, `differs` would reveal that a cached prompt has the same first token: it is `never_seen`.
+    """
     told: list[PrefixMiss] = []
     for miss in misses:
         if miss.cause == "differs":
             start = told.pop().start if told and told[-1].cause == "partial_block" else miss.start
-            miss = PrefixMiss(start, miss.end, miss.cause)
+            miss = PrefixMiss(start, miss.end, miss.cause if start else "never_seen")
         told.append(miss)
     return told
 

@@ -25,9 +25,11 @@ from nanovllm.extras.kv_store.moves import NamedBlocks
 from nanovllm.extras.kv_store.share import Loaded, name_in_share
 from nanovllm.extras.kv_store.store import KVStore, StoreHooks, check_holds
 from nanovllm.extras.kv_store.tier import BlockName, Tier
-from nanovllm.extras.states.slots import StateMoves
+from nanovllm.extras.states.slots import SlotCopies, StateMoves
 from nanovllm.extras.states.stored_states import StateStoreMoves
 from nanovllm.prefix_cache import CachedBlock, PrefixCache
+
+MAX_LOOKUPS = 256
 
 
 class StateKVStore(KVStore):
@@ -46,8 +48,12 @@ class StateKVStore(KVStore):
         self.root_key = make_root_key({"blocks": self.root_key.hex(), "states": facts})
 
     def num_usable(self, names: list[BlockName], tier: Tier) -> int:
-        """Return how many of the first of these blocks end at the last snapshot that `tier` has; 0 if it has none."""
-        for count in range(len(names), 0, -1):
+        """Return how many of the first of these blocks end at the last snapshot that `tier` has; 0 if it has none.
+
+        Only the last `MAX_LOOKUPS` ends are looked up, because no step runs meanwhile. By default, a prefix that was
+        computed once has a snapshot in each 64 blocks.
+        """
+        for count in range(len(names), max(0, len(names) - MAX_LOOKUPS), -1):
             if tier.match([name_of_state(names[count - 1])]):
                 return count
         return 0
@@ -68,14 +74,16 @@ class StateKVStore(KVStore):
 
 
 class StateStoreHooks(StoreHooks):
-    """Wraps the methods of a `StateBlockManager`."""
+    """Wraps the methods of a `StateBlockManager`, whose scheduler calls `take_copies` before `take_snapshot`."""
 
     def __init__(self, store: StateKVStore, blocks: Any) -> None:
         super().__init__(store, blocks)
         self._state_loads: NamedBlocks = []
         self._take_snapshot = blocks.take_snapshot
+        self._put_back = blocks.put_back
         if store.can_save:
             blocks.take_snapshot = self.take_snapshot
+            blocks.put_back = self.put_back
 
     # ---- the wrapped methods
 
@@ -87,6 +95,11 @@ class StateStoreHooks(StoreHooks):
         self._loads, self._loaded, self._saves, self._state_loads = [], {}, {}, []
         copies.block_moves = self._moves
         return copies
+
+    def put_back(self, copies: SlotCopies) -> None:
+        """Keep for the next step what a step without chunks was to do. So its blocks are saved by the next one."""
+        self._put_back(copies)
+        self._saves = {block_id: name for name, block_id in self._moves.saves} | self._saves
 
     def take_snapshot(self, seq: Any) -> None:
         """Note the state after this step's chunk to be saved, unless the pool has the snapshot already.

@@ -21,6 +21,7 @@ from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.models.architectures import find_architecture
+from nanovllm.extras.runner_hooks import ArrivingTokens
 from nanovllm.extras.self_check.comparison import SelfCheckError
 from nanovllm.extras.self_check.state_check import StateCheck
 from nanovllm.extras.self_check.stored_results import StoredResult
@@ -40,7 +41,7 @@ from tests.extras.cuda.test_host_waits import (  # flash_attn and kernels are fi
     flash_attn,  # noqa: F401
     kernels,  # noqa: F401
 )
-from tests.extras.failing_request import serve_beside_a_failing_one
+from tests.extras.failing_request import FailingError, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, make_config
 from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
 from tests.extras.speculation.test_mtp import Heads, check_draws, predicting, record_draws
@@ -223,6 +224,35 @@ def test_a_request_that_fails_does_not_change_the_states_of_others(all_hybrids, 
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
     tokens = serve_beside_a_failing_one(replaying, hybrids.prompts()[:4], params)
     assert tokens == [token_ids for token_ids, _ in hybrids.greedy()[:4]]
+    assert replaying.recorder.num_replays > 3
+
+
+def test_a_first_step_that_fails_ahead_of_its_time_changes_no_token(all_hybrids, monkeypatch):
+    """The step is launched while the tokens of others are unknown: replayed again, it needs them, and not its own."""
+    hybrids, init = all_hybrids["Qwen3_5"], ArrivingTokens.__init__
+
+    def copy(self, sampled):
+        init(self, sampled._replace(token_ids=sampled.token_ids.clone()))  # as a copy from the device to the host
+
+    monkeypatch.setattr(ArrivingTokens, "__init__", copy)
+    monkeypatch.setattr(test_graphs, "LLMEngine", IsolatingEngine)
+    options = {**POOL, "enable_overlap": True, "late": False}
+    _, replaying = test_graphs.make_engines(monkeypatch, hybrids.make()[0], **options)
+
+    def fail(output_token_ids, logits):
+        raise FailingError
+
+    for i, prompt in enumerate(hybrids.prompts()[:3]):
+        replaying.add_request(str(i), prompt, greedy(MAX_TOKENS))
+    outputs, is_added = {}, False
+    while replaying.has_unfinished_requests():
+        outputs |= {one.request_id: one.outputs[0].token_ids for one in replaying.step().outputs}
+        if not is_added and all(len(outputs.get(str(i), ())) > 2 for i in range(3)):
+            is_added = True
+            params = SamplingParams(temperature=0, max_tokens=9, logits_processors=[fail])
+            replaying.add_request("bad", [7], params)
+    assert isinstance(replaying.take_failures()["bad"], FailingError)
+    assert [outputs[str(i)] for i in range(3)] == [token_ids for token_ids, _ in hybrids.greedy()[:3]]
     assert replaying.recorder.num_replays > 3
 
 

@@ -200,6 +200,20 @@ def test_snapshots_that_are_taken_after_their_step_are_saved():
     assert sum(len(tokens) > longest_prompt for run in runs for tokens in run.store.states.values()) > 25
 
 
+@pytest.mark.parametrize("max_tokens", [2, 3, 4])
+def test_the_last_block_of_an_answer_is_saved_by_the_next_step(max_tokens):
+    """With overlap it is registered when no step follows that could save it."""
+    run = OverlappedStoreRun(random.Random(0), sizes=(4, 30, 9))
+    run.store.rng = None  # nothing fails
+    seqs = [Sequence("", [first, 2, 3], SamplingParams(temperature=0, max_tokens=max_tokens)) for first in (1, 9)]
+    for seq in seqs:
+        run.scheduler.add(seq)
+        while seq.finish_reason is None:
+            run.step()
+    names = run.store.names(seqs[0], 0, (3 + max_tokens - 1) // run.blocks.block_size)
+    assert [name in run.store.kept for name in names] == [True] * len(names)
+
+
 # ---- one sequence at a time, with blocks of 4
 
 
