@@ -155,7 +155,7 @@ class OverlappedStoreRun(StoreRun, test_slots.OverlappedRun):
         self.save(step)
 
 
-SEEDS = [seed if seed < 6 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(80)]
+SEEDS = [seed if seed < 6 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
 
 
 @pytest.mark.parametrize("kind_of_run", [StoreRun, OverlappedStoreRun])
