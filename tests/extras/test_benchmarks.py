@@ -167,6 +167,7 @@ def test_requests_with_weights_in_8_and_4_bits_take_turns(run_main, monkeypatch,
         assert f"{ratios[1]:.2f}x" in line
 
 
+@pytest.mark.slow
 def test_the_machine_is_quiet_and_busy_in_turns(run_main, monkeypatch, tmp_path):
     """A busy process runs during every second measured run, and none is left."""
     started, running, real_serve = [], [], busy.serve

@@ -444,6 +444,7 @@ SMALL = kernel_states.StateSizes(num_key_heads=1, num_heads=2, key_dim=16, value
 SMALL_WORK = {"2 decodes": [1, 1], "1 x 20": [20]}
 
 
+@pytest.mark.slow
 def test_benchmark_checks_and_measures():
     """Its own code, on what the interpreter can bear; the figures mean nothing here."""
 

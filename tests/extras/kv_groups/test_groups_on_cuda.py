@@ -344,7 +344,8 @@ def test_steps_without_tables_of_groups_are_not_replayed(grouped, monkeypatch):
     assert replaying.recorder.num_replays == 0
 
 
-@pytest.mark.parametrize("has_draw_kernel", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_draw_kernel", [True, False])
 def test_graphs_of_one_table_read_the_caches_of_both_shapes(grouped, monkeypatch, recorded, has_draw_kernel):  # noqa: F811
     """Of the whole step, and of the forward pass."""
     folder, prompts, expected = requests_of(grouped, "gemma4_e2b", True)

@@ -164,9 +164,8 @@ def test_engines_with_a_store_give_the_tokens_of_transformers(grouped, name, opt
     check_loads(llm, grouped.prompts(), grouped.greedy(name))
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_kv_blocks": 23}, pytest.param({"num_kv_blocks": 23, **SWAP}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"num_kv_blocks": 23}, {"num_kv_blocks": 23, **SWAP}], ids=str)
 def test_one_table_stores_the_k_and_v_of_both_shapes(grouped, options):
     llm = make_llm(grouped.of("gemma4_e2b")[0], kv_offloading_size=0.01, **options, **ONE_TABLE)
     assert not is_grouped(llm)
