@@ -78,7 +78,7 @@ def pytest_collection():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """The default run takes a few cases of a test with the mark `sparse`: these meet each value of each parameter; with
     `sparse(2)`, each pair of values of two parameters. A test with the mark `examples` is in the sweep as well. Those
     with the mark `long` begin first: no process still runs one at the end while others are idle.
@@ -101,6 +101,21 @@ def pytest_collection_modifyitems(items):
             unmet = {case: combinations - met for case, combinations in unmet.items()}
         for case in unmet:
             case.add_marker(pytest.mark.slow)
+    leave_out_every_second(config, items)
+
+
+def leave_out_every_second(config, items):
+    """Leave out half of the slow cases of each test with the mark `thinned`."""
+    numbers, left_out = {}, set()
+    for item in items:
+        if item.get_closest_marker("thinned") and item.get_closest_marker("slow"):
+            name = item.nodeid.partition("[")[0]
+            numbers[name] = numbers.get(name, 0) + 1
+            if numbers[name] % 2 == 0:
+                left_out.add(item)
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(trylast=True)

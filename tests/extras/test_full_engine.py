@@ -699,6 +699,7 @@ FAILING_PROMPTS = {
 @both_ways
 @pytest.mark.sparse
 @pytest.mark.examples
+@pytest.mark.thinned
 def test_a_step_that_fails_loses_nothing(checkpoint, answer, when, exception, num_kv_blocks, budget, overlap):
     """Each step in turn fails once; blocks that the failed step was to fill are never taken for filled.
 

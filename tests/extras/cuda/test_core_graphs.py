@@ -101,6 +101,7 @@ def make_engine(monkeypatch, folder, has_graphs, max_num_seqs=6, **options):
 @pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 @pytest.mark.parametrize("kind", every_second(["greedy", "samples", "all kinds"]))
 @pytest.mark.sparse
+@pytest.mark.thinned
 def test_outputs_are_those_of_eager_steps(monkeypatch, recorded, with_tokenizer, kind, options):
     rng, stem = random.Random(1), ids(20)
     requests = []

@@ -255,6 +255,7 @@ CONFIGURATIONS = {
     "kind", every_second(["greedy", "seeded", "samples", "logprobs", "all kinds", "penalties", "biases"])
 )
 @pytest.mark.sparse
+@pytest.mark.thinned
 def test_outputs_are_those_of_eager_steps(monkeypatch, with_tokenizer, kind, options):
     rng, stem = random.Random(1), ids(20)
     requests = []

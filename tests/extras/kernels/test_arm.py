@@ -178,6 +178,7 @@ def randn(*shape, dtype, seed=1):
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 2), (17, 6), (48, 130), (100, 1024)])
+@pytest.mark.thinned
 def test_linear_equals_float64(arm, n, k):
     """Sums of up to 1,024 products, none of them rounded to bfloat16; and the same bits in every batch."""
     weight = randn(n, k, dtype=arm.dtype)

@@ -49,6 +49,7 @@ def routing(num_tokens, top_k, seed=0):
 
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (3, 5), (40, 1), (130, 3)])
 @pytest.mark.sparse
+@pytest.mark.thinned
 def test_experts_equal_the_definition(processor, dtype, num_tokens, top_k):
     experts, fast = make_experts(dtype)
     assert isinstance(fast, CpuExperts)

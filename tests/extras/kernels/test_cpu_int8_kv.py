@@ -60,6 +60,7 @@ def test_mixed_batch_equals_the_reference(dtype, num_heads, num_kv_heads, block_
     ids=["one token", "decodes", "whole prompts", "later chunks", "long", "not in the L2 cache"],
 )
 @pytest.mark.sparse
+@pytest.mark.thinned
 def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor_without_tiles, dtype, lens):
     backend = int8_attention(4, 2, 64, 16, dtype)
     step = Int8Step(backend, lens, dtype=dtype)

@@ -119,6 +119,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "backend", "budget", "block_size", "pool"), list(cases()))
+@pytest.mark.thinned
 def test_tokens_are_those_of_transformers(checkpoints, name, backend, budget, block_size, pool):
     options = {"attention_backend": backend, "block_size": block_size, "max_num_batched_tokens": budget}
     options["num_kv_blocks"] = TINY_POOLS[block_size] if pool == "tiny" else 480 // block_size
@@ -164,6 +165,7 @@ def is_default(i, j):
         )
     ],
 )
+@pytest.mark.thinned
 def test_tokens_do_not_depend_on_how_they_are_scheduled(checkpoints, name, options):
     llm = make_llm(checkpoints.of(name)[0], **options)
     assert is_grouped(llm)

@@ -158,6 +158,7 @@ def check_loads(llm, prompts, expected):
 
 
 @pytest.mark.parametrize(("name", "options"), list(engines()))
+@pytest.mark.thinned
 def test_engines_with_a_store_give_the_tokens_of_transformers(grouped, name, options):
     llm = make_llm(grouped.of(name)[0], kv_offloading_size=0.01, **options)
     assert is_grouped(llm)

@@ -100,6 +100,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "variant", "layers"), list(cases()))
+@pytest.mark.thinned
 def test_tokens_are_those_without_a_store(models, name, variant, layers):
     folder, options = folder_of(models, name), LAYERS[layers] | VARIANTS[variant]
     requests = make_requests(seed=0, num_requests=max(12, examples(40)))

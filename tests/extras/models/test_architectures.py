@@ -74,6 +74,7 @@ def make_llm(checkpoints, name, variant, **options):
 
 
 @pytest.mark.parametrize(("name", "variant", "engine"), list(cases()))
+@pytest.mark.thinned
 def test_tokens_are_those_of_transformers(checkpoints, name, variant, engine):
     expected, prompts = checkpoints.greedy(name, variant), checkpoints.prompts(name, variant)
     llm = make_llm(checkpoints, name, variant, **ENGINES[engine])

@@ -153,6 +153,7 @@ def serve(llm, variant):
 
 
 @pytest.mark.parametrize(("name", "variant", "size", "num_kv_heads", "engine"), list(cases()))
+@pytest.mark.thinned
 def test_ranks_give_what_one_gives(shareable, request, name, variant, size, num_kv_heads, engine):
     kind = KINDS.get(engine)
     ranks = request.getfixturevalue("quick_ranks" if kind is None else "rank_threads")

@@ -85,6 +85,7 @@ def samples_of(llm, prompts):
 
 
 @pytest.mark.parametrize(("kind", "variant", "size", "engine"), list(cases()))
+@pytest.mark.thinned
 def test_ranks_give_the_tokens_of_transformers_and_of_one(all_hybrids, request, kind, variant, size, engine):
     """Prompts come twice, so prefixes are found with their snapshots. Samples of a prompt are forked on all ranks."""
     is_cpu = engine.startswith("cpu")

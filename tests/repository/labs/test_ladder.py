@@ -88,6 +88,7 @@ POOLS = ["on_demand", "mixed_batches", "prefix_cache", "one_file"]
 @pytest.mark.slow
 @pytest.mark.parametrize("program", POOLS)
 @pytest.mark.parametrize("seed", range(4, 11))
+@pytest.mark.thinned
 def test_random_pools(program, seed, tiny_checkpoint):
     check_random_pool(program, seed, tiny_checkpoint)
 
