@@ -53,7 +53,7 @@ class Slow(MemoryTier):
 
 
 class Forgetful(MemoryTier):
-    """Loses every third block between match and load, and scribbles on the buffer."""
+    """Loses every third block or snapshot between match and load, and scribbles on the buffer."""
 
     num_calls = 0
 

@@ -22,6 +22,7 @@ from nanovllm.extras.roll_back import reset_prefix_cache
 from nanovllm.extras.states.state_store import StateKVStore, name_of_state
 from nanovllm.extras.trace.check import check_recording
 from nanovllm.extras.trace.recording import read_recording
+from tests.extras.kv_store.test_faulty_stores import Forgetful
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, continue_greedily, logprobs_of
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, check_greedy, logprobs, make_llm
 
@@ -263,17 +264,6 @@ class Lying(MemoryTier):
     def match(self, blocks):
         super().match(blocks)
         return len(blocks)
-
-
-class Forgetful(MemoryTier):
-    """Loses every third block or snapshot between match and load, and scribbles on the buffer."""
-
-    num_calls = 0
-
-    def load(self, block, out):
-        out[:] = 255
-        self.num_calls += 1
-        return bool(self.num_calls % 3) and super().load(block, out)
 
 
 class Shrinking(MemoryTier):

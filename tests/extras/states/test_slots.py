@@ -72,7 +72,11 @@ class Run:
         if fails:
             roll_back(self.scheduler)
             return
+        self.save(step)
         self.scheduler.update(step, [next_token(seq) for seq in step.samples])
+
+    def save(self, step):
+        """For runs with a K/V store."""
 
     def tokens_of(self, seq, num_tokens):
         return seq.token_ids.view(0, num_tokens).tolist()

@@ -16,7 +16,6 @@ from nanovllm.extras.kv_store.moves import copy_out
 from nanovllm.extras.kv_store.share import Loaded
 from nanovllm.extras.prefix_misses import ExplainingStats
 from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.roll_back import roll_back
 from nanovllm.extras.states.pool import StateKVCache, StateShape
 from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateScheduler
 from nanovllm.extras.states.state_store import KnownStateStoreHooks, StateKVStore, StateStoreHooks, name_of_state
@@ -61,6 +60,7 @@ class StoreModel:
     """Mixed into a `Run`: K and V of blocks, which depend on a prefix, beside the states; and a fake store of both."""
 
     hooks_class = StateStoreHooks
+    step = test_slots.Run.step
 
     def attach(self, seed):
         self.store = FakeStateStore(self.blocks.block_size, seed)
@@ -85,17 +85,6 @@ class StoreModel:
             self.num_state_loads += 1
         for name, block_id in moves.loads:
             self.kv[block_id] = list(moves.loaded[name])
-
-    def step(self, fails=False):
-        step = self.scheduler.schedule()
-        if not step.chunks:
-            return
-        self.compute(step)
-        if fails:
-            roll_back(self.scheduler)
-            return
-        self.save(step)
-        self.scheduler.update(step, [test_slots.next_token(seq) for seq in step.samples])
 
     def compute(self, step):
         self.move(step.copies)
