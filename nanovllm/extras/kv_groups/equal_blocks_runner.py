@@ -6,16 +6,15 @@ a view of the KV cache, and slots and block tables with the numbers of pieces in
 the hook computes, too.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.extras.kernels.cpu.threads import on_one_thread
 from nanovllm.extras.kv_groups.equal_blocks import BlockLayout, lay_out
 from nanovllm.extras.kv_groups.group_runner import ShapesRunner
-from nanovllm.extras.kv_groups.grouped_runner import GroupedLayersRunner, pass_groups
+from nanovllm.extras.kv_groups.grouped_runner import GroupedLayersRunner, pass_groups, spread_over
 from nanovllm.extras.kv_groups.grouped_tables import GroupedMetadata
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata
@@ -34,7 +33,8 @@ class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
         shapes = (full, *[1 - full] * (self.layer_groups.num_groups - 1))
         piece_shapes = tuple([backend.kv_cache_shape(1, 1)[3:] for backend in self.backends])
         pieces = Pieces(self.layout, self.backend.block_size, piece_shapes, shapes)
-        self.model.register_forward_pre_hook(spread_over(pieces))
+        of_groups = partial(on_one_thread, pieces.number)
+        self.model.register_forward_pre_hook(spread_over(len(shapes), of_groups, pieces.caches_of))
         pass_groups(self.model, self.layer_groups.places)
 
 
@@ -52,20 +52,9 @@ class Pieces:
         per_row = map(self.layout.pieces_per_row, self.shapes)
         return [number_pieces(one, n, self.block_size) for one, n in zip(metadata.of_groups(), per_row, strict=True)]
 
-
-def spread_over(pieces: Pieces) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a hook that replaces the last arguments of a model: metadata by that of all groups, and the KV cache."""
-
-    def spread(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        input_ids, positions, metadata, kv_cache = arguments
-        if isinstance(metadata, GroupedMetadata):
-            of_groups = on_one_thread(pieces.number, metadata)
-        else:  # a step over null blocks only
-            of_groups = [metadata] * len(pieces.shapes)
-        caches = [LayersInBlocks(kv_cache, pieces, shape) for shape in range(len(pieces.piece_shapes))]
-        return input_ids, positions, of_groups, caches
-
-    return spread
+    def caches_of(self, kv_cache: Tensor) -> list["LayersInBlocks"]:
+        """Return what the layers of each shape read instead of the KV cache."""
+        return [LayersInBlocks(kv_cache, self, shape) for shape in range(len(self.piece_shapes))]
 
 
 class LayersInBlocks:

@@ -6,6 +6,7 @@ model, for example a CUDA graph while it is recorded, calls it as any other mode
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.kv_groups.grouped_tables import GroupedMetadata
-from nanovllm.extras.kv_groups.layer_groups import LayerGroups, LayerPlace, group_layers
+from nanovllm.extras.kv_groups.layer_groups import LayerPlace, group_layers
 
 
 class GroupedLayersRunner(ModelRunner):
@@ -49,18 +50,25 @@ class GroupedLayersRunner(ModelRunner):
         return GroupedCudaGraphs(self.model, self.kv_cache.tensor, *self.largest_decode, num_windows)
 
     def prepare_layers(self) -> None:
-        self.model.register_forward_pre_hook(spread_over(self.layer_groups))
+        groups = self.layer_groups
+        caches = partial(LayersOfBlocks, places=groups.places)
+        self.model.register_forward_pre_hook(spread_over(groups.num_groups, GroupedMetadata.of_groups, caches))
         pass_groups(self.model, self.layer_groups.places)
 
 
-def spread_over(groups: LayerGroups) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a hook that replaces the last arguments of a model: metadata by that of all groups, and the KV cache."""
+def spread_over(
+    num_groups: int, of_groups: Callable[[GroupedMetadata], Any], caches_of: Callable[[Tensor], Any]
+) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a hook that replaces the last arguments of a model: metadata by that of all groups, and the KV cache.
+
+    of_groups: returns the metadata of each group; caches_of: returns what the layers read instead of the KV cache
+    """
 
     def spread(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         input_ids, positions, metadata, kv_cache = arguments
         is_grouped = isinstance(metadata, GroupedMetadata)  # not in a step over null blocks only
-        of_groups = metadata.of_groups() if is_grouped else [metadata] * groups.num_groups
-        return input_ids, positions, of_groups, LayersOfBlocks(kv_cache, groups.places)
+        spread_metadata = of_groups(metadata) if is_grouped else [metadata] * num_groups
+        return input_ids, positions, spread_metadata, caches_of(kv_cache)
 
     return spread
 
