@@ -1,7 +1,7 @@
 """Offline throughput: all requests arrive at once. How many tokens per second does the engine generate?
 
     python bench.py                      # on a CPU workload W (32 requests), on CUDA 256 longer random requests
-    python bench.py --core               # the core's own classes, without nanovllm/extras
+    python bench.py --core               # the core's own classes, without nanovllm_extras
     python bench.py --engine hf          # the same work through transformers' generate, in static padded batches
     python bench.py --model Qwen/Qwen3-0.6B --load-format safetensors --tensor-parallel-size 2
     python bench.py --num-requests 64 --input-len 100 500 --output-len 16 64 --json out.json
@@ -52,7 +52,7 @@ def parse_args(scratch: Path) -> argparse.Namespace:
     """Parse the command line, find the model, and make the requests: `prompts` and `output_lens`."""
     parser = argparse.ArgumentParser(description="Measure offline throughput.")
     parser.add_argument("--engine", choices=["nanovllm", "hf"], default="nanovllm")
-    parser.add_argument("--core", action="store_true", help="use the core's own classes, without nanovllm/extras")
+    parser.add_argument("--core", action="store_true", help="use the core's own classes, without nanovllm_extras")
     parser.add_argument("--model", help="folder or hub id (default: the shape of Qwen3-0.6B)")
     parser.add_argument("--load-format", default="dummy", help="dummy (random weights, the default) or safetensors")
     parser.add_argument("--dtype", default="auto", help="auto (the model's), bfloat16, float16, float32")

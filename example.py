@@ -84,7 +84,7 @@ def ask_with_options(args: argparse.Namespace) -> None:
     if hasattr(llm, "shutdown"):
         llm.shutdown()
     if args.view:
-        from nanovllm.extras.trace.view import STORY, open_page
+        from nanovllm_extras.trace.view import STORY, open_page
 
         open_page([args.trace or STORY])
 

@@ -14,7 +14,7 @@ class BuildWithPrograms(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            folder = Path(self.build_lib, "nanovllm", "extras", "learn", "programs", "labs")
+            folder = Path(self.build_lib, "nanovllm_extras", "learn", "programs", "labs")
             self.mkpath(str(folder))
             for name in PROGRAMS:
                 self.copy_file(f"labs/{name}.py", str(folder / f"{name}.py"))

@@ -25,9 +25,9 @@ from torch.distributed import FileStore
 
 from benchmarks.common import describe_machine
 from nanovllm.config import DTYPES
-from nanovllm.extras.kernels.cpu.library import load_library
-from nanovllm.extras.parallel.communicator import GlooCommunicator
-from nanovllm.extras.parallel.shared_memory import SPIN_NS, SharedMemoryCommunicator
+from nanovllm_extras.kernels.cpu.library import load_library
+from nanovllm_extras.parallel.communicator import GlooCommunicator
+from nanovllm_extras.parallel.shared_memory import SPIN_NS, SharedMemoryCommunicator
 
 ROOT = Path(__file__).resolve().parents[1]
 Operation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]

@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import describe_machine
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.serve.async_llm import AsyncLLM
 
 QUESTION = "What is a block table?"
 EVERY_S = 0.002

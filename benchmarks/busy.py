@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import QWEN3_06B, ModelShape, Workload, describe_machine, named_workload, resolve_dtype_name
-from nanovllm import LLM, SamplingParams
+from nanovllm_extras import LLM, SamplingParams
 
 SPIN = "print(flush=True)\nwhile True: pass"
 

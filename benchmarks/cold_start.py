@@ -71,7 +71,7 @@ def run_server(args: argparse.Namespace, cache: str) -> dict[str, float]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "nanovllm", "serve", args.model, "--load-format", args.load_format]
+    command = [sys.executable, "-m", "nanovllm_extras", "serve", args.model, "--load-format", args.load_format]
     environment = {**os.environ, "XDG_CACHE_HOME": cache}
     begin = time.perf_counter()
     with subprocess.Popen(
@@ -133,8 +133,7 @@ def start(model: str, load_format: str, started_at: float) -> dict[str, float]:
     import torch  # noqa: F401
 
     read("import torch")
-    from nanovllm import LLM, SamplingParams
-    from nanovllm.extras import full_engine
+    from nanovllm_extras import LLM, SamplingParams, full_engine
 
     read("import nanovllm")
     inner: dict[str, float] = {}

@@ -5,9 +5,9 @@
 
 The products are those of one step of Qwen3-0.6B's shape (28 layers and the logits), for several batch sizes:
 `F.linear`, which reorders bfloat16 weights at every call; oneDNN with weights reordered once; and
-`extras/kernels/cpu/cpu.c`. Paged attention of one layer is computed by PyTorch's gather and
+`nanovllm_extras/kernels/cpu/cpu.c`. Paged attention of one layer is computed by PyTorch's gather and
 `scaled_dot_product_attention`, by the same under `torch.compile`, by a kernel in Numba whose blocks are head-major, and
-by `extras/kernels/cpu/cpu.c`. They run in turns. Prints the median milliseconds of each.
+by `nanovllm_extras/kernels/cpu/cpu.c`. They run in turns. Prints the median milliseconds of each.
 """
 
 import argparse
@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import describe_machine
-from nanovllm.extras.cuda.graphs import StepSizes
-from nanovllm.extras.cuda.memory import widest_batch
-from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention, attend_padded, softmax_attention
+from nanovllm_extras.cuda.graphs import StepSizes
+from nanovllm_extras.cuda.memory import widest_batch
+from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm_extras.kernels.cpu.cpu_layers import CpuLinear, HugePages
 
 LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs
 HEAD_SHAPE = (151_936, 1024)

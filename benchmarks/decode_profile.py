@@ -5,7 +5,7 @@
 
 The model has the shape of Qwen3-0.6B and random weights. Clocks are read around the layers of an engine's steps. Here
 each part of a decoder layer is called by itself, not all in one call as usual
-(`extras/kernels/cpu/cpu_decoder_layer.py`). The bound of a part is the time to read its bytes at the measured
+(`nanovllm_extras/kernels/cpu/cpu_decoder_layer.py`). The bound of a part is the time to read its bytes at the measured
 bandwidth, or the time of its arithmetic at the measured rate of matrix products, whichever is longer (see roofline.py).
 """
 
@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.common import DTYPE_BYTES, QWEN3_06B, ModelShape, describe_machine, resolve_dtype_name
 from benchmarks.roofline import Rates, best_rates, measure_rates_apart
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
 
 PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 PARTS = (*PROJECTIONS, "lm_head", "attention", "norms and activations", "rest of the model", "sampling", "engine")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import describe_machine
-from nanovllm import LLM, TINY_QWEN3, RequestOutput, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, RequestOutput, SamplingParams
 from tools.read_corpus import load_corpus
 
 CORPUS = Path(__file__).resolve().parent.parent / "tools" / "corpus"

@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.common import QWEN3_06B, ModelShape, describe_machine
 from benchmarks.cpu_kernels import race
-from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.layers.attention import AttentionMetadata
+from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
 
 BLOCK_SIZE = 16
 KINDS = {"bfloat16": "auto", "int8": "int8"}  # kv_cache_dtype

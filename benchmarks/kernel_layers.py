@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.extras.models.rope import Rope, ScaledRotary
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary
+from nanovllm_extras.models.rope import Rope, ScaledRotary
 
 KERNEL_TOKENS, PRODUCT_TOKENS = (1, 32, 256, 8192), (1, 2, 4, 8, 16, 64, 256)
 EPS = 1e-6
@@ -93,7 +93,7 @@ def make_norm(size: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
 
 
 def rms_norm(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Contest:
-    from nanovllm.extras.kernels.cuda.norm_kernels import rms_norm as kernel
+    from nanovllm_extras.kernels.cuda.norm_kernels import rms_norm as kernel
 
     norm = make_norm(shape.hidden_size, dtype, device)
     x = normal(num_tokens, shape.hidden_size, dtype=dtype, device=device)
@@ -102,7 +102,7 @@ def rms_norm(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.de
 
 
 def silu(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Contest:
-    from nanovllm.extras.kernels.cuda.activation import silu_and_mul as kernel
+    from nanovllm_extras.kernels.cuda.activation import silu_and_mul as kernel
 
     activation = SiluAndMul()
     gate_up = normal(num_tokens, 2 * shape.intermediate_size, dtype=dtype, device=device)
@@ -111,7 +111,7 @@ def silu(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device
 
 
 def norm_rotary_store(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Contest:
-    from nanovllm.extras.kernels.cuda.norm_kernels import norm_rotary_store as kernel
+    from nanovllm_extras.kernels.cuda.norm_kernels import norm_rotary_store as kernel
 
     h, kv, d, block_size = shape.num_heads, shape.num_kv_heads, shape.head_dim, 16
     q_norm, k_norm = (make_norm(d, dtype, device) for _ in range(2))
@@ -149,8 +149,8 @@ class Ways:
 
 
 def normed_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
-    from nanovllm.extras.kernels.cuda import few_tokens
-    from nanovllm.extras.kernels.cuda.norm_kernels import rms_norm as kernel
+    from nanovllm_extras.kernels.cuda import few_tokens
+    from nanovllm_extras.kernels.cuda.norm_kernels import rms_norm as kernel
 
     norm_weight = torch.randn_like(x[0])
     return Ways(
@@ -161,9 +161,9 @@ def normed_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
 
 
 def gated_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
-    from nanovllm.extras.kernels.cuda import few_tokens
-    from nanovllm.extras.kernels.cuda.activation import silu_and_mul
-    from nanovllm.extras.kernels.cuda.norm_kernels import rms_norm as kernel
+    from nanovllm_extras.kernels.cuda import few_tokens
+    from nanovllm_extras.kernels.cuda.activation import silu_and_mul
+    from nanovllm_extras.kernels.cuda.norm_kernels import rms_norm as kernel
 
     norm_weight = torch.randn_like(x[0])
     return Ways(
@@ -175,7 +175,7 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
 
 def added_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
     """Add the residual in the last step of PyTorch's product as well, so that no separate launch remains."""
-    from nanovllm.extras.kernels.cuda import few_tokens
+    from nanovllm_extras.kernels.cuda import few_tokens
 
     residual, fused_residual = x.new_zeros(2, len(x), len(weight))
 
@@ -226,7 +226,7 @@ def measure_products(
 
 def compare(name: str, x: torch.Tensor, ways: Ways, seconds: Timer) -> dict[str, float | str]:
     """Microseconds of a product with its neighbours, in launches of their own and in one."""
-    from nanovllm.extras.kernels.cuda import few_tokens
+    from nanovllm_extras.kernels.cuda import few_tokens
 
     if len(x) > few_tokens.MAX_TOKENS or not few_tokens.takes(x.shape[1]):
         return {"separate us": "-", "fused us": "-"}

@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanovllm.extras.kernels.cuda import (
+from nanovllm_extras.kernels.cuda import (
     activation,
     delta_chunks,
     delta_kernels,
@@ -37,14 +37,14 @@ from nanovllm.extras.kernels.cuda import (
     store_kv,
     truncate,
 )
-from nanovllm.extras.kernels.cuda import (
+from nanovllm_extras.kernels.cuda import (
     cuda_quantised as quantised,
 )
-from nanovllm.extras.kernels.cuda import (
+from nanovllm_extras.kernels.cuda import (
     norm_kernels as norm,
 )
-from nanovllm.extras.kernels.cuda.bisection import ZERO_BITS
-from nanovllm.extras.kernels.cuda.kernel_launch import GPU, Launch, decode_launch, prefill_launch
+from nanovllm_extras.kernels.cuda.bisection import ZERO_BITS
+from nanovllm_extras.kernels.cuda.kernel_launch import GPU, Launch, decode_launch, prefill_launch
 
 # by compute capability: multiprocessors, bytes of shared memory that one program can have
 GPUS = {

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from benchmarks.kernel_layers import Timer, check, normal
-from nanovllm.extras.models.gated_delta import GatedDeltaNet
-from nanovllm.extras.self_check.state_check import metadata_of
+from nanovllm_extras.models.gated_delta import GatedDeltaNet
+from nanovllm_extras.self_check.state_check import metadata_of
 
 NUM_COMPUTED = 64  # tokens of each sequence, before the new ones
 WORK = {  # new tokens of each sequence
@@ -85,7 +85,7 @@ def measure_states(
     work: Mapping[str, list[int]] = WORK,
 ) -> Iterator[dict[str, Any]]:
     """Measure the three kernels together and one by one, for each kind of `work`. `bandwidth`: in bytes per second."""
-    from nanovllm.extras.kernels.cuda import cuda_gated_delta, delta_kernels
+    from nanovllm_extras.kernels.cuda import cuda_gated_delta, delta_kernels
 
     for name, lens in work.items():
         layer = make_layer(sizes, sum(lens), dtype, device)

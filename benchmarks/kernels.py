@@ -6,7 +6,7 @@ A decode reads all K and V once and computes little, so its limit is the speed o
 copy. The limit of a prefill is the speed of the tensor cores. The output of each kernel is checked against a float32
 reference before it is timed. Each call is recorded in a CUDA graph, so that the host's launches cost nothing, and
 replayed with a cold L2 cache. `--sweep` tries alternatives to the choices of
-`nanovllm/extras/kernels/cuda/kernel_launch.py`. `kernel_layers.py` measures the rest of a layer, and `kernel_states.py`
+`nanovllm_extras/kernels/cuda/kernel_launch.py`. `kernel_layers.py` measures the rest of a layer, and `kernel_states.py`
 layers with recurrent states.
 """
 
@@ -27,8 +27,8 @@ import torch
 from benchmarks.common import describe_machine
 from benchmarks.kernel_layers import Shape, measure_kernels, measure_products
 from benchmarks.kernel_states import StateSizes, measure_states
-from nanovllm.extras.kernels.backend import AttentionBackend
-from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm_extras.kernels.backend import AttentionBackend
+from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 
 DEVICE = "cuda"
 BATCHES, CONTEXTS = (1, 8, 32, 256), (128, 1024, 4096, 32768)
@@ -119,7 +119,7 @@ def copy_bandwidth() -> float:
 
 
 def make_backends(args: argparse.Namespace) -> dict[str, AttentionBackend]:
-    from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
+    from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
 
     shape = (args.heads, args.kv_heads, args.head_dim)
     backends: dict[str, AttentionBackend] = {}
@@ -186,7 +186,7 @@ def sweep(backend: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every launch that fits, best first, for a few decodes and prefills; the chosen one is marked."""
     from triton.runtime.errors import OutOfResources
 
-    from nanovllm.extras.kernels.cuda.kernel_launch import Launch, decode_launch, describe_gpu, prefill_launch
+    from nanovllm_extras.kernels.cuda.kernel_launch import Launch, decode_launch, describe_gpu, prefill_launch
 
     gpu = describe_gpu(torch.device(DEVICE))
     decodes = [(f"decode {b} x {c}", [(1, c - 1)] * b, True) for b, c in SWEPT_DECODES]

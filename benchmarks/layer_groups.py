@@ -5,7 +5,7 @@
 
 No model runs: the engine's own block managers admit prompts of a context length, and compute them chunk by chunk, until
 the next one has to wait. `one table` keeps K and V of all tokens in all layers, and `groups` gives back the blocks
-behind the window (`nanovllm/extras/kv_groups`). The shapes are those of the models' config.json. For Gemma 4, they are
+behind the window (`nanovllm_extras/kv_groups`). The shapes are those of the models' config.json. For Gemma 4, they are
 not read from these files, but are as several public programs that read them state them.
 """
 
@@ -14,16 +14,16 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.full_observer import Observer
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.kv_groups.equal_blocks import lay_out
-from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm.extras.kv_groups.layer_groups import group_layers
-from nanovllm.extras.models.architectures import find_architecture
-from nanovllm.extras.models.masking import AttentionOptions
-from nanovllm.extras.models.network_config import NetworkConfig
-from nanovllm.extras.models.window_layers import FULL, SLIDING
-from nanovllm.extras.request_params import SamplingParams
+from nanovllm_extras.full_observer import Observer
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.kv_groups.equal_blocks import lay_out
+from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm_extras.kv_groups.layer_groups import group_layers
+from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.models.masking import AttentionOptions
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.window_layers import FULL, SLIDING
+from nanovllm_extras.request_params import SamplingParams
 
 BUDGET = 2048  # tokens of a step, the engine's default on a CPU
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import describe_machine
-from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm_extras import Config, LLMEngine, SamplingParams
 
 MODEL = Path(__file__).parent / "configs" / "qwen3-2layers"
 

@@ -135,7 +135,7 @@ def parse_quantization(text: str) -> object:
 
 
 def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
-    from nanovllm import LLM, SamplingParams  # not at the top: other engines' environments lack its dependencies
+    from nanovllm_extras import LLM, SamplingParams  # not at the top: other engines' environments lack its dependencies
 
     start = time.perf_counter()
     llm = LLM(

@@ -25,8 +25,8 @@ from benchmarks.common import describe_machine
 from benchmarks.step_overhead import add_requests
 from nanovllm.batch import Batch, build_batch
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.parallel.messages import HEADER_BYTES, Header, pack_step, receive, unpack_step
 from nanovllm.scheduler import Scheduler
+from nanovllm_extras.parallel.messages import HEADER_BYTES, Header, pack_step, receive, unpack_step
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ from statistics import median
 import torch
 
 from benchmarks.common import describe_machine
-from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.batch import build_batch
-from nanovllm.extras.swap.space import SwapMoves
+from nanovllm_extras import TINY_QWEN3, Config, LLMEngine, SamplingParams
+from nanovllm_extras.swap.space import SwapMoves
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.common import describe_machine
 from benchmarks.fp8_accuracy import CORPUS, differences, judge, rms
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from tools.read_corpus import load_corpus, split_sums, sum_exchange
 
 TEXT = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"

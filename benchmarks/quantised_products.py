@@ -24,10 +24,10 @@ import torch
 
 from benchmarks.common import QWEN3_06B, describe_machine
 from benchmarks.cpu_kernels import HEAD_SHAPE, LAYER_SHAPES, NUM_LAYERS, race
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, packed_bytes
-from nanovllm.extras.kernels.cpu.cpu_quantised import CpuQuantisedLinear
-from nanovllm.extras.quantization.quantised_linear import QuantisedLinear, quantise_weight
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, packed_bytes
+from nanovllm_extras.kernels.cpu.cpu_quantised import CpuQuantisedLinear
+from nanovllm_extras.quantization.quantised_linear import QuantisedLinear, quantise_weight
 
 FORMATS = {"int8": (8, 128), "int4": (4, 128), "int4, groups of 32": (4, 32)}  # bits, group_size
 

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from benchmarks import serving
 from benchmarks.common import describe_machine
 from benchmarks.started_server import Running, running
-from nanovllm.extras.bench.bench_options import make_parser
-from nanovllm.extras.bench.benchmark import run_loads
+from nanovllm_extras.bench.bench_options import make_parser
+from nanovllm_extras.bench.benchmark import run_loads
 
 RAY = ["--ray", "--ray-num-cpus", "1", "--ray-num-replicas"]
 FIGURES = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p50_tpot_ms", "us_per_token")

@@ -70,7 +70,7 @@ def seconds(args: argparse.Namespace, replicas: int | None, num_rows: int) -> fl
         given += ["--max-num-seqs", args.max_num_seqs]
         given += ["--body", '{"ignore_eos": true}', *(["--replicas", replicas] if replicas else [])]
         start = time.perf_counter()
-        command = [sys.executable, "-m", "nanovllm", "run-batch", *map(str, given)]
+        command = [sys.executable, "-m", "nanovllm_extras", "run-batch", *map(str, given)]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
         return time.perf_counter() - start
 

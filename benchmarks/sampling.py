@@ -22,15 +22,15 @@ from typing import Any
 import torch
 
 from benchmarks.common import describe_machine
-from nanovllm import SamplingParams
 from nanovllm.batch import SamplingBatch
 from nanovllm.config import resolve_device
-from nanovllm.extras.cuda.input_buffer import map_tensors
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.logits import processors_of
-from nanovllm.extras.processed_batch import build_sampling
-from nanovllm.extras.runner_hooks import draw_arguments, sample, wants_only_tokens
 from nanovllm.sampler import sample_tokens as draw_in_torch
+from nanovllm_extras import SamplingParams
+from nanovllm_extras.cuda.input_buffer import map_tensors
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.logits import processors_of
+from nanovllm_extras.processed_batch import build_sampling
+from nanovllm_extras.runner_hooks import draw_arguments, sample, wants_only_tokens
 
 CASES = {
     "greedy": SamplingParams(temperature=0),
@@ -112,7 +112,7 @@ def measure_kernels(
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield the same for the Triton kernels, without building the tensors, and its ratio to one read of the logits."""
     from benchmarks.kernels import copy_bandwidth, seconds
-    from nanovllm.extras.kernels.cuda.sample import sample_tokens
+    from nanovllm_extras.kernels.cuda.sample import sample_tokens
 
     read_s = logits.numel() * logits.element_size() / copy_bandwidth()
     for name, params in rows.items():

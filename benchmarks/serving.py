@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import describe_machine
-from nanovllm.extras.bench.bench_options import make_parser, parse_pair
-from nanovllm.extras.bench.benchmark import run_loads
+from nanovllm_extras.bench.bench_options import make_parser, parse_pair
+from nanovllm_extras.bench.benchmark import run_loads
 
 SATURATION = "output_throughput"
 LATENCIES = ("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")

@@ -24,9 +24,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import describe_machine
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.bench.bench_options import make_parser
-from nanovllm.extras.bench.benchmark import make_works, run_loads
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.bench.bench_options import make_parser
+from nanovllm_extras.bench.benchmark import make_works, run_loads
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -122,7 +122,7 @@ def serving(model: str) -> Iterator[tuple[str, int]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "nanovllm", "serve", model, "--port", str(port)]
+    command = [sys.executable, "-m", "nanovllm_extras", "serve", model, "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while True:

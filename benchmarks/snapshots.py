@@ -23,10 +23,10 @@ from typing import Any
 
 from benchmarks.common import describe_machine
 from benchmarks.hybrids import QWEN35_08B
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateScheduler
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.full_observer import SchedulingStats
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.states.slots import StateBlockManager, StateMoves, StateScheduler
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 20_000  # of the simulated pool: none is evicted

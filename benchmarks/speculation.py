@@ -20,7 +20,7 @@ import time
 from typing import Any, NamedTuple
 
 from benchmarks.common import describe_machine
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
 FACTS = (
     "How does prefix caching work?",

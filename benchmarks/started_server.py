@@ -29,7 +29,7 @@ def running(
     cores: the processors that it may use, with a thread each.
     Raises RuntimeError with its output if it ends, or does not serve within `start_s` seconds.
     """
-    command = [sys.executable, "-m", "nanovllm", *words, "--port", "0"]
+    command = [sys.executable, "-m", "nanovllm_extras", *words, "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(variables or {})
     if cores:
         environment["OMP_NUM_THREADS"] = str(len(cores))

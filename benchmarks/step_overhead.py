@@ -15,15 +15,15 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import describe_machine
-from nanovllm import TINY_QWEN3, Config, SamplingParams
 from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.checkpoint import load_tokenizer
-from nanovllm.extras.full_detokenizer import TokenDecoder
-from nanovllm.extras.full_request import Request
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.runner_hooks import StepTokens
 from nanovllm.scheduler import Scheduler
+from nanovllm_extras import TINY_QWEN3, Config, SamplingParams
+from nanovllm_extras.checkpoint import load_tokenizer
+from nanovllm_extras.full_detokenizer import TokenDecoder
+from nanovllm_extras.full_request import Request
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.runner_hooks import StepTokens
 
 
 def main() -> None:

@@ -100,7 +100,7 @@ def run_apart(tree: Path, args: argparse.Namespace) -> dict[str, float]:
 
 def measure(num_streams: int, output_len: int) -> dict[str, float]:
     """Microseconds a step, by kind."""
-    from nanovllm import LLM, TINY_QWEN3, SamplingParams
+    from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
     llm = LLM(TINY_QWEN3, max_num_seqs=num_streams, max_num_batched_tokens=64 * num_streams)
     prompts = llm.render_chat([[{"role": "user", "content": prompt}] for prompt in PROMPTS])

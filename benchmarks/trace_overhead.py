@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import describe_machine
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
 
 def main() -> None:

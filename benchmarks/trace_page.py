@@ -17,12 +17,12 @@ from pathlib import Path
 
 from benchmarks.common import describe_machine
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.trace.page import make_page
-from nanovllm.extras.trace.recorder import Recorder
-from nanovllm.extras.trace.recording import TraceFile
 from nanovllm.scheduler import Scheduler
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.trace.page import make_page
+from nanovllm_extras.trace.recorder import Recorder
+from nanovllm_extras.trace.recording import TraceFile
 
 SCRUB = """async ({far, count}) => {
   const slider = document.querySelector("input[type=range]"), last = Number(slider.max);

@@ -16,7 +16,7 @@ from typing import Any
 from docutils import nodes
 from sphinx.application import Sphinx
 
-from nanovllm.extras.trace.page import make_page
+from nanovllm_extras.trace.page import make_page
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent

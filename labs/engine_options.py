@@ -25,7 +25,7 @@ import argparse
 from pathlib import Path
 
 from labs.model import TINY_QWEN3, Model
-from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm_extras import Config, LLMEngine, SamplingParams
 
 
 class Engine:

@@ -1,17 +1,19 @@
 """`python -m nanovllm "What is a block table?"`: the bundled model answers, and the text is printed as it grows."""
 
+import argparse
+import re
 import sys
 
-import nanovllm
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
 
 
 def ask(questions: list[str]) -> int:
     """Print the answers to the questions, one after the other. Returns the exit status."""
-    llm = nanovllm.LLM(nanovllm.TINY_QWEN3)
+    llm = LLM(TINY_QWEN3)
     for question in questions or ["What is a block table?"]:
         num_shown = 0
         prompts = llm.render_chat([{"role": "user", "content": question}])
-        for output in llm.stream(prompts, nanovllm.SamplingParams(temperature=0, max_tokens=320)):
+        for output in llm.stream(prompts, SamplingParams(temperature=0, max_tokens=320)):
             text = output.outputs[0].text
             print(text[num_shown:], end="", flush=True)
             num_shown = len(text)
@@ -20,8 +22,15 @@ def ask(questions: list[str]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. The package may export a `run_command` with more commands than `ask`."""
-    return getattr(nanovllm, "run_command", ask)(sys.argv[1:] if arguments is None else arguments)
+    """Answer the questions of the command line. Returns the exit status."""
+    commands = "The commands (serve, chat, view, check, …) belong to nanovllm_extras: python -m nanovllm_extras --help"
+    parser = argparse.ArgumentParser(prog="python -m nanovllm", description="Ask the bundled model.", epilog=commands)
+    parser.add_argument("question", nargs="*", help='such as "What is a block table?", which is the default')
+    questions = parser.parse_args(arguments).question
+    for question in questions:
+        if re.fullmatch(r"[\w-]*", question):
+            parser.error(f"a question has more than one word, got {question!r}. {commands}")
+    return ask(questions)
 
 
 if __name__ == "__main__":

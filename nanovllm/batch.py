@@ -99,12 +99,17 @@ def build_batch(step: Step, block_tables: BlockTables) -> Batch:
 
 
 def largest_batch(num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> Batch:
-    """Return a batch of prompts with `num_tokens` tokens together, which reads and writes only the null block."""
+    """Return the batch that takes most memory: `num_tokens` tokens, of which as many as possible are sampled.
+
+    It has as many prompts as there may be sequences, the first ones as long as possible, and each samples a token by
+    top-p, which sorts its logits. The batch reads and writes only the null block.
+    """
     tables = BlockTables(block_size)
     chunks: list[Chunk] = []
+    params = SamplingParams(top_p=0.9, top_k=MAX_TOP_K, min_p=0.1)
     rest = num_tokens
-    while rest and len(chunks) < max_num_seqs:
-        seq = Sequence("", [0] * min(rest, max_model_len), SamplingParams())
+    for num_others in reversed(range(min(max_num_seqs, num_tokens))):  # each of them needs a token
+        seq = Sequence("", [0] * min(rest - num_others, max_model_len), params)
         for _ in range(-(-seq.num_tokens // block_size)):
             tables.append(seq.block_table, 0)
         chunks.append((seq, 0, seq.num_tokens))

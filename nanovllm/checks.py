@@ -28,6 +28,19 @@ def checks_of(record: Any) -> Mapping[str, Callable[[str, Any], None]]:
     return {one.name: one.metadata["check"] for one in fields(record) if "check" in one.metadata}
 
 
+def narrowed(record: Any, kind: Any) -> Any:
+    """Return a copy of a dataclass as a `kind`, which its own class may extend, checked again.
+
+    ValueError if a field that `kind` lacks has another value than its default, so that no option is lost.
+    """
+    names = {one.name for one in fields(kind)}
+    for one in fields(record):
+        if one.name not in names and getattr(record, one.name) != one.default:
+            raise ValueError(f"{one.name}={getattr(record, one.name)!r} is an option of nanovllm_extras.LLM, "
+                             f"not of nanovllm.LLM")  # fmt: skip
+    return kind(**{name: getattr(record, name) for name in names})
+
+
 def check_int(name: str, value: Any, minimum: int, optional: bool = False, maximum: int | None = None) -> None:
     """Raise unless `value` is an integer in [minimum, maximum], or None if `optional`. A bool is not an integer."""
     most = "" if maximum is None else f" and <= {maximum}"

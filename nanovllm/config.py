@@ -42,10 +42,14 @@ class Config:
     """Share of the GPU's memory for weights, activations, CUDA graphs and KV cache together."""
     enable_prefix_caching: bool = checked(True, check_bool)
     """Whether prompts that begin alike share their KV blocks."""
-    attention_backend: str = checked("auto", check_choice, allowed=("auto", "torch", "flash_attn"))
-    """`torch` or `flash_attn`. `auto` is flash-attn if this machine can run it."""
+    attention_backend: str = checked("auto", check_str)
+    """`torch`, `flash_attn`, a name that another package registers (`plugins.py`), or "module:Class". `auto` is
+    flash-attn if this machine can run it, otherwise the best plug-in, otherwise PyTorch."""
     enforce_eager: bool = checked(False, check_bool)
-    """Whether to run decodes on CUDA kernel by kernel instead of replaying CUDA graphs."""
+    """Whether to run decodes on CUDA kernel by kernel instead of replaying CUDA graphs, and to keep PyTorch's layers
+    even if a plug-in has faster ones."""
+    load_format: str = checked("auto", check_choice, allowed=("auto", "safetensors", "dummy"))
+    """`safetensors` (the same as `auto`), or `dummy` for random weights, which need only config.json."""
     seed: int = checked(0, check_int, minimum=0, maximum=2**64 - 1)
     """Seed of the requests that have none of their own."""
 

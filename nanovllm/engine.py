@@ -8,12 +8,12 @@ One call for each arrow, forward only. This file connects the parts; it decides 
 uses it, or your own loop over `add_request` and `step`.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
+from nanovllm.checks import narrowed
 from nanovllm.config import Config
 from nanovllm.loader import find_folder, load_tokenizer, read_eos_token_ids
 from nanovllm.model_runner import ModelRunner
@@ -29,11 +29,12 @@ class LLMEngine:
     """Add requests, and call `step()` while `has_unfinished_requests()`. The `make_…` methods choose the parts."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config = self.check_config(config)
         folder = self.find_folder()
         self.tokenizer = self.load_tokenizer(folder)
         self.runner = self.make_runner(folder)
         self.eos_token_ids = read_eos_token_ids(folder, self.tokenizer, self.runner.shape.vocab_size)
+        self.description = self.runner.description  # which classes compute, and why
         self.stats = self.make_stats()
         self.reset()
 
@@ -135,7 +136,7 @@ class LLMEngine:
         """Return a checked copy of the parameters, so that later changes do not affect the request."""
         if not isinstance(params, SamplingParams | None):
             raise TypeError(f"sampling_params must be a SamplingParams or None, got {params!r}")
-        params = SamplingParams() if params is None else replace(params)
+        params = narrowed(params or SamplingParams(), SamplingParams)
         vocab_size, max_num_seqs = self.runner.shape.vocab_size, self.config.max_num_seqs
         if bad := [token_id for token_id in params.stop_token_ids or () if token_id >= vocab_size]:
             raise ValueError(f"stop_token_ids must hold token ids from 0 to {vocab_size - 1}, got {bad[0]}")
@@ -146,6 +147,11 @@ class LLMEngine:
         return params
 
     # ---- the parts, which a subclass may choose differently
+
+    def check_config(self, config: Config) -> Config:
+        if not isinstance(config, Config):
+            raise TypeError(f"config must be a Config, got {config!r}")
+        return narrowed(config, Config)
 
     def find_folder(self) -> Path:
         return find_folder(self.config.model)

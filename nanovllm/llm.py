@@ -6,6 +6,7 @@ of your own.
 
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import fields
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -41,6 +42,9 @@ class LLM:
         self._request_ids = count()
 
     def make_engine(self, model: str | Path, options: dict[str, Any]) -> LLMEngine:
+        known = {one.name for one in fields(Config)}
+        if unknown := [name for name in options if name not in known]:
+            raise TypeError(f"nanovllm.LLM has no option {unknown[0]!r}; nanovllm_extras.LLM has more options")
         return LLMEngine(Config(model, **options))
 
     def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:

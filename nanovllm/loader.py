@@ -15,6 +15,7 @@ from torch import nn
 
 from nanovllm.checks import check_token_ids
 from nanovllm.layers.linear import FusedLinear
+from nanovllm.layers.norm import RMSNorm
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -24,7 +25,8 @@ def find_folder(model: str | Path) -> Path:
     """Return the folder of a checkpoint. ValueError if there is none."""
     folder = Path(model).expanduser()
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model must be a folder on this machine that holds a config.json, got {str(model)!r}")
+        raise ValueError(f"model must be a folder on this machine that holds a config.json, got {str(model)!r}; "
+                         f"nanovllm_extras.LLM takes hub ids too")  # fmt: skip
     return folder
 
 
@@ -69,6 +71,29 @@ def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> frozens
 def allocate(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Allocate the weights of a network on the meta device, where tensors take no memory. They have no values yet."""
     return model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+
+
+def init_dummy_weights(model: nn.Module, seed: int, std: float = 0.02) -> None:
+    """Set random weights of standard deviation `std`, neutral norms and zero biases. They depend only on `seed`.
+
+    Speed does not depend on the values of weights, so a benchmark needs no checkpoint (`load_format="dummy"`).
+    """
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            init_dummy_weight(module, name, parameter, std, generator)
+
+
+def init_dummy_weight(
+    module: nn.Module, name: str, tensor: torch.Tensor, std: float, generator: torch.Generator
+) -> None:
+    """Fill `tensor`: the parameter `name` of a module, or a tensor of its shape."""
+    if isinstance(module, RMSNorm):
+        tensor.fill_(module.neutral_weight)
+    elif name == "bias":
+        tensor.zero_()
+    else:
+        tensor.normal_(0, std, generator=generator)
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

@@ -4,6 +4,8 @@ start    choose an attention backend → load the weights → allocate the KV ca
 step     copy blocks → send the batch to the device → forward pass → logits of the last tokens → sample
 """
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,14 @@ from nanovllm.batch import Batch, largest_batch, to_device
 from nanovllm.config import Config, resolve_device, resolve_dtype
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.kv_cache import KVCache
-from nanovllm.layers.attention import TorchAttention
-from nanovllm.layers.flash_attention import FlashAttention
-from nanovllm.loader import allocate, load_weights, read_json
+from nanovllm.layers.attention import BackendError, LoadedModel, TorchAttention
+from nanovllm.loader import allocate, init_dummy_weights, load_weights, read_json
 from nanovllm.models import find_architecture
 from nanovllm.models.config import ModelConfig
+from nanovllm.plugins import choose_backends
 from nanovllm.sampler import sample_tokens
 
+logger = logging.getLogger(__name__)
 CPU_KV_CACHE_BYTES = 1 << 30
 
 
@@ -43,8 +46,9 @@ class ModelRunner:
 
     def start(self) -> None:
         """Make the model and the KV cache. The methods below may be overridden."""
-        self.backend = self.make_backend()
-        self.model = self.make_model()
+        self.load()
+        self.description = self.describe()
+        logger.info(self.description)
         self.kv_cache = self.make_kv_cache()
         self.graphs: CudaGraphs | None = None
         with torch.cuda.device_of(self.kv_cache.tensor):
@@ -52,6 +56,20 @@ class ModelRunner:
             self.graphs = self.make_graphs()
             if self.graphs is not None:
                 self.graphs.record_all()
+
+    def load(self) -> None:
+        """Make the model with the best backend whose layers compute correctly on this machine."""
+        for backend in self.make_backends():
+            self.backend = backend
+            try:
+                self.model = self.make_model()
+                return
+            except BackendError as error:
+                if self.config.attention_backend != "auto":
+                    raise
+                failed = type(backend).__name__
+                logger.warning("%s is not used: %s. The next backend may be much slower", failed, error)
+                self.reasons.append(f"not {failed}: {error}")
 
     # ---- a step
 
@@ -61,8 +79,9 @@ class ModelRunner:
         with torch.cuda.device_of(self.kv_cache.tensor):
             self.kv_cache.copy_blocks(batch.copies)
             batch = self.send(batch)
-            hidden = self.forward(batch)  # [num_tokens, hidden_size]
-            return self.sample(hidden[batch.logits_indices], batch)
+            with self.backend.step_context():
+                hidden = self.forward(batch)  # [num_tokens, hidden_size]
+                return self.sample(hidden[batch.logits_indices], batch)
 
     def send(self, batch: Batch) -> Batch:
         """Copy the batch's tensors to the device."""
@@ -77,7 +96,7 @@ class ModelRunner:
     def sample(self, hidden: Tensor, batch: Batch) -> Tensor:
         """hidden: [num_samples, hidden_size] -> token ids [num_samples] int64"""
         logits = self.model.compute_logits(hidden)  # type: ignore[operator]  # [num_samples, vocab_size]
-        return sample_tokens(logits, **vars(batch.sampling))  # the fields are the arguments
+        return sample_tokens(logits, **vars(batch.sampling), argmax=self.backend.argmax)  # the fields are arguments
 
     # ---- the start
 
@@ -87,28 +106,44 @@ class ModelRunner:
         model_class = find_architecture(raw)
         return model_class, model_class.read_config(raw)
 
-    def make_backend(self) -> TorchAttention:
-        name, block_size = self.config.attention_backend, self.config.block_size
-        why_not = FlashAttention.why_not(self.device, self.dtype, self.shape.head_dim, block_size)
-        if name == "flash_attn" and why_not:
-            raise ValueError(f"attention_backend='flash_attn' cannot be used ({why_not}); take 'torch' or 'auto'")
-        kind = TorchAttention if name == "torch" or why_not else FlashAttention
-        return kind(self.shape.num_attention_heads, self.shape.num_key_value_heads, self.shape.head_dim, block_size)
+    def make_backends(self) -> Iterator[TorchAttention]:
+        """Make the attention backends that this machine can use, best first, each when it is needed."""
+        config, shape = self.config, self.shape
+        kinds, self.reasons = choose_backends(
+            config.attention_backend, self.device, self.dtype, shape, config.block_size
+        )
+        heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+        for kind in kinds:
+            yield kind(*heads, config.block_size, self.dtype)
 
     def make_model(self) -> nn.Module:
-        """Make the network on the device and load its weights."""
+        """Make the network on the device, load its weights, and let the backend replace layers by faster ones."""
         with torch.device("meta"):
             model = self.model_class(self.shape, self.backend)
         model = allocate(model, self.dtype, self.device)
-        load_weights(model, self.folder)
+        if self.config.load_format == "dummy":
+            init_dummy_weights(model, self.config.seed)
+        else:  # a network of another package may have checkpoints that are read otherwise
+            getattr(self.model_class, "load_weights", load_weights)(model, self.folder)
+        if not self.config.enforce_eager:
+            loaded = LoadedModel(model, self.shape, self.dtype, self.device, self.max_model_len)
+            self.backend.replace_layers(loaded)
         return model
+
+    def describe(self) -> str:
+        """Return which classes compute, and why not others."""
+        kind = type(self.backend)
+        instructions = getattr(self.backend, "instructions", "PyTorch")
+        where = f"{self.device}, {self.dtype}, blocks of {self.backend.block_size}"
+        return "; ".join([*self.reasons, f"{kind.__module__}.{kind.__name__} ({instructions}) on {where}"])
 
     def make_kv_cache(self) -> KVCache:
         return KVCache(self.backend, self.shape.num_hidden_layers, self.dtype, self.device)
 
     def make_graphs(self) -> CudaGraphs | None:
-        """Return graphs for decodes on CUDA. PyTorch's attention reads lengths on the host, which a graph cannot do."""
-        if self.device.type != "cuda" or self.config.enforce_eager or not isinstance(self.backend, FlashAttention):
+        """Return graphs for decodes, on CUDA, if backend and network can be recorded."""
+        is_recordable = self.device.type == "cuda" and self.backend.supports_graphs and self.shape.supports_graphs
+        if self.config.enforce_eager or not is_recordable:
             return None
         max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
         max_num_blocks = -(-self.max_model_len // self.backend.block_size)

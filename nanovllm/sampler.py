@@ -10,6 +10,8 @@ Two rows of a vocabulary of four, with the uniform numbers 0.5 and 0.95:
     row 1        probabilities [0.87, 0.04, 0.04, 0.04], cumulative [0.87, 0.91, 0.96, 1.00]: 0.95 selects token 2
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,14 @@ def sample_tokens(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    argmax: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Sample one token for each row of `logits`: [num_samples, vocab_size] -> token ids [num_samples] int64
 
-    The other tensors have one entry for each row: they are the fields of `SamplingBatch`.
+    The other tensors have one entry for each row: they are the fields of `SamplingBatch`. `argmax` finds each row's
+    most likely token, if a backend has a faster function than PyTorch's.
     """
-    greedy = logits.argmax(dim=-1)  # [num_samples]
+    greedy = logits.argmax(dim=-1) if argmax is None else argmax(logits)  # [num_samples]
     if uniforms is None:
         return greedy
     logits = logits.float()

@@ -32,8 +32,8 @@ def every_second(values):
 
 
 def has_extra(name):
-    """Whether nanovllm/extras/`name` is there: CI runs the core's own tests in a copy that has none."""
-    return (pathlib.Path(nanovllm.__file__).parent / "extras" / name).exists()
+    """Whether nanovllm_extras/`name` is there: CI runs the core's own tests in a copy that has none."""
+    return (pathlib.Path(nanovllm.__file__).parents[1] / "nanovllm_extras" / name).exists()
 
 
 def examples(n):

@@ -1,4 +1,4 @@
-"""The core by itself: a copy of the checkout without `nanovllm/extras`, and what it answers there.
+"""The core by itself: a copy of the checkout without `nanovllm_extras` and `labs`, and what it answers there.
 
 python -m tests.core_alone FOLDER       # make such a copy, in which `.ci/run` runs the core's own tests
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "nanovllm"
-EXTRAS = PACKAGE / "extras"
+EXTRAS = ROOT / "nanovllm_extras"
 # What an installed package's finder would bring back: the copy must find its own files only.
 FORGET_INSTALLED = """
 import sys
@@ -21,12 +21,12 @@ sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in str(getatt
 
 def core_files() -> list[Path]:
     """Return the core's Python files, relative to the package."""
-    return [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py")) if not path.is_relative_to(EXTRAS)]
+    return [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def copy_core(folder: Path) -> Path:
-    """Copy the package without extras, the core's own tests and the example to `folder`."""
-    ignored = shutil.ignore_patterns("__pycache__", "extras", "repository")
+    """Copy the package `nanovllm`, its own tests and the example to `folder`."""
+    ignored = shutil.ignore_patterns("__pycache__", "extras", "labs", "repository")
     for name in ("nanovllm", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in ("example.py", "bench.py", "pyproject.toml"):

@@ -1,6 +1,6 @@
 """`from nanovllm import …` without extras: the package exports the core's own classes.
 
-Oracle: a copy of the package without `extras/`, imported in a process of its own. `tests/extras/test_exported_names.py`
+Oracle: a copy of the package without `nanovllm_extras/`, imported in a process of its own. `tests/extras/test_exported_names.py`
 has the names that extras add.
 """
 
@@ -48,7 +48,7 @@ print(json.dumps({
     "an option of extras": error_of(lambda: nanovllm.Config("a-model", tensor_parallel_size=2)),
     "a request's option of extras": error_of(lambda: nanovllm.SamplingParams(min_tokens=1)),
     "a wrong value": error_of(lambda: nanovllm.Config("a-model", max_num_seqs=0)),
-    "loaded": [name for name in sys.modules if name.startswith("nanovllm.extras")],
+    "loaded": [name for name in sys.modules if name.startswith("nanovllm_extras")],
 }))
 """
 

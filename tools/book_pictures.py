@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanovllm.extras.trace.page import make_page
-from nanovllm.extras.trace.recording import read_recording
+from nanovllm_extras.trace.page import make_page
+from nanovllm_extras.trace.recording import read_recording
 from tools.book import BOOK, run
 
 WIDTH, LAST = 1440, ".timeline"  # a picture shows the pool, the step and the timeline

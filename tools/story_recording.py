@@ -1,6 +1,6 @@
 """Make the recording that `nanovllm view` shows without a file: a short run with every kind of moment of the story.
 
-    python -m tools.story_recording            # writes nanovllm/extras/trace/story.jsonl
+    python -m tools.story_recording            # writes nanovllm_extras/trace/story.jsonl
 
 The requests arrive one after the other and need more than the 20 blocks: they share blocks, wait and are preempted.
 Host memory has space for three blocks, so one request is swapped out and another is computed again.
@@ -8,8 +8,8 @@ Host memory has space for three blocks, so one request is swapped out and anothe
 
 from pathlib import Path
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.trace.view import STORY
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.trace.view import STORY
 
 SHORT = "What is a block table?"
 LONG = "Explain why a long prompt is cut into chunks, and what else the scheduler does in a step."

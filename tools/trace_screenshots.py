@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.trace.page import make_page
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.trace.page import make_page
 
 MARGIN = 10  # pixels below the last element
 QUESTIONS = [

@@ -356,7 +356,7 @@ ARCHITECTURES = {
     ),
     "qwen3.5": Architecture(
         build=build_qwen3_5,
-        output="nanovllm/extras/assets/tiny-qwen3.5",
+        output="nanovllm_extras/assets/tiny-qwen3.5",
         plot="docs/images/train_tiny_hybrid_loss.png",
         steps=4400,
         batch_tokens=1024,

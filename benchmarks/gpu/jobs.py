@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY_MODEL = str(ROOT / "nanovllm" / "assets" / "tiny-qwen3")

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common import DTYPE_BYTES, QWEN3_06B, ModelShape, resolve_dtype_name
 from benchmarks.roofline import Rates, measure_rates_apart, roofline
-from nanovllm import LLM, SamplingParams
+from nanovllm_extras import LLM, SamplingParams
 
 REPEATS = 3
 

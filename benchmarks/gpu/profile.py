@@ -22,7 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import QWEN3_06B
-from nanovllm import LLM, SamplingParams
+from nanovllm_extras import LLM, SamplingParams
 
 NUM_STEPS = 10  # that are traced
 TIMED_STEPS = 40

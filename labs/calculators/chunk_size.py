@@ -32,10 +32,10 @@ import numpy as np
 
 from benchmarks.common import Workload, make_workload
 from labs.calculators.common import Panel, draw, print_table
-from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import Sequence
+from nanovllm_extras import TINY_QWEN3, Config, LLMEngine, SamplingParams
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048  # the bundled model's

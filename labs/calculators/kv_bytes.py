@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import DTYPE_BYTES, find_model, read_config
-from nanovllm.extras.models.architectures import find_architecture
+from nanovllm_extras.models.architectures import find_architecture
 
 LENGTHS = (4096, 32_768, 131_072)  # of the sequences in the last columns
 MLA_RANK, MLA_ROPE_DIM = 512, 64  # those of DeepSeek-V2 and V3, for models without a latent

@@ -29,9 +29,9 @@ import torch
 from benchmarks.common import DTYPE_BYTES, QWEN3_06B, find_model, read_config, resolve_dtype_name
 from labs.calculators.common import print_table
 from labs.calculators.kv_bytes import CacheShape, shape_of_model
-from nanovllm.extras.models.architectures import find_architecture
-from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.models.network_config import NetworkConfig
 
 CONTEXT_LENS = (2048, 8192, 32_768, 131_072)
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

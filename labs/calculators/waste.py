@@ -30,11 +30,11 @@ from pathlib import Path
 
 from benchmarks.common import Workload, named_workload, random_workload
 from labs.calculators.common import Panel, draw, print_table
-from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.full_observer import SchedulingStats
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import Sequence
+from nanovllm_extras import SamplingParams
+from nanovllm_extras.full_observer import SchedulingStats
 
 VOCAB_SIZE = 10_001
 

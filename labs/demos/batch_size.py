@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import QWEN3_06B, ModelShape
-from nanovllm import LLM, SamplingParams
+from nanovllm_extras import LLM, SamplingParams
 
 BATCH_SIZES = [1, 2, 4, 8, 16, 32, 64]
 OVERRIDES = {"num_hidden_layers": 4, "vocab_size": 4096}

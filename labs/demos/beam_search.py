@@ -8,7 +8,7 @@ import argparse
 import itertools
 from typing import Any
 
-from nanovllm import LLM, TINY_QWEN3, BeamSearchParams, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, BeamSearchParams, SamplingParams
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 40, "dtype": "float32", "attention_backend": "torch"}
 QUESTION, WIDTH, MAX_TOKENS = "Why use a copy?", 3, 8

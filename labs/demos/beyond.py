@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
 INSTRUCTIONS = [
     "You help people who read about paged attention. Answer in one short sentence, and name the file that does it.",

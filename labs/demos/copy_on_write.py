@@ -7,9 +7,9 @@ python -m labs.demos.copy_on_write --without-copies   # the copy is omitted: sam
 import argparse
 from typing import Any
 
-from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence
+from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 
 # without a prefix cache, which would find the overwritten blocks again
 OPTIONS: dict[str, Any] = {

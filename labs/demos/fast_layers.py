@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
 LAYERS: dict[str, dict[str, Any]] = {
     "PyTorch": {"attention_backend": "torch", "enforce_eager": True},

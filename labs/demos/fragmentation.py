@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from labs import continuous, paged
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.scheduler import Step
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
 NUM_SLOTS, MAX_MODEL_LEN, MAX_TOKENS, BLOCK_SIZE = 512, 128, 48, 4
 STEP_OF_TABLES = 12

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from labs import cached, recompute
 from labs.model import TINY_QWEN3, Attend, Model
-from nanovllm import LLM, SamplingParams
+from nanovllm_extras import LLM, SamplingParams
 
 QUESTION = "What is the KV cache?"
 CHANGED = 8  # the position of the token that is changed

@@ -48,7 +48,7 @@ def answer(folder: str | None, role: str, max_tokens: int, trace: str | None = N
     """
     import torch
 
-    from nanovllm import LLM, TINY_QWEN3, SamplingParams
+    from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
     torch.set_num_threads(1)  # steps are too small for more
     store: dict[str, Any] = {} if folder is None else {"kv_transfer_config": transfer(folder, role)}
@@ -108,7 +108,7 @@ def first_token_ms(folder: str | None, role: str) -> list[float]:
     """Return the best time to the first token for each of `LENGTHS`, with an empty pool each time."""
     import torch
 
-    from nanovllm import LLM, TINY_QWEN3, SamplingParams
+    from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
     torch.set_num_threads(1)
     store: dict[str, Any] = {} if folder is None else {"kv_transfer_config": transfer(folder, role)}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
 BATCH_SIZES = [1, 4, 16]
 NUM_STEPS = 40  # the fastest counts

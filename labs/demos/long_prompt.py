@@ -9,7 +9,7 @@ import argparse
 from statistics import median
 from typing import Any
 
-from nanovllm import LLM, TINY_QWEN3, LLMEngine, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, LLMEngine, SamplingParams
 
 LONG_LEN, BUDGETS = 1200, [2048, 256, 64]
 OPTIONS: dict[str, Any] = {

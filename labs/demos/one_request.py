@@ -44,13 +44,13 @@ def main() -> None:
 
 
 def run_server() -> None:
-    from nanovllm.extras.full_engine import LLMEngine
-    from nanovllm.extras.full_runner import ModelRunner
-    from nanovllm.extras.serve import chat_route, serve_command
-    from nanovllm.extras.serve.async_llm import AsyncLLM
-    from nanovllm.extras.serve.engine_thread import EngineThread
-    from nanovllm.extras.serve.streaming import EventStream
     from nanovllm.scheduler import Scheduler
+    from nanovllm_extras.full_engine import LLMEngine
+    from nanovllm_extras.full_runner import ModelRunner
+    from nanovllm_extras.serve import chat_route, serve_command
+    from nanovllm_extras.serve.async_llm import AsyncLLM
+    from nanovllm_extras.serve.engine_thread import EngineThread
+    from nanovllm_extras.serve.streaming import EventStream
 
     api, core, executor, worker = "API server", "engine core", "executor", "worker"
     before(

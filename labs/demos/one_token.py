@@ -15,7 +15,7 @@ import torch
 
 from labs.model import TINY_QWEN3, Model
 from labs.recompute import Engine
-from nanovllm import LLM, SamplingParams
+from nanovllm_extras import LLM, SamplingParams
 
 MAX_TOKENS = 20
 NUM_ROWS = 5  # steps that the table shows

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.sampler import apply_min_p, apply_top_k, apply_top_p, sample_tokens
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
 TOKENS = ["full", "empty", "paged", "slow", "blue"]
 LOGITS = torch.tensor([math.log(weight) for weight in (16, 8, 4, 2, 1)])  # [5]

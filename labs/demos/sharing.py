@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from nanovllm import LLM, TINY_QWEN3, LLMEngine, SamplingParams
-from nanovllm.extras.trace.recording import read_recording
+from nanovllm_extras import LLM, TINY_QWEN3, LLMEngine, SamplingParams
+from nanovllm_extras.trace.recording import read_recording
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 24, "dtype": "float32", "attention_backend": "torch"}
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.speculation import speculative_scheduler
-from nanovllm.extras.speculation.patience import Patience
 from nanovllm.scheduler import Step
+from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
+from nanovllm_extras.full_observer import SchedulingStats
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.speculation import speculative_scheduler
+from nanovllm_extras.speculation.patience import Patience
 
 NUM_DRAFTS, NUM_ROUNDS = 4, 2
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 1024, "block_size": 16, "enable_overlap": False}

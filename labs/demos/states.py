@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
-from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.states.slots import StateBlockManager, StateScheduler
+from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
+from nanovllm_extras.full_observer import SchedulingStats
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "block_size": 4}
 NEVER = 100  # blocks between snapshots: longer than any sequence here

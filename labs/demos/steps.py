@@ -10,8 +10,8 @@ budget, and must get the same tokens.
 import argparse
 from pathlib import Path
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.scheduler import Step
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
 REQUESTS = {  # name: question, max_tokens, number of the step before which it arrives
     "A": ("Hi", 6, 1),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
 TEXT = "a KV 块.\nUser's.\nUser: more"
 STOP = "\nUser:"

@@ -13,7 +13,9 @@ sequence fills in the same step.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,20 +68,66 @@ class Attention(nn.Module):
         return self.backend.attend(q, layer_cache, metadata)
 
 
+class BackendError(RuntimeError):
+    """Raised by `replace_layers` if the backend would compute wrongly on this machine: the engine takes another one."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A network with its weights, whose layers a backend may replace."""
+
+    model: nn.Module
+    shape: Any  # a `ModelConfig`
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+
+
 class TorchAttention:
     """The attention backend in PyTorch. A backend defines the layout of the cache, and computes with it.
+
+    Other backends are subclasses, or classes with the same methods: `FlashAttention`, and those that `plugins.py` finds.
+    `nanovllm_extras` registers faster ones there, which replace other layers too.
 
     `num_kv_heads` divides `num_heads`: a group of query heads shares one K and V head
     (GQA, https://arxiv.org/abs/2305.13245).
     """
 
     default_block_size = 16
+    priority = 0
+    """Of several plug-ins, `attention_backend="auto"` takes the one with the largest number that can be used."""
+    supports_graphs = False
+    """Whether `attend` can be recorded in a CUDA graph. PyTorch's attention reads lengths on the host, so it cannot."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int | None = None) -> None:
+    @classmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
+        """Return the reason why this backend cannot be used here for such a model, or None if it can."""
+        return None
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.block_size = block_size or self.default_block_size
+        self.dtype = dtype
+
+    def replace_layers(self, loaded: LoadedModel) -> None:
+        """Replace layers of a network by faster ones, if this backend has any. BackendError if they are wrong here."""
+
+    def step_context(self) -> AbstractContextManager[Any]:
+        """Return a context for each step, for a backend that has threads of its own."""
+        return nullcontext()
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Return each row's most likely token: [num_samples, vocab_size] -> [num_samples] int64"""
+        return logits.argmax(dim=-1)
 
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of the KV cache: [2 (K and V), num_layers, num_blocks, …]."""

@@ -18,9 +18,10 @@ class FlashAttention(TorchAttention):
     """The attention backend for CUDA. K and V have the same layout as in PyTorch's."""
 
     default_block_size = 256  # the library requires a multiple of it
+    supports_graphs = True
 
-    @staticmethod
-    def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
+    @classmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
         """Return the reason why the library cannot be used here for such a model, or None if it can."""
         if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
             return f"it needs a CUDA device and float16 or bfloat16, got {device} and {dtype}"

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """x: [..., size] -> x / sqrt(mean(x²) + eps) * weight, over the last dimension, computed in float32."""
 
+    neutral_weight = 1.0  # changes nothing
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))  # [size]

@@ -4,6 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from nanovllm.checks import check_bool, check_int, check_number
 
 
@@ -24,6 +26,15 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     dtype: str
+
+    def why_not(self, backend: type, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why an attention backend cannot compute the layers of this network, or None if it can."""
+        return None
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether the forward pass of decodes can be recorded in a CUDA graph."""
+        return True
 
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -68,4 +79,5 @@ def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
 def refuse(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raise ValueError unless `value` of the field `name` is one of those that the network computes."""
     if value not in allowed:
-        raise ValueError(f"{name} must be {' or '.join(repr(one) for one in allowed)}, config.json has {value!r}")
+        raise ValueError(f"{name} must be {' or '.join(repr(one) for one in allowed)}, config.json has {value!r}; "
+                         f"nanovllm_extras.LLM may serve it")  # fmt: skip

@@ -1,6 +1,6 @@
 """Ways in which a layer may attend, beyond the plain one."""
 
-from nanovllm.extras.models.masking import AttentionOptions
+from nanovllm_extras.models.masking import AttentionOptions
 
 OPTIONS = {
     "window of one": AttentionOptions(window=1),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from nanovllm.extras.models.masking import MaskedAttention
+from nanovllm_extras.models.masking import MaskedAttention
 from tests import attention_steps
 from tests.attention_steps import HEADS as HEADS
 from tests.attention_steps import attend_with_loops as attend_with_loops

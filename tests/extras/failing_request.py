@@ -1,6 +1,6 @@
 """Requests beside one that fails in the middle of its answer, for tests that the others do not notice it."""
 
-from nanovllm import SamplingParams
+from nanovllm_extras import SamplingParams
 
 
 class FailingError(Exception):

@@ -1,7 +1,7 @@
 """Runs as in `tests/scheduling_traffic.py`, with all that extras add to scheduling.
 
 Policies, limits for chunks, failed steps, swap, overlap, beams and windows. The parts are put together as in
-`nanovllm/extras/assembly.py`. Counts of the engine's statistics are checked against naive ones over the fake cache's
+`nanovllm_extras/assembly.py`. Counts of the engine's statistics are checked against naive ones over the fake cache's
 slots.
 """
 
@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.extended_scheduler import ExtendedScheduler, fork_anytime
-from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.known_tokens import KnownTokensBlockManager
-from nanovllm.extras.ordered_queues import order_queues
-from nanovllm.extras.overlap import OverlappedScheduler
-from nanovllm.extras.policies import POLICIES, fcfs
-from nanovllm.extras.preemption import Recompute
-from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.roll_back import reset_prefix_cache, roll_back
-from nanovllm.extras.swap.space import Swap, SwapSpace
-from nanovllm.extras.window_blocks import WindowBlockManager
 from nanovllm.scheduler import Scheduler, Step
+from nanovllm_extras.extended_scheduler import ExtendedScheduler, fork_anytime
+from nanovllm_extras.full_observer import SchedulingStats
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.known_tokens import KnownTokensBlockManager
+from nanovllm_extras.ordered_queues import order_queues
+from nanovllm_extras.overlap import OverlappedScheduler
+from nanovllm_extras.policies import POLICIES, fcfs
+from nanovllm_extras.preemption import Recompute
+from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.roll_back import reset_prefix_cache, roll_back
+from nanovllm_extras.swap.space import Swap, SwapSpace
+from nanovllm_extras.window_blocks import WindowBlockManager
 from tests import scheduling_traffic
 from tests.extras.full_fake_kv_cache import FullFakeKVCache, check_ownership, check_stored
 from tests.fake_kv_cache import check_cached_blocks, stored_slots, table_of, tokens_of

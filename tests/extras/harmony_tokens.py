@@ -4,7 +4,7 @@ import tokenizers
 import transformers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanovllm.extras.answer_parts.harmony import MARKERS
+from nanovllm_extras.answer_parts.harmony import MARKERS
 
 CORPUS = ["assistant analysis commentary final json to=functions.get_weather in Oslo it is é ☃ 日本語"] * 9
 

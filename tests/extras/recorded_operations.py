@@ -14,8 +14,8 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nanovllm.extras.models.masking import PLAIN
 from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras.models.masking import PLAIN
 
 
 def tree_leaves(tree):

@@ -6,15 +6,15 @@ the test says where each must be found, and after how many actions.
 
 from nanovllm import prefix_cache
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.kv_groups import grouped_blocks
-from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager, GroupedPrefixCache
-from nanovllm.extras.states.slots import SnapshotCache, StateBlockManager, StateScheduler
-from nanovllm.extras.states.state_swap import StateSwapSpace
-from nanovllm.extras.swap.space import SwapSpace
-from nanovllm.extras.window_blocks import WindowBlockManager
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm.scheduler import Scheduler
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.kv_groups import grouped_blocks
+from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager, GroupedPrefixCache
+from nanovllm_extras.states.slots import SnapshotCache, StateBlockManager, StateScheduler
+from nanovllm_extras.states.state_swap import StateSwapSpace
+from nanovllm_extras.swap.space import SwapSpace
+from nanovllm_extras.window_blocks import WindowBlockManager
 from tests.fake_kv_cache import table_of
 
 # ---- blocks, and their cache

@@ -25,18 +25,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.extended_scheduler import fork_anytime
-from nanovllm.extras.full_observer import Observer
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm.extras.ordered_queues import order_queues
-from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.states.slots import StateBlockManager, StateScheduler
-from nanovllm.extras.states.state_swap import StateSwap, StateSwapSpace
-from nanovllm.extras.trace.recorder import Recorder
-from nanovllm.extras.trace.recording import TraceFile
-from nanovllm.extras.window_blocks import WindowBlockManager
 from nanovllm.scheduler import Scheduler
+from nanovllm_extras.extended_scheduler import fork_anytime
+from nanovllm_extras.full_observer import Observer
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm_extras.ordered_queues import order_queues
+from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
+from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
+from nanovllm_extras.trace.recorder import Recorder
+from nanovllm_extras.trace.recording import TraceFile
+from nanovllm_extras.window_blocks import WindowBlockManager
 from tests import scheduling_traffic
 from tests.extras.full_fake_kv_cache import FullFakeKVCache, check_ownership
 from tests.extras.grouped_fake_kv_cache import (
@@ -96,7 +96,7 @@ class Setting:
         return self.kind in ("states", "swapped states")
 
     def make_scheduler(self, observer: Observer) -> Scheduler:
-        """Return an empty scheduler, put together as in `nanovllm/extras/assembly.py`."""
+        """Return an empty scheduler, put together as in `nanovllm_extras/assembly.py`."""
         arguments = (NUM_BLOCKS, BLOCK_SIZE, True, observer)
         limits = (MAX_NUM_SEQS, self.budget, MAX_MODEL_LEN)
         if self.has_states:

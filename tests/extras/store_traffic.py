@@ -8,8 +8,8 @@ import random
 
 import numpy as np
 
-from nanovllm.extras.kv_store.keys import names_of
-from nanovllm.extras.kv_store.store import Loaded, StoreHooks, StoreStats
+from nanovllm_extras.kv_store.keys import names_of
+from nanovllm_extras.kv_store.store import Loaded, StoreHooks, StoreStats
 from tests.extras.full_fake_kv_cache import FullFakeKVCache
 from tests.extras.full_traffic import Run
 from tests.extras.speculative_traffic import SpeculativeRun

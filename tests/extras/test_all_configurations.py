@@ -12,7 +12,7 @@ import random
 
 import pytest
 
-from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm_extras import Config, LLMEngine, SamplingParams
 from tests.conftest import examples
 from tests.extras.late_runner import LateRunner
 

@@ -1,8 +1,8 @@
 """What happens once: its parts are timed, and PyTorch draws tokens unless a kernel does."""
 
-from nanovllm import Config, LLMEngine
-from nanovllm.extras.device_setup import sample_with
 from nanovllm.kv_cache import KVCache
+from nanovllm_extras import Config, LLMEngine
+from nanovllm_extras.device_setup import sample_with
 
 
 def test_parts_are_timed_in_order(tiny_checkpoint):

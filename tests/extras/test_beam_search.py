@@ -6,7 +6,7 @@ One prompt at a time there, any number here; small caches force beams to be pree
 import pytest
 import torch
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm_extras import LLM, BeamSearchParams, SamplingParams
 
 PROMPT_LENS = (3, 17, 40)
 

@@ -39,10 +39,10 @@ from benchmarks import (
 )
 from benchmarks.common import QWEN3_06B, ModelShape, named_workload, random_workload, read_config
 from benchmarks.roofline import Rates
-from nanovllm import TINY_QWEN3, LLMEngine
-from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
-from nanovllm.extras.swap.host_blocks import SwappingKVCache
+from nanovllm_extras import TINY_QWEN3, LLMEngine
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.kernels.cpu.library import NoLibraryError, load_library
+from nanovllm_extras.swap.host_blocks import SwappingKVCache
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_WORK = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "6"]

@@ -10,13 +10,13 @@ import random
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, TokensPrompt, prefix_cache
-from nanovllm.extras import cache_salt
-from nanovllm.extras.beam_search.beam_params import BeamSearchParams
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.kv_store.keys import names_of
-from nanovllm.extras.trace.check import check_recording
-from nanovllm.extras.trace.recording import read_recording
+from nanovllm import prefix_cache
+from nanovllm_extras import LLM, SamplingParams, TokensPrompt, cache_salt
+from nanovllm_extras.beam_search.beam_params import BeamSearchParams
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.kv_store.keys import names_of
+from nanovllm_extras.trace.check import check_recording
+from nanovllm_extras.trace.recording import read_recording
 from tests.conftest import examples
 
 SIZE = 4  # of a block

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from nanovllm import StructuredOutputsParams
-from nanovllm.extras.structured.compiler import checked, source_of
+from nanovllm_extras import StructuredOutputsParams
+from nanovllm_extras.structured.compiler import checked, source_of
 from tests.conftest import examples
 
 TOKENIZER = llguidance.LLTokenizer("byte")

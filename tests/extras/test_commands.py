@@ -14,8 +14,8 @@ import urllib.request
 
 import pytest
 
-from nanovllm.extras import commands as entrance
-from nanovllm.extras.printing import say
+from nanovllm_extras import commands as entrance
+from nanovllm_extras.printing import say
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def test_a_missing_package_is_named_with_its_extra(name, monkeypatch, capsys):
 
     monkeypatch.setattr(builtins, "__import__", without_extras)
     rooms = (
-        "nanovllm.extras.serve",
-        "nanovllm.extras.terminal",
-        "nanovllm.extras.bench",
-        "nanovllm.extras.event_stream",
-        "nanovllm.extras.learn",
+        "nanovllm_extras.serve",
+        "nanovllm_extras.terminal",
+        "nanovllm_extras.bench",
+        "nanovllm_extras.event_stream",
+        "nanovllm_extras.learn",
     )
     for loaded in [module for module in sys.modules if module.startswith(rooms)]:
         monkeypatch.delitem(sys.modules, loaded)
@@ -173,7 +173,7 @@ def test_a_server_outlives_its_output(tmp_path):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "nanovllm", "serve", "--port", str(port), "--num-kv-blocks", "64"]
+        command = [sys.executable, "-m", "nanovllm_extras", "serve", "--port", str(port), "--num-kv-blocks", "64"]
         reading, writing = os.pipe() if is_pipe else (None, os.open("/dev/full", os.O_WRONLY))
         with subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment) as process:
             os.close(writing)

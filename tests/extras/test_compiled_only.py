@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow  # 20 s
 GENERATE = """
 import sys
 import nanovllm
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 assert nanovllm.__file__.endswith(".pyc"), nanovllm.__file__
 if __name__ == "__main__":
     llm = LLM(TINY_QWEN3, device="cpu", num_kv_blocks=16, tensor_parallel_size=int(sys.argv[1]))
@@ -46,9 +46,9 @@ def run(folder, *arguments):
 
 def test_the_commands_work(compiled):
     """The help has no docstrings, because they are read from the sources, but all options."""
-    assert run(compiled, "-m", "nanovllm", "--help") == run(PACKAGE.parent, "-m", "nanovllm", "--help")
+    assert run(compiled, "-m", "nanovllm_extras", "--help") == run(PACKAGE.parent, "-m", "nanovllm_extras", "--help")
     found, expected = (
-        set(re.findall(r"(?<!\S)--[a-z-]+", run(folder, "-m", "nanovllm", "serve", "--help")))
+        set(re.findall(r"(?<!\S)--[a-z-]+", run(folder, "-m", "nanovllm_extras", "serve", "--help")))
         for folder in (compiled, PACKAGE.parent)
     )
     assert found >= {"--max-num-seqs", "--port"}

@@ -13,7 +13,7 @@ from tests.core_alone import copy_core, run_in
 
 ANSWERS = """
 import json
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 llm = LLM(TINY_QWEN3, attention_backend="torch", enforce_eager=True, dtype="float32", block_size=4, num_kv_blocks=40,
           max_num_batched_tokens=12)
 questions = ["What is a block table?", "What is paged attention?", "Who are you?"]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm import LLM, PoolingParams, SamplingParams
-from nanovllm.extras.all_options import Config
-from nanovllm.extras.full_engine import LLMEngine
+from nanovllm_extras import LLM, PoolingParams, SamplingParams
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.full_engine import LLMEngine
 from tests.conftest import hf_greedy
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 64, 3]

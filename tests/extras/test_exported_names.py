@@ -3,7 +3,8 @@
 import pytest
 
 import nanovllm
-from nanovllm.extras import LAZY
+import nanovllm_extras
+from nanovllm_extras import LAZY
 
 OF_EXTRAS = {name: module for module, names in LAZY.items() for name in names}
 
@@ -24,7 +25,7 @@ def test_a_star_brings_all_of_them():
 
 def test_an_unknown_name():
     with pytest.raises(AttributeError, match="module 'nanovllm' has no attribute 'NoSuchName'"):
-        nanovllm.NoSuchName  # noqa: B018
+        nanovllm_extras.NoSuchName  # noqa: B018
     assert not hasattr(nanovllm, "no_such_name")
     with pytest.raises(ImportError, match="cannot import name 'NoSuchName'"):
         exec("from nanovllm import NoSuchName")
@@ -32,13 +33,13 @@ def test_an_unknown_name():
 
 def test_names_that_vllm_has():
     """As vLLM's examples import them, with the package's name changed."""
-    from nanovllm.extras.beam_search.beam_params import BeamSearchParams
-    from nanovllm.extras.embedding.embedding_outputs import EmbeddingOutput, EmbeddingRequestOutput
-    from nanovllm.extras.lazy_outputs import RequestOutput
-    from nanovllm.extras.prompt_forms import TextPrompt, TokensPrompt
-    from nanovllm.extras.request_params import RequestOutputKind, SamplingParams
-    from nanovllm.extras.structured.structured_params import StructuredOutputsParams
-    from nanovllm.extras.vllm.engine_args import AsyncEngineArgs, EngineArgs
+    from nanovllm_extras.beam_search.beam_params import BeamSearchParams
+    from nanovllm_extras.embedding.embedding_outputs import EmbeddingOutput, EmbeddingRequestOutput
+    from nanovllm_extras.lazy_outputs import RequestOutput
+    from nanovllm_extras.prompt_forms import TextPrompt, TokensPrompt
+    from nanovllm_extras.request_params import RequestOutputKind, SamplingParams
+    from nanovllm_extras.structured.structured_params import StructuredOutputsParams
+    from nanovllm_extras.vllm.engine_args import AsyncEngineArgs, EngineArgs
 
     for thing in (AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt, EmbeddingOutput, EmbeddingRequestOutput):
         assert getattr(nanovllm, thing.__name__) is thing
@@ -47,13 +48,13 @@ def test_names_that_vllm_has():
 
 
 def test_methods_of_extras_are_the_functions_that_lie_with_them():
-    from nanovllm.extras.beam_search import beam_params as beam_search
-    from nanovllm.extras.embedding import pooling_params as embedding
-    from nanovllm.extras.vllm import vllm_metrics as metrics
+    from nanovllm_extras.beam_search import beam_params as beam_search
+    from nanovllm_extras.embedding import pooling_params as embedding
+    from nanovllm_extras.vllm import vllm_metrics as metrics
 
     functions = [beam_search.beam_search, embedding.embed, metrics.get_metrics]
     for function in functions:
-        assert getattr(nanovllm.LLM, function.__name__) is function, "for help() and editors"
-    llm = object.__new__(nanovllm.LLM)
+        assert getattr(nanovllm_extras.LLM, function.__name__) is function, "for help() and editors"
+    llm = object.__new__(nanovllm_extras.LLM)
     assert llm.embed.__self__ is llm
-    assert nanovllm.SamplingParams.from_optional.__self__ is nanovllm.SamplingParams
+    assert nanovllm_extras.SamplingParams.from_optional.__self__ is nanovllm_extras.SamplingParams

@@ -8,9 +8,8 @@ import warnings
 
 import pytest
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras import waiting_threads
-from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams, waiting_threads
+from nanovllm_extras.serve.async_llm import AsyncLLM
 
 PARAMS = SamplingParams(temperature=0, max_tokens=2)
 OPTIONS = {"num_kv_blocks": 16, "attention_backend": "torch"}

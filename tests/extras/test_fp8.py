@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from nanovllm import LLM
-from nanovllm.extras.fp8_kv import with_fp8_cache
-from nanovllm.extras.kernels.backend import AttentionBackend
-from nanovllm.extras.request_params import SamplingParams
 from nanovllm.layers.attention import Attention
+from nanovllm_extras import LLM
+from nanovllm_extras.fp8_kv import with_fp8_cache
+from nanovllm_extras.kernels.backend import AttentionBackend
+from nanovllm_extras.request_params import SamplingParams
 from tests.extras.attention_steps import Step, random_lens
 
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 
-from nanovllm import SamplingParams
-from nanovllm.extras.full_detokenizer import TokenDecoder
-from nanovllm.extras.full_request import make_detokenizer
+from nanovllm_extras import SamplingParams
+from nanovllm_extras.full_detokenizer import TokenDecoder
+from nanovllm_extras.full_request import make_detokenizer
 from tests import test_detokenizer as core
 from tests.test_detokenizer import (
     BUNDLED,

@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
-from nanovllm import Config, LLMEngine, RequestOutput, SamplingParams, StepOutput
-from nanovllm.extras.full_request import Request
-from nanovllm.extras.runner_hooks import StepTokens
+from nanovllm_extras import Config, LLMEngine, RequestOutput, SamplingParams, StepOutput
+from nanovllm_extras.full_request import Request
+from nanovllm_extras.runner_hooks import StepTokens
 from tests.conftest import every_second, examples, has_extra, hf_greedy
 from tests.extras.late_runner import LateRunner
 

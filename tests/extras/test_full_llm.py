@@ -23,7 +23,7 @@ import torch
 import transformers
 
 import nanovllm
-from nanovllm import LLM, CompletionOutput, Config, EngineStats, LLMEngine, RequestOutput, SamplingParams
+from nanovllm_extras import LLM, CompletionOutput, Config, EngineStats, LLMEngine, RequestOutput, SamplingParams
 from tests.conftest import examples, has_extra, hf_greedy
 
 pytestmark = pytest.mark.usefixtures("little_to_search")
@@ -1035,8 +1035,8 @@ def test_memory_is_freed_at_once_without_the_garbage_collector(checkpoint, with_
     llm = make_llm(checkpoint[0])
     generate(llm, [GOOD])
     if with_graphs:
-        from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes
-        from nanovllm.extras.overlap import NewestTokens
+        from nanovllm_extras.cuda.graphs import CudaGraphs, ReplayedDecodes
+        from nanovllm_extras.overlap import NewestTokens
 
         runner = llm.engine.runner
         graphs = CudaGraphs(runner.model, runner.kv_cache.tensor, runner.draw, [1, 2], 4, recorder=object())

@@ -11,13 +11,13 @@ import random
 import pytest
 import torch
 
-from nanovllm import Config, SamplingParams
-from nanovllm.extras.embedding.pooling import Pooling
-from nanovllm.extras.embedding.pooling_params import PoolingParams
-from nanovllm.extras.full_request import Request
-from nanovllm.extras.isolation import IsolatingEngine
-from nanovllm.extras.logits import LogitBias
-from nanovllm.extras.prompt_logprobs import PromptLogprobs
+from nanovllm_extras import Config, SamplingParams
+from nanovllm_extras.embedding.pooling import Pooling
+from nanovllm_extras.embedding.pooling_params import PoolingParams
+from nanovllm_extras.full_request import Request
+from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.logits import LogitBias
+from nanovllm_extras.prompt_logprobs import PromptLogprobs
 from tests.conftest import hf_greedy
 
 both_ways = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])

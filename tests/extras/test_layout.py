@@ -17,7 +17,7 @@ WORDS_OF_EXTRAS = ("extra", "overlap", "speculat", "swap", "penalt", "logprob", 
 
 LOADED = """
 import json, sys
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 llm = LLM(TINY_QWEN3, attention_backend="torch", enforce_eager=True, num_kv_blocks=8)
 llm.generate("What is a block table?", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
 modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "nanovllm"]
@@ -135,7 +135,7 @@ def test_a_plain_run_is_the_cores_and_loads_little():
     loaded, modules = json.loads(run_in(ROOT, "-c", LOADED).splitlines()[-1])
     files = [PACKAGE / file for file in loaded]
     print("\n".join(f"{num_lines([file]):5d} {file.relative_to(PACKAGE)}" for file in files))
-    assert not [one for one in modules if one.startswith("nanovllm.extras")]
+    assert not [one for one in modules if one.startswith("nanovllm_extras")]
     assert len(files) <= MAX_LOADED_FILES
     assert num_lines(files) <= MAX_LOADED_LINES
 
@@ -179,8 +179,8 @@ def test_cycles_are_found():
 def test_nothing_below_imports_the_server():
     """Not even what users touch: `import nanovllm` needs none of the packages of its commands."""
     for name in FILES:
-        is_server = name.startswith("nanovllm.extras.serve")
-        assert is_server or not [one for one in imports_of(name) if one.startswith("nanovllm.extras.serve")], name
+        is_server = name.startswith("nanovllm_extras.serve")
+        assert is_server or not [one for one in imports_of(name) if one.startswith("nanovllm_extras.serve")], name
 
 
 def test_no_two_files_have_one_name():

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm import LLM, CompletionOutput, Logprob, RequestOutput, RequestOutputKind, SamplingParams
-from nanovllm.extras import logprobs
-from nanovllm.extras.logprobs import PositionLogprobs
+from nanovllm_extras import LLM, CompletionOutput, Logprob, RequestOutput, RequestOutputKind, SamplingParams, logprobs
+from nanovllm_extras.logprobs import PositionLogprobs
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
 
 TOKENIZER = byte_level()

@@ -17,10 +17,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.cuda.input_buffer import map_tensors
-from nanovllm.extras.logits import BadWords, BiasRows
-from nanovllm.extras.logits_processors import ForbiddenTokens, MinTokens, apply_processors
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.cuda.input_buffer import map_tensors
+from nanovllm_extras.logits import BadWords, BiasRows
+from nanovllm_extras.logits_processors import ForbiddenTokens, MinTokens, apply_processors
 from tests.extras.sampling_rows import (
     EOS,
     HISTORY,

@@ -7,9 +7,8 @@ import sys
 import pytest
 import torch
 
-from nanovllm import LLM, TINY_QWEN3
-from nanovllm.extras import machine_limits, runner_hooks
-from nanovllm.extras.machine_limits import cpu_quota, free_bytes
+from nanovllm_extras import LLM, TINY_QWEN3, machine_limits, runner_hooks
+from nanovllm_extras.machine_limits import cpu_quota, free_bytes
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:  8388608 kB\nMemFree:  100 kB\nMemAvailable:  4194304 kB\n"  # 4 GiB are available

@@ -5,8 +5,8 @@ import json
 import jsonschema
 import pytest
 
-from nanovllm.extras.structured.closed_objects import closed_text
-from nanovllm.extras.structured.neutral_keywords import FORMATS, remove_neutral
+from nanovllm_extras.structured.closed_objects import closed_text
+from nanovllm_extras.structured.neutral_keywords import FORMATS, remove_neutral
 
 RECORD = {"type": "object", "additionalProperties": {"type": "number"}}
 LIST = {"type": "array", "items": {"type": "string"}}
@@ -91,7 +91,7 @@ def test_keywords_with_an_effect_and_values_stay(schema):
 def test_all_schemas_compile(with_tokenizer):
     from transformers import AutoTokenizer
 
-    from nanovllm.extras.structured.compiler import GrammarCompiler
+    from nanovllm_extras.structured.compiler import GrammarCompiler
 
     compiler = GrammarCompiler(AutoTokenizer.from_pretrained(with_tokenizer), 300, frozenset({0}))
     for schema, keywords in NEUTRAL:

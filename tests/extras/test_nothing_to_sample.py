@@ -13,9 +13,9 @@ import math
 import pytest
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.no_token import NO_TOKEN_REASON, NoTokenError
-from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.no_token import NO_TOKEN_REASON, NoTokenError
+from nanovllm_extras.serve.async_llm import AsyncLLM
 from tests.conftest import every_second
 
 SMALL = {"num_kv_blocks": 64, "block_size": 16}

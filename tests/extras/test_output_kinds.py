@@ -5,7 +5,7 @@ Oracle: cumulative outputs of the same requests; the deltas must add up to them,
 
 import pytest
 
-from nanovllm import LLM, RequestOutputKind, SamplingParams
+from nanovllm_extras import LLM, RequestOutputKind, SamplingParams
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
 
 TOKENIZER = byte_level()

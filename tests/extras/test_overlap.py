@@ -18,7 +18,7 @@ import random
 import pytest
 import torch
 
-from nanovllm import LLM, BeamSearchParams, Config, LLMEngine, SamplingParams
+from nanovllm_extras import LLM, BeamSearchParams, Config, LLMEngine, SamplingParams
 from tests.conftest import every_second
 from tests.extras.late_runner import LateRunner
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids, make_engine, run, tokens_of
@@ -393,7 +393,7 @@ def test_overlap_is_off_on_cpu_unless_it_is_wanted(tiny_checkpoint, wanted, is_o
 
 
 def test_ids_under_way_are_gathered_from_the_rows_that_they_name():
-    from nanovllm.extras.overlap import fill_in
+    from nanovllm_extras.overlap import fill_in
 
     newest = torch.tensor([50, 60, 70])
     input_ids = torch.tensor([-1, 5, -3, -2, 0], dtype=torch.int32)

@@ -7,7 +7,7 @@ Blocks are counted against n separate requests.
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm_extras import LLM, SamplingParams
 from tests.conftest import every_second
 
 PARAMS = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)

@@ -12,7 +12,7 @@ import random
 import pytest
 import torch
 
-from nanovllm import LLM, Config, LLMEngine, SamplingParams
+from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
 from tests.conftest import every_second, hf_greedy
 
 NUM_OUTPUT_TOKENS = 20

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.extras import prompt_logprobs
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.prompt_logprobs import PromptLogprobs
-from nanovllm.extras.request_params import SamplingParams
+from nanovllm_extras import prompt_logprobs
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.prompt_logprobs import PromptLogprobs
+from nanovllm_extras.request_params import SamplingParams
 from tests.steps import step_of
 
 VOCAB_SIZE = 11

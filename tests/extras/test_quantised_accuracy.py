@@ -2,7 +2,7 @@
 
 from benchmarks import quantised_accuracy
 from benchmarks.quantised_accuracy import SETTINGS, judge_text, measure, num_right
-from nanovllm import LLM, TINY_QWEN3
+from nanovllm_extras import LLM, TINY_QWEN3
 
 TEXT = "A step reads all weights of the model once. Fewer bits for each weight make it faster, and less exact. " * 3
 

@@ -21,7 +21,7 @@ from benchmarks.roofline import (
     token_flops,
     workload_roofline,
 )
-from nanovllm import LLM, TINY_QWEN3
+from nanovllm_extras import LLM, TINY_QWEN3
 from tests.extras.models.architectures import ARCHITECTURES
 
 TINY = ModelShape(

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm_extras import Config, LLMEngine, SamplingParams
 from tests.conftest import examples
 
 VOCAB_SIZE = 300  # the model's; its tokenizer knows 257

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm import LLM, Logprob, SamplingParams
+from nanovllm_extras import LLM, Logprob, SamplingParams
 from tests.conftest import every_second
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
 

@@ -15,7 +15,7 @@ import gc
 import pytest
 import torch
 
-from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm_extras import LLM, RequestOutput, SamplingParams
 from tests.conftest import examples
 from tests.failing_runs import Failing
 from tests.tiny_tokenizers import byte_level, copy_checkpoint

@@ -17,12 +17,12 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.batch import SamplingBatch
-from nanovllm.extras.full_engine import LLMEngine
-from nanovllm.extras.structured import compiler as compiler_module
-from nanovllm.extras.structured.compiler import GrammarCompiler
-from nanovllm.extras.structured.grammar import GrammarRows, fill_masks
+from nanovllm_extras import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm_extras.full_engine import LLMEngine
+from nanovllm_extras.structured import compiler as compiler_module
+from nanovllm_extras.structured.compiler import GrammarCompiler
+from nanovllm_extras.structured.grammar import GrammarRows, fill_masks
 from tests.conftest import examples
 from tests.tiny_tokenizers import byte_level, copy_checkpoint, metaspace, sentencepiece
 
@@ -490,7 +490,7 @@ def test_a_model_without_tokenizer_or_end_or_with_a_strange_tokenizer(tiny_check
 
 
 def test_the_engine_takes_it_too(with_tokenizer):
-    from nanovllm.extras.all_options import Config
+    from nanovllm_extras.all_options import Config
 
     engine = LLMEngine(Config(with_tokenizer, attention_backend="torch", num_kv_blocks=16))
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["one", "two"]), max_tokens=9)

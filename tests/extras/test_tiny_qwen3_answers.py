@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from nanovllm import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
 from tools.read_corpus import SUM_WORDINGS, Entry, load_corpus, normalize, split_sums, sum_exchange
 
 CORPUS_DIR = Path(__file__).resolve().parents[2] / "tools" / "corpus"

@@ -6,8 +6,8 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.serve.async_llm import AsyncLLM
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=4, logprobs=2),

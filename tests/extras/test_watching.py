@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from nanovllm import LLM, Config, LLMEngine, SamplingParams
-from nanovllm.extras.full_observer import Observer, SchedulingStats
-from nanovllm.extras.trace.recording import Sinks, TraceFile, read_recording
-from nanovllm.extras.watching import Watching
+from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
+from nanovllm_extras.full_observer import Observer, SchedulingStats
+from nanovllm_extras.trace.recording import Sinks, TraceFile, read_recording
+from nanovllm_extras.watching import Watching
 
 EVENTS = [name for name in dir(Observer) if name.startswith("on_")]
 SMALL = {"device": "cpu", "attention_backend": "torch", "block_size": 4, "num_kv_blocks": 16}

@@ -17,11 +17,11 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.extras import weights
-from nanovllm.extras.checkpoint import read_model_config
-from nanovllm.extras.weights import load_model
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.loader import places_of
+from nanovllm_extras import weights
+from nanovllm_extras.checkpoint import read_model_config
+from nanovllm_extras.weights import load_model
 from tests.core_alone import ROOT
 from tests.test_loader import (  # noqa: F401 (with the fixture `load` below)
     check_equals,
@@ -134,9 +134,9 @@ def test_what_was_read_of_a_file_does_not_stay_in_memory(checkpoints, load):
 MEASURE_LOADING = """
 import re, sys, torch
 from pathlib import Path
-from nanovllm import LLM
-from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm.extras.kernels.cpu.library import load_library
+from nanovllm_extras import LLM
+from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm_extras.kernels.cpu.library import load_library
 torch.set_num_threads(1)
 torch.randn(512, 512) @ torch.randn(512, 512)  # what PyTorch imports and allocates late
 torch.nn.Linear(2, 2, device="meta").to(torch.bfloat16).to_empty(device="cpu")

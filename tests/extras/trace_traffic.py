@@ -4,11 +4,11 @@ import json
 import random
 from collections import Counter
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.prefix_misses import CAUSES, ExplainingStats
-from nanovllm.extras.roll_back import reset_prefix_cache
-from nanovllm.extras.trace.recorder import Recorder
-from nanovllm.extras.trace.recording import read_recording
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.prefix_misses import CAUSES, ExplainingStats
+from nanovllm_extras.roll_back import reset_prefix_cache
+from nanovllm_extras.trace.recorder import Recorder
+from nanovllm_extras.trace.recording import read_recording
 from tests.extras.full_traffic import RecordingStats, Run
 from tests.extras.grouped_fake_kv_cache import window_tables
 from tests.extras.kv_groups.test_grouped_blocks import GroupedRun

@@ -16,8 +16,8 @@ import torch
 
 from labs.model import Model
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.trace.recording import read_recording
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.trace.recording import read_recording
 from tools import book, book_pictures
 
 ROOT = Path(__file__).resolve().parents[2]

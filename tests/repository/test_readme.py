@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import Config
+from nanovllm_extras import Config
 from tests.core_alone import core_files
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ def test_the_built_package_has_the_programs_that_exercises_use(tmp_path):
     subprocess.run(build, cwd=copy, check=True)
     assert len(list(built.glob("nanovllm/**/assets/*/model.safetensors"))) == 2, "the bundled models"
     code = (
-        "import nanovllm; from nanovllm.extras.learn import given, catalog; "
+        "import nanovllm; from nanovllm_extras.learn import given, catalog; "
         "print(nanovllm.__file__, given.one_file.__file__, len(catalog.list_exercises()))"
     )
     environment = {"PYTHONPATH": str(built), "PYTHONSAFEPATH": "1"}

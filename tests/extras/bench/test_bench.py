@@ -21,11 +21,11 @@ from collections import Counter
 
 import pytest
 
-from nanovllm.extras.bench import benchmark, client
-from nanovllm.extras.bench.load_generator import Exchange, draw_departures, offer
-from nanovllm.extras.bench.report import Options, summarize
-from nanovllm.extras.bench.results import Result, read_result
-from nanovllm.extras.bench.workloads import make_prefix_repetition, make_random
+from nanovllm_extras.bench import benchmark, client
+from nanovllm_extras.bench.load_generator import Exchange, draw_departures, offer
+from nanovllm_extras.bench.report import Options, summarize
+from nanovllm_extras.bench.results import Result, read_result
+from nanovllm_extras.bench.workloads import make_prefix_repetition, make_random
 from tests.extras.scripted_server import ScriptedServer, running
 
 

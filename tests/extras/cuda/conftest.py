@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 
-from nanovllm import Config, LLMEngine
+from nanovllm_extras import Config, LLMEngine
 from tests.extras.recorded_operations import GatherAttention
 
 GIB = 1 << 30

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from nanovllm import BeamSearchParams, Config, LLMEngine, SamplingParams
 from nanovllm.cuda_graphs import CudaGraphs
-from nanovllm.extras.cuda import startup
-from nanovllm.extras.cuda.graphs import choose_graphs
-from nanovllm.extras.cuda.startup import CudaDevice
-from nanovllm.extras.full_runner import ModelRunner
+from nanovllm_extras import BeamSearchParams, Config, LLMEngine, SamplingParams
+from nanovllm_extras.cuda import startup
+from nanovllm_extras.cuda.graphs import choose_graphs
+from nanovllm_extras.cuda.startup import CudaDevice
+from nanovllm_extras.full_runner import ModelRunner
 from tests.conftest import every_second
 from tests.extras.cuda.test_graphs import CONFIGURATIONS, serve
 from tests.extras.late_runner import LateRunner

@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from nanovllm import Config
-from nanovllm.extras.cuda.startup import CudaDevice, choose_draw
-from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm_extras import Config
+from nanovllm_extras.cuda.startup import CudaDevice, choose_draw
+from nanovllm_extras.models.network_config import NetworkConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -18,11 +18,11 @@ def test_who_draws_with_triton(monkeypatch):
     assert choose_draw(Config("model", enforce_eager=True), CPU) is None
     assert choose_draw(Config("model", enforce_eager=True), CUDA) is None
     pytest.importorskip("triton")
-    assert choose_draw(Config("model"), CUDA).__module__ == "nanovllm.extras.kernels.cuda.sample"
+    assert choose_draw(Config("model"), CUDA).__module__ == "nanovllm_extras.kernels.cuda.sample"
     with monkeypatch.context() as bare:
         bare.setenv("CC", "no-such-compiler")
         assert choose_draw(Config("model"), CUDA) is None
-    monkeypatch.delitem(sys.modules, "nanovllm.extras.kernels.cuda.sample")
+    monkeypatch.delitem(sys.modules, "nanovllm_extras.kernels.cuda.sample")
     monkeypatch.setitem(sys.modules, "triton", None)
     assert choose_draw(Config("model"), CUDA) is None
 

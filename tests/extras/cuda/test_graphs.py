@@ -17,9 +17,11 @@ import random
 import pytest
 import torch
 
-from nanovllm import BeamSearchParams, Config, LLMEngine, SamplingParams
 from nanovllm.batch import SamplingBatch
-from nanovllm.extras.cuda.graphs import (
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.sampler import sample_tokens
+from nanovllm_extras import BeamSearchParams, Config, LLMEngine, SamplingParams
+from nanovllm_extras.cuda.graphs import (
     CudaGraphs,
     DecodeInputs,
     Recorder,
@@ -32,16 +34,14 @@ from nanovllm.extras.cuda.graphs import (
     record_graphs,
     replay_decodes,
 )
-from nanovllm.extras.device_setup import Device
-from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.logits_processors import ForbiddenTokens
-from nanovllm.extras.overlap import NewestTokens
-from nanovllm.extras.processed_batch import ProcessedSampling, ReadBatch, values_of
-from nanovllm.extras.prompt_logprobs import TargetRows
-from nanovllm.extras.runner_hooks import wants_only_tokens
-from nanovllm.layers.attention import TorchAttention
-from nanovllm.sampler import sample_tokens
+from nanovllm_extras.device_setup import Device
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.logits_processors import ForbiddenTokens
+from nanovllm_extras.overlap import NewestTokens
+from nanovllm_extras.processed_batch import ProcessedSampling, ReadBatch, values_of
+from nanovllm_extras.prompt_logprobs import TargetRows
+from nanovllm_extras.runner_hooks import wants_only_tokens
 from tests.conftest import every_second
 from tests.extras.late_runner import LateRunner
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
@@ -196,7 +196,7 @@ def draw_plainly(logits, temperatures, uniforms, *_):
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     """The same engine with and without graphs, both with the same attention."""
     monkeypatch.setattr("nanovllm.model_runner.TorchAttention", GatherAttention)
-    monkeypatch.setattr("nanovllm.extras.cuda.graphs.wants_only_tokens", wants_no_truncation)
+    monkeypatch.setattr("nanovllm_extras.cuda.graphs.wants_only_tokens", wants_no_truncation)
     recorder = OperationRecorder()
 
     def record(model, kv_cache, draw, max_batch_size, max_num_blocks, more):
@@ -210,7 +210,7 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
             sizes = StepSizes(runner.max_num_batched_tokens, runner.max_rows, runner.max_model_len)
             replay_decodes(runner, newest or NewestTokens(runner), sizes)
 
-    monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
+    monkeypatch.setattr("nanovllm_extras.cuda.graphs.record_graphs", record)
     engines = []
     for has_graphs in (False, True):
         if has_graphs:

@@ -17,20 +17,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanovllm import Config, LLMEngine, SamplingParams
 from nanovllm.cuda_graphs import CudaGraphs as ForwardGraphs
-from nanovllm.extras.cuda.graphs import CudaGraphs, StepSizes
-from nanovllm.extras.cuda.input_buffer import InputBuffer
-from nanovllm.extras.cuda.warm_up import warm_up
-from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
-from nanovllm.extras.models.network_config import NetworkConfig
-from nanovllm.extras.overlap import NewestTokens, has_placeholders
-from nanovllm.extras.plain_runner import compute_eagerly
-from nanovllm.extras.quantization.quantise import quantise
-from nanovllm.extras.runner_hooks import ArrivingTokens
 from nanovllm.kv_cache import KVCache
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm_extras import Config, LLMEngine, SamplingParams
+from nanovllm_extras.cuda.graphs import CudaGraphs, StepSizes
+from nanovllm_extras.cuda.input_buffer import InputBuffer
+from nanovllm_extras.cuda.warm_up import warm_up
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.overlap import NewestTokens, has_placeholders
+from nanovllm_extras.plain_runner import compute_eagerly
+from nanovllm_extras.quantization.quantise import quantise
+from nanovllm_extras.runner_hooks import ArrivingTokens
 from tests.conftest import every_second
 from tests.extras.late_runner import LateRunner
 from tests.extras.test_full_engine import ids
@@ -110,7 +110,7 @@ def specialised(arg, param):
 def kernels(monkeypatch):
     """Stand-ins of all that are written in Triton, by name."""
     pytest.importorskip("triton")
-    from nanovllm.extras.kernels.cuda import (
+    from nanovllm_extras.kernels.cuda import (
         activation,
         few_tokens,
         paged_attention,
@@ -118,10 +118,10 @@ def kernels(monkeypatch):
         store_kv,
         truncate,
     )
-    from nanovllm.extras.kernels.cuda import (
+    from nanovllm_extras.kernels.cuda import (
         cuda_quantised as quantised,
     )
-    from nanovllm.extras.kernels.cuda import (
+    from nanovllm_extras.kernels.cuda import (
         norm_kernels as norm,
     )
 
@@ -168,8 +168,8 @@ def make_runner(backend, has_fast_layers, quantization=None):
             quantise(model, quantization)
     model.model.rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # the first call moves its table
     if has_fast_layers:
-        backend.replace_layers(model, 512)
-    from nanovllm.extras.kernels.cuda.sample import sample_tokens
+        backend.make_fast(model, 512)
+    from nanovllm_extras.kernels.cuda.sample import sample_tokens
 
     kv_cache = KVCache(backend, SHAPE.num_hidden_layers, torch.bfloat16, META)
     kv_cache.allocate(30)
@@ -185,7 +185,7 @@ def make_runner(backend, has_fast_layers, quantization=None):
 def make_backend(name):
     if name == "flash_attn":
         return FlashAttention(4, 2, 32, 16)
-    from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
+    from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
 
     return TritonAttention(4, 2, 32, 16)
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from nanovllm import Config, LLMEngine
-from nanovllm.extras.cuda.graphs import StepSizes, graph_sizes
-from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes, widest_batch
-from nanovllm.extras.device_setup import Device
-from nanovllm.extras.full_runner import ModelRunner
+from nanovllm_extras import Config, LLMEngine
+from nanovllm_extras.cuda.graphs import StepSizes, graph_sizes
+from nanovllm_extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes, widest_batch
+from nanovllm_extras.device_setup import Device
+from nanovllm_extras.full_runner import ModelRunner
 from tests.extras.cuda.conftest import GIB
 
 

@@ -20,8 +20,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.kernel_resources import GPUS, Resources, read_cubin
-from nanovllm import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
-from nanovllm.extras.kernels.cuda import (
+from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
+from nanovllm_extras.kernels.cuda import (
     few_tokens,
     sample,
     triton_attention,  # noqa: F401 (before the next line)

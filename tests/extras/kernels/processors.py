@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from nanovllm.extras.kernels.cpu import library as cpu
-from nanovllm.extras.kernels.cpu.library import NoLibraryError, compile_and_load, load_library
+from nanovllm_extras.kernels.cpu import library as cpu
+from nanovllm_extras.kernels.cpu.library import NoLibraryError, compile_and_load, load_library
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Of other processors the results are tested, and not the speed: -O1 compiles in a third of the time. The sweep compiles

@@ -5,13 +5,13 @@ import importlib
 import pytest
 import torch
 
-from nanovllm.extras.kernels.classes import is_one
-from nanovllm.extras.kernels.cpu.cpu_layers import CLAMPED_SWIGLU, NORMS, ROUTER, SIGMOID_ROUTER, replace_layers
-from nanovllm.extras.kernels.cpu.experts import EXPERTS
-from nanovllm.extras.kernels.cpu.head_norms import NORMED_ATTENTION
-from nanovllm.extras.kernels.dense_layers import DENSE_LAYERS
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.norm import RMSNorm
+from nanovllm_extras.kernels.classes import is_one
+from nanovllm_extras.kernels.cpu.cpu_layers import CLAMPED_SWIGLU, NORMS, ROUTER, SIGMOID_ROUTER, replace_layers
+from nanovllm_extras.kernels.cpu.experts import EXPERTS
+from nanovllm_extras.kernels.cpu.head_norms import NORMED_ATTENTION
+from nanovllm_extras.kernels.dense_layers import DENSE_LAYERS
 
 
 class OtherNorm(RMSNorm):
@@ -28,7 +28,7 @@ NAMES = [*DENSE_LAYERS, *NORMED_ATTENTION, *NORMS, EXPERTS, ROUTER, SIGMOID_ROUT
 @pytest.mark.parametrize("name", NAMES)
 def test_the_class_is_there(name):
     module, _, class_name = name.rpartition(".")
-    found = getattr(importlib.import_module(f"nanovllm.{module}"), class_name)
+    found = getattr(importlib.import_module(module), class_name)
     assert issubclass(found, torch.nn.Module)
     assert is_one(object.__new__(found), name)
 

@@ -1,4 +1,4 @@
-"""The compiled mixture of experts against the definition in `extras/models/moe.py`, and itself in other batches.
+"""The compiled mixture of experts against the definition in `models/moe.py`, and itself in other batches.
 
 And what holds for whole models of experts and latents on CPU: a token has the same bits in every batch.
 """
@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.kernels.cpu.cpu_layers import replace_layers
-from nanovllm.extras.kernels.cpu.experts import CpuExperts, fuse_experts
-from nanovllm.extras.models.gated_mlp import GatedMLP
-from nanovllm.extras.models.gpt_oss import GptOssConfig, GptOssExpert
-from nanovllm.extras.models.group_routing import SigmoidRouter
-from nanovllm.extras.models.moe import Experts, Router
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.kernels.cpu.cpu_layers import replace_layers
+from nanovllm_extras.kernels.cpu.experts import CpuExperts, fuse_experts
+from nanovllm_extras.models.gated_mlp import GatedMLP
+from nanovllm_extras.models.gpt_oss import GptOssConfig, GptOssExpert
+from nanovllm_extras.models.group_routing import SigmoidRouter
+from nanovllm_extras.models.moe import Experts, Router
 from tests.extras.kernels.test_cpu_kernels import (
     fast_version_of,
     filled,

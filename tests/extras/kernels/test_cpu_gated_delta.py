@@ -1,12 +1,12 @@
-"""The compiled Gated DeltaNet against the definition in `extras/models/gated_delta.py`, and itself in other chunks."""
+"""The compiled Gated DeltaNet against the definition in `models/gated_delta.py`, and itself in other chunks."""
 
 import pytest
 import torch
 
-from nanovllm.extras.kernels.cpu.cpu_gated_delta import CpuGatedDeltaNet, fuse_gated_delta
-from nanovllm.extras.kernels.cpu.cpu_layers import replace_layers
-from nanovllm.extras.models.gated_delta import GatedDeltaNet
-from nanovllm.extras.models.qwen3_5 import Qwen3_5Config
+from nanovllm_extras.kernels.cpu.cpu_gated_delta import CpuGatedDeltaNet, fuse_gated_delta
+from nanovllm_extras.kernels.cpu.cpu_layers import replace_layers
+from nanovllm_extras.models.gated_delta import GatedDeltaNet
+from nanovllm_extras.models.qwen3_5 import Qwen3_5Config
 from tests.extras.kernels.test_cpu_kernels import randn
 from tests.extras.models.test_gated_delta import metadata_of
 

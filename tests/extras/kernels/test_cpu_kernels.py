@@ -15,31 +15,31 @@ from functools import partial
 import pytest
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.kernels.choices import select_backend
-from nanovllm.extras.kernels.cpu import cpu_layers as layers
-from nanovllm.extras.kernels.cpu import library as cpu
-from nanovllm.extras.kernels.cpu import library_cache
-from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer, fuse_layers
-from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, pack, replace_layers
-from nanovllm.extras.kernels.cpu.head_norms import CpuNormedAttention, fuse_head_norms
-from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
-from nanovllm.extras.models.gated_mlp import GeluAndMul
-from nanovllm.extras.models.gemma3 import Gemma3Attention, Gemma3Config, UnitOffsetRMSNorm
-from nanovllm.extras.models.gpt_oss import ClampedSwiGLU, OnceRoundedRMSNorm
-from nanovllm.extras.models.granite import GraniteConfig, GraniteDecoderLayer
-from nanovllm.extras.models.masking import AttentionOptions
-from nanovllm.extras.models.network_config import NetworkConfig
-from nanovllm.extras.models.qwen3_variants import Qwen3VariantAttention
-from nanovllm.extras.models.rope import Rope, ScaledRotary
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.kernels.choices import select_backend
+from nanovllm_extras.kernels.cpu import cpu_layers as layers
+from nanovllm_extras.kernels.cpu import library as cpu
+from nanovllm_extras.kernels.cpu import library_cache
+from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm_extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer, fuse_layers
+from nanovllm_extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, pack, replace_layers
+from nanovllm_extras.kernels.cpu.head_norms import CpuNormedAttention, fuse_head_norms
+from nanovllm_extras.kernels.cpu.library import NoLibraryError, load_library
+from nanovllm_extras.models.gated_mlp import GeluAndMul
+from nanovllm_extras.models.gemma3 import Gemma3Attention, Gemma3Config, UnitOffsetRMSNorm
+from nanovllm_extras.models.gpt_oss import ClampedSwiGLU, OnceRoundedRMSNorm
+from nanovllm_extras.models.granite import GraniteConfig, GraniteDecoderLayer
+from nanovllm_extras.models.masking import AttentionOptions
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.qwen3_variants import Qwen3VariantAttention
+from nanovllm_extras.models.rope import Rope, ScaledRotary
 from tests.extras.attention_options import OPTIONS, SINKS
 from tests.extras.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 from tests.steps import batch_of

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nanovllm.extras.kernels.cpu.cpu_latent_attention import CpuLatentAttention, CpuUpProjection, replace_up_projections
-from nanovllm.extras.models.latent_attention import UpProjection
-from nanovllm.extras.models.masking import AttentionOptions
+from nanovllm_extras.kernels.cpu.cpu_latent_attention import CpuLatentAttention, CpuUpProjection, replace_up_projections
+from nanovllm_extras.models.latent_attention import UpProjection
+from nanovllm_extras.models.masking import AttentionOptions
 from tests.extras.attention_steps import LatentStep, random_lens
 from tests.extras.kernels.test_cpu_kernels import filled, randn
 

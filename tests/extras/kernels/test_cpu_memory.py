@@ -7,10 +7,10 @@ from ctypes import c_long
 import pytest
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.kernels.cpu import library as cpu
-from nanovllm.extras.kernels.cpu.cpu_layers import HugePages
-from nanovllm.extras.kernels.cpu.library import load_library
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.kernels.cpu import library as cpu
+from nanovllm_extras.kernels.cpu.cpu_layers import HugePages
+from nanovllm_extras.kernels.cpu.library import load_library
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
 REFUSES = """

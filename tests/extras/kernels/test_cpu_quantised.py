@@ -6,11 +6,12 @@
 import pytest
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
-from nanovllm.extras.kernels.cpu.cpu_layers import CpuGate
-from nanovllm.extras.kernels.cpu.cpu_quantised import bytes_of, replace_quantised
-from nanovllm.extras.quantization.quantised_linear import (
+from nanovllm.layers.mlp import SiluAndMul
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
+from nanovllm_extras.kernels.cpu.cpu_layers import CpuGate
+from nanovllm_extras.kernels.cpu.cpu_quantised import bytes_of, replace_quantised
+from nanovllm_extras.quantization.quantised_linear import (
     QuantisedEmbedding,
     QuantisedFusedLinear,
     QuantisedLinear,
@@ -18,7 +19,6 @@ from nanovllm.extras.quantization.quantised_linear import (
     quantise_weight,
     round_rows,
 )
-from nanovllm.layers.mlp import SiluAndMul
 from tests.extras.kernels.processors import pretend
 
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")
@@ -172,7 +172,7 @@ def test_a_layer_in_one_call_has_the_bits_of_its_parts(processor, quantization, 
         return all(fused), [output.outputs[0].logprobs for output in outputs]
 
     whole = answer()
-    monkeypatch.setattr("nanovllm.extras.kernels.cpu.cpu_attention.fuse_layers", lambda model, backend: None)
+    monkeypatch.setattr("nanovllm_extras.kernels.cpu.cpu_attention.fuse_layers", lambda model, backend: None)
     parts = answer()
     assert (whole[0], parts[0]) == (True, False)
     assert whole[1] == parts[1]

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm.extras.models.masking import PLAIN, AttentionOptions
+from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm_extras.models.masking import PLAIN, AttentionOptions
 from tests.extras.attention_options import OPTIONS
 from tests.extras.attention_steps import Step
 

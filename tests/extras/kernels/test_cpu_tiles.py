@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.kernels.cpu import library as cpu
-from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages
-from nanovllm.extras.kernels.cpu.library import load_library
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.kernels.cpu import library as cpu
+from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm_extras.kernels.cpu.cpu_layers import CpuLinear, HugePages
+from nanovllm_extras.kernels.cpu.library import load_library
 from tests.conftest import every_second
 from tests.extras.attention_steps import Step, check_close
 from tests.extras.kernels.processors import need_a_compiler, pretend

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from triton.runtime import interpreter
 
 from benchmarks import kernel_states
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.kernels.cuda import delta_kernels
-from nanovllm.extras.kernels.cuda.cuda_decoder_layer import replace_layers
-from nanovllm.extras.kernels.cuda.cuda_gated_delta import TritonGatedDeltaNet
-from nanovllm.extras.kernels.cuda.delta_kernels import causal_conv, gated_delta, gated_norm
-from nanovllm.extras.models.gated_delta import CausalConv, GatedDeltaNet, GatedRMSNorm, advance, unit_length
-from nanovllm.extras.self_check.state_check import metadata_of
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.kernels.cuda import delta_kernels
+from nanovllm_extras.kernels.cuda.cuda_decoder_layer import replace_layers
+from nanovllm_extras.kernels.cuda.cuda_gated_delta import TritonGatedDeltaNet
+from nanovllm_extras.kernels.cuda.delta_kernels import causal_conv, gated_delta, gated_norm
+from nanovllm_extras.models.gated_delta import CausalConv, GatedDeltaNet, GatedRMSNorm, advance, unit_length
+from nanovllm_extras.self_check.state_check import metadata_of
 from tests.conftest import every_second
 from tests.extras.models.hybrid_checkpoints import QWEN35, HybridCheckpoints
 from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
@@ -464,7 +464,7 @@ def test_benchmark_checks_and_measures():
 def test_benchmark_refuses_kernels_that_differ(monkeypatch, name):
     """Whatever is timed is checked first."""
     right = getattr(delta_kernels, name)
-    monkeypatch.setattr(f"nanovllm.extras.kernels.cuda.cuda_gated_delta.{name}", lambda *args: right(*args).roll(1, -1))
+    monkeypatch.setattr(f"nanovllm_extras.kernels.cuda.cuda_gated_delta.{name}", lambda *args: right(*args).roll(1, -1))
     with pytest.raises(AssertionError, match="off by"):
         list(kernel_states.measure_states(SMALL, torch.float16, DEVICE, lambda _: 1e-6, 1e9, SMALL_WORK))
 

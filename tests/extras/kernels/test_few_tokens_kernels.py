@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.extras.kernels.cuda import few_tokens
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
+from nanovllm_extras.kernels.cuda import few_tokens
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")

@@ -15,12 +15,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.extras.cuda import warm_up
-from nanovllm.extras.kernels.choices import select_backend
-from nanovllm.extras.kernels.cuda import flash_backend
-from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
-from nanovllm.extras.models.masking import PLAIN
 from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras.cuda import warm_up
+from nanovllm_extras.kernels.choices import select_backend
+from nanovllm_extras.kernels.cuda import flash_backend
+from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm_extras.models.masking import PLAIN
 from tests.extras.attention_options import OPTIONS
 from tests.extras.attention_steps import Step, check_close, shared_step
 

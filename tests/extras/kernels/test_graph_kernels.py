@@ -10,16 +10,16 @@ import random
 
 import pytest
 
-from nanovllm import Config, LLMEngine, SamplingParams
-from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
-from nanovllm.extras.device_setup import Device
-from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.kernels.cuda.cuda_decoder_layer import TritonDecoderLayer
-from nanovllm.extras.kernels.cuda.cuda_gated_delta import TritonGatedDeltaNet
-from nanovllm.extras.kernels.cuda.sample import sample_tokens
-from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm.extras.models.gemma4_layers import Gemma4DecoderLayer
-from nanovllm.extras.overlap import NewestTokens
+from nanovllm_extras import Config, LLMEngine, SamplingParams
+from nanovllm_extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
+from nanovllm_extras.device_setup import Device
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.kernels.cuda.cuda_decoder_layer import TritonDecoderLayer
+from nanovllm_extras.kernels.cuda.cuda_gated_delta import TritonGatedDeltaNet
+from nanovllm_extras.kernels.cuda.sample import sample_tokens
+from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm_extras.models.gemma4_layers import Gemma4DecoderLayer
+from nanovllm_extras.overlap import NewestTokens
 from tests.conftest import hf_greedy
 from tests.extras.kv_groups.test_grouped_layers import SWAP, GroupedCheckpoints
 from tests.extras.late_runner import LateRunner
@@ -59,7 +59,7 @@ def make_engine(monkeypatch, folder, layer_class=TritonDecoderLayer, **options):
             replay_decodes(runner, newest or NewestTokens(runner), sizes)
 
     monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice())
-    monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
+    monkeypatch.setattr("nanovllm_extras.cuda.graphs.record_graphs", record)
     options = {"enable_overlap": True, **OPTIONS, **options}
     engine = LLMEngine(Config(folder, attention_backend="triton", **options))
     layer = engine.runner.model.model.layers[0]

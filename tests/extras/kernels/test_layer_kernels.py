@@ -16,31 +16,31 @@ import pytest
 import torch
 
 from benchmarks import kernel_layers
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.cuda.input_buffer import map_tensors
-from nanovllm.extras.kernels.backend import AttentionBackend
-from nanovllm.extras.kernels.cuda import cuda_decoder_layer as decoder_layer
-from nanovllm.extras.kernels.cuda import few_tokens
-from nanovllm.extras.kernels.cuda.activation import silu_and_mul
-from nanovllm.extras.kernels.cuda.cuda_decoder_layer import (
-    RotaryTable,
-    TritonDecoderLayer,
-    TritonRMSNorm,
-    replace_layers,
-)
-from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
-from nanovllm.extras.kernels.cuda.norm_kernels import norm_rotary_store, rms_norm
-from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
-from nanovllm.extras.kernels.dense_layers import dense_parts
-from nanovllm.extras.models.llama import LlamaDecoderLayer
-from nanovllm.extras.models.masking import AttentionOptions
-from nanovllm.extras.models.network_config import NetworkConfig
-from nanovllm.extras.models.rope import Rope, ScaledRotary
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary, Rotary
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.cuda.input_buffer import map_tensors
+from nanovllm_extras.kernels.backend import AttentionBackend
+from nanovllm_extras.kernels.cuda import cuda_decoder_layer as decoder_layer
+from nanovllm_extras.kernels.cuda import few_tokens
+from nanovllm_extras.kernels.cuda.activation import silu_and_mul
+from nanovllm_extras.kernels.cuda.cuda_decoder_layer import (
+    RotaryTable,
+    TritonDecoderLayer,
+    TritonRMSNorm,
+    replace_layers,
+)
+from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm_extras.kernels.cuda.norm_kernels import norm_rotary_store, rms_norm
+from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
+from nanovllm_extras.kernels.dense_layers import dense_parts
+from nanovllm_extras.models.llama import LlamaDecoderLayer
+from nanovllm_extras.models.masking import AttentionOptions
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.rope import Rope, ScaledRotary
 from tests.extras.attention_steps import Step
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -465,7 +465,7 @@ def test_all_layers_are_replaced_and_keep_their_weights():
     backend = TritonAttention(4, 2, 16, 16, kv_cache_dtype="fp8", k_scale=0.5, v_scale=3.0)
     model = make_model(config, backend)
     weights = {parameter.data_ptr() for parameter in model.parameters()}
-    backend.replace_layers(model, 128)
+    backend.make_fast(model, 128)
     assert {parameter.data_ptr() for parameter in model.parameters()} == weights
     decoder = model.model
     assert [type(layer) for layer in decoder.layers] == [TritonDecoderLayer] * 2
@@ -504,7 +504,7 @@ def test_flash_attention_replaces_layers_where_triton_is_installed(monkeypatch):
             if not is_installed:
                 patch.setitem(sys.modules, "triton", None)
             model = make_model(small_config(), backend)
-            backend.replace_layers(model, 128)
+            backend.make_fast(model, 128)
         assert (type(model.model.layers[1]) is TritonDecoderLayer) == is_installed
         assert (type(model.model.norm) is TritonRMSNorm) == is_installed
 

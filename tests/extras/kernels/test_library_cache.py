@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from nanovllm.extras.kernels.cpu import library, library_cache
-from nanovllm.extras.kernels.cpu.library_cache import NoLibraryError, find_or_compile
+from nanovllm_extras.kernels.cpu import library, library_cache
+from nanovllm_extras.kernels.cpu.library_cache import NoLibraryError, find_or_compile
 
 COMPILER = """#!/bin/sh
 for last; do :; done
@@ -239,7 +239,7 @@ def test_a_server_that_is_stopped_while_it_compiles(tmp_path, number, has_cache)
     temporary.mkdir()
     cache.mkdir() if has_cache else cache.write_text("a file")
     environment = {**os.environ, "CC": str(compiler), "XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
-    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "nanovllm_extras", "serve", "--port", "0"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     pid = pid_in(pid_file, seconds=120)
     process.send_signal(number)

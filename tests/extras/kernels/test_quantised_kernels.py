@@ -11,21 +11,21 @@ import sys
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.kernels.cuda import cuda_quantised as quantised
-from nanovllm.extras.kernels.cuda import quantised_layers
-from nanovllm.extras.kernels.cuda.quantised_layers import plain_version_of, replace_quantised
-from nanovllm.extras.quantization.quantised_linear import (
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.kernels.cuda import cuda_quantised as quantised
+from nanovllm_extras.kernels.cuda import quantised_layers
+from nanovllm_extras.kernels.cuda.quantised_layers import plain_version_of, replace_quantised
+from nanovllm_extras.quantization.quantised_linear import (
     QuantisedEmbedding,
     QuantisedFusedLinear,
     QuantisedLinear,
     QuantisedWeight,
     quantise_weight,
 )
-from nanovllm.extras.quantization.quantised_linear import multiply as multiply_by_definition
-from nanovllm.extras.self_check import runner_check
-from nanovllm.extras.self_check.comparison import SelfCheckError
-from nanovllm.extras.self_check.crash_test import CrashTest
+from nanovllm_extras.quantization.quantised_linear import multiply as multiply_by_definition
+from nanovllm_extras.self_check import runner_check
+from nanovllm_extras.self_check.comparison import SelfCheckError
+from nanovllm_extras.self_check.crash_test import CrashTest
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nanovllm.extras.kernels.cpu.library import SOURCE, bound_cpus
+from nanovllm_extras.kernels.cpu.library import SOURCE, bound_cpus
 
 PROGRAM = r"""
 #include <pthread.h>
@@ -151,7 +151,7 @@ def test_a_process_has_one_team_and_a_forked_process_has_its_own():
     code = """
 import os, torch
 torch.set_num_threads(3)
-from nanovllm.extras.kernels.cpu.library import load_library
+from nanovllm_extras.kernels.cpu.library import load_library
 x, ids = torch.arange(64.0).view(8, 8), torch.zeros(8, dtype=torch.int64)
 def compute():
     ids.zero_()
@@ -178,7 +178,7 @@ def test_workers_are_not_bound_to_the_processor_of_the_main_thread():
 import os, torch
 torch.set_num_threads(2)
 bound, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
-from nanovllm.extras.kernels.cpu.library import load_library
+from nanovllm_extras.kernels.cpu.library import load_library
 x, ids = torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64)
 load_library(torch.float32).argmax(x.data_ptr(), ids.data_ptr(), 8, 8)
 (worker,) = set(os.listdir("/proc/self/task")) - before

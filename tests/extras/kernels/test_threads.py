@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.kernels.cpu import threads
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.kernels.cpu import threads
 from tests.extras.kernels.processors import need_a_compiler
 
 
@@ -82,7 +82,7 @@ def test_threads_that_are_bound_are_not_one_thread(name):
     """The main thread is bound to one processor, and the others to the other processors."""
     cpus = sorted(os.sched_getaffinity(0))
     value = {"OMP_PROC_BIND": "true", "OMP_PLACES": "threads"}.get(name, " ".join(map(str, cpus)))
-    code = "import torch; from nanovllm.extras.kernels.cpu import threads; threads.limit_threads()"
+    code = "import torch; from nanovllm_extras.kernels.cpu import threads; threads.limit_threads()"
     code += "; print(torch.get_num_threads())"
     environment = {key: text for key, text in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
     run = subprocess.run(
@@ -96,7 +96,7 @@ def test_threads_that_are_bound_are_not_one_thread(name):
 @pytest.mark.slow
 def test_a_process_of_its_own_takes_its_cores():
     """And its waiting threads soon sleep: libgomp is told before torch loads it."""
-    code = f"import os, nanovllm; llm = nanovllm.LLM({str(TINY_QWEN3)!r}, device='cpu', num_kv_blocks=8)"
+    code = f"import os, nanovllm; llm = nanovllm_extras.LLM({str(TINY_QWEN3)!r}, device='cpu', num_kv_blocks=8)"
     code += "; print(llm.engine.description); print('left behind', [name for name in os.environ if 'GOMP' in name])"
     code += "; print('pools', *{line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line})"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
@@ -115,7 +115,7 @@ def test_a_process_of_its_own_takes_its_cores():
 def test_ranks_are_not_bound_to_the_processor_of_the_main_thread():
     code = """
 import os, socket, torch
-from nanovllm.extras.parallel.processes import start_process
+from nanovllm_extras.parallel.processes import start_process
 before = os.sched_getaffinity(0)
 ours, theirs = socket.socketpair()
 process = start_process(theirs, (), 1)

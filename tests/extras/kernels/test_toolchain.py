@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.kernels.cpu import library as cpu
-from nanovllm.extras.kernels.cpu import library_cache, toolchain
-from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.kernels.cpu import library as cpu
+from nanovllm_extras.kernels.cpu import library_cache, toolchain
+from nanovllm_extras.kernels.cpu.library import NoLibraryError, load_library
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

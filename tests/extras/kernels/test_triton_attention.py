@@ -16,16 +16,16 @@ import pytest
 import torch
 from packaging.version import Version
 
-from nanovllm import LLM
-from nanovllm.extras.kernels.choices import select_backend, with_small_cache
-from nanovllm.extras.models.masking import AttentionOptions
 from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras import LLM
+from nanovllm_extras.kernels.choices import select_backend, with_small_cache
+from nanovllm_extras.models.masking import AttentionOptions
 from tests.extras.kernels.conftest import KERNEL_TESTS
 
 pytest.importorskip("triton")
 
 from benchmarks.kernel_resources import BUILDS, GPUS, TABLE, all_cases, compile_case, one_of_each, table_cases
-from nanovllm.extras.kernels.cuda import (
+from nanovllm_extras.kernels.cuda import (
     activation,
     delta_chunks,
     delta_kernels,
@@ -36,14 +36,14 @@ from nanovllm.extras.kernels.cuda import (
     store_kv,
     truncate,
 )
-from nanovllm.extras.kernels.cuda import (
+from nanovllm_extras.kernels.cuda import (
     cuda_quantised as quantised,
 )
-from nanovllm.extras.kernels.cuda import (
+from nanovllm_extras.kernels.cuda import (
     norm_kernels as norm,
 )
-from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
-from nanovllm.extras.kernels.cuda.kernel_launch import (
+from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm_extras.kernels.cuda.kernel_launch import (
     GPU,
     Launch,
     choose_chunk_splits,
@@ -52,7 +52,7 @@ from nanovllm.extras.kernels.cuda.kernel_launch import (
     flash_attn_splits,
     prefill_launch,
 )
-from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
+from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (

@@ -9,13 +9,13 @@ import math
 import pytest
 import torch
 
-from nanovllm import Config
-from nanovllm.extras.kv_groups.equal_blocks import LONG, lay_out
-from nanovllm.extras.kv_groups.equal_blocks_runner import slots_of_pieces
-from nanovllm.extras.kv_groups.groups import KVGroup
-from nanovllm.extras.kv_groups.layer_groups import describe_tables, group_layers, why_one_table
-from nanovllm.extras.models.architectures import find_architecture
-from nanovllm.extras.models.masking import AttentionOptions
+from nanovllm_extras import Config
+from nanovllm_extras.kv_groups.equal_blocks import LONG, lay_out
+from nanovllm_extras.kv_groups.equal_blocks_runner import slots_of_pieces
+from nanovllm_extras.kv_groups.groups import KVGroup
+from nanovllm_extras.kv_groups.layer_groups import describe_tables, group_layers, why_one_table
+from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.models.masking import AttentionOptions
 from tests.extras.models.gemma4_checkpoints import FULL, WINDOW, make_config
 
 SHAPES = {  # (layers, heads, numbers of a head) that see all tokens; the same with a window

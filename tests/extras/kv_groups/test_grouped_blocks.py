@@ -8,11 +8,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm.extras.kv_groups.grouped_swap import GroupedSwapSpace
-from nanovllm.extras.kv_groups.layer_groups import LayerGroups, LayerPlace, group_layers
-from nanovllm.extras.models.masking import AttentionOptions
-from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm_extras.kv_groups.grouped_swap import GroupedSwapSpace
+from nanovllm_extras.kv_groups.layer_groups import LayerGroups, LayerPlace, group_layers
+from nanovllm_extras.models.masking import AttentionOptions
+from nanovllm_extras.models.network_config import NetworkConfig
 from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run, SchedulerMachine, serve_behind_a_shared_window
 from tests.extras.grouped_fake_kv_cache import (

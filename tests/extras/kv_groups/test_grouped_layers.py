@@ -12,14 +12,14 @@ from collections import Counter
 
 import pytest
 
-from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
-from nanovllm.extras.full_engine import LLMEngine
-from nanovllm.extras.full_observer import Observer
-from nanovllm.extras.kv_groups.group_observer import GroupObserver
-from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm.extras.trace.check import check_recording
-from nanovllm.extras.trace.recording import read_recording
-from nanovllm.extras.trace.replay import Replay
+from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
+from nanovllm_extras.full_engine import LLMEngine
+from nanovllm_extras.full_observer import Observer
+from nanovllm_extras.kv_groups.group_observer import GroupObserver
+from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm_extras.trace.check import check_recording
+from nanovllm_extras.trace.recording import read_recording
+from nanovllm_extras.trace.replay import Replay
 from tests.conftest import every_second
 from tests.extras.models.architectures import Checkpoints
 from tests.extras.models.gemma4_checkpoints import EXPERTS, FULL, K_IS_V, NOT_SHARED, WINDOW, make_gemma4

@@ -15,25 +15,25 @@ import random
 import pytest
 import torch
 
-from nanovllm import Config, LLMEngine, SamplingParams
 from nanovllm.batch import build_batch
-from nanovllm.extras.cuda.graphs import CudaGraphs, DecodeInputs, choose_graphs
-from nanovllm.extras.cuda.input_buffer import InputBuffer
-from nanovllm.extras.device_setup import Device
-from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
-from nanovllm.extras.kv_groups.equal_blocks_runner import EqualBlocksRunner
-from nanovllm.extras.kv_groups.group_runner import GroupRunner, ShapesRunner
-from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm.extras.kv_groups.grouped_graphs import GroupedCudaGraphs, WindowInputs
-from nanovllm.extras.kv_groups.grouped_runner import GroupedLayersRunner, LayersOfBlocks
-from nanovllm.extras.kv_groups.grouped_tables import GroupedBlockTables, GroupedMetadata
-from nanovllm.extras.plain_runner import compute_eagerly
-from nanovllm.extras.self_check.runner_check import SelfCheck
-from nanovllm.extras.self_check.stored_results import StoredResult
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.scheduler import make_step
+from nanovllm_extras import Config, LLMEngine, SamplingParams
+from nanovllm_extras.cuda.graphs import CudaGraphs, DecodeInputs, choose_graphs
+from nanovllm_extras.cuda.input_buffer import InputBuffer
+from nanovllm_extras.device_setup import Device
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm_extras.kv_groups.equal_blocks_runner import EqualBlocksRunner
+from nanovllm_extras.kv_groups.group_runner import GroupRunner, ShapesRunner
+from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm_extras.kv_groups.grouped_graphs import GroupedCudaGraphs, WindowInputs
+from nanovllm_extras.kv_groups.grouped_runner import GroupedLayersRunner, LayersOfBlocks
+from nanovllm_extras.kv_groups.grouped_tables import GroupedBlockTables, GroupedMetadata
+from nanovllm_extras.plain_runner import compute_eagerly
+from nanovllm_extras.self_check.runner_check import SelfCheck
+from nanovllm_extras.self_check.stored_results import StoredResult
 from tests.extras.cuda import test_core_graphs, test_graphs
 from tests.extras.cuda.test_core_graphs import recorded  # noqa: F401 (a fixture)
 from tests.extras.cuda.test_host_waits import META, DeviceCheck, DeviceRecorder, kernels  # noqa: F401 (a fixture)
@@ -231,8 +231,8 @@ def test_an_eager_step_is_one_copy_and_no_wait(grouped):
 @torch.inference_mode()
 def test_steps_over_equal_blocks_do_not_wait(grouped, kernels):  # noqa: F811
     """Gemma 4 on the `meta` device, with stand-ins of Triton's kernels: eager steps, and recorded ones."""
-    from nanovllm.extras.kernels.cuda.sample import sample_tokens
-    from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
+    from nanovllm_extras.kernels.cuda.sample import sample_tokens
+    from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
 
     engine, batches = run_on_host(grouped.of("gemma4_e2b")[0])
     runner, buffer = EqualBlocksRunner.__new__(EqualBlocksRunner), InputBuffer(META, 1 << 16)

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.extras.kv_store.conversations import (
+from nanovllm_extras.kv_store.conversations import (
     UnknownNameError,
     delete_conversation,
     list_conversations,
     restore_conversation,
     save_conversation,
 )
-from nanovllm.extras.kv_store.disk_tier import DiskTier
-from nanovllm.extras.kv_store.tier import BlockName
+from nanovllm_extras.kv_store.disk_tier import DiskTier
+from nanovllm_extras.kv_store.tier import BlockName
 from tests.conftest import examples
 from tests.extras.kv_store.tier_machine import MAX_BYTES, block_data, block_name
 

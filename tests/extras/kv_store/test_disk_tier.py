@@ -13,8 +13,8 @@ import time
 import pytest
 from hypothesis import settings
 
-from nanovllm.extras.kv_store import disk_tier
-from nanovllm.extras.kv_store.disk_tier import DiskTier
+from nanovllm_extras.kv_store import disk_tier
+from nanovllm_extras.kv_store.disk_tier import DiskTier
 from tests.conftest import examples
 from tests.extras.kv_store.forked import die_at, fork, join
 from tests.extras.kv_store.tier_machine import (

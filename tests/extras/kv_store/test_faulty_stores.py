@@ -8,15 +8,15 @@ import time
 import numpy as np
 import pytest
 
-from nanovllm import LLM, Config, SamplingParams
-from nanovllm.extras.isolation import IsolatingEngine
-from nanovllm.extras.kv_store.memory_tier import MemoryTier
-from nanovllm.extras.kv_store.saver import Saver
-from nanovllm.extras.kv_store.tier import Tier
-from nanovllm.extras.logits import BiasRows, LogitBias
-from nanovllm.extras.roll_back import reset_prefix_cache
-from nanovllm.extras.trace.check import check_recording
-from nanovllm.extras.trace.recording import read_recording
+from nanovllm_extras import LLM, Config, SamplingParams
+from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.kv_store.memory_tier import MemoryTier
+from nanovllm_extras.kv_store.saver import Saver
+from nanovllm_extras.kv_store.tier import Tier
+from nanovllm_extras.logits import BiasRows, LogitBias
+from nanovllm_extras.roll_back import reset_prefix_cache
+from nanovllm_extras.trace.check import check_recording
+from nanovllm_extras.trace.recording import read_recording
 
 OPTIONS = {
     "attention_backend": "torch",

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import nanovllm
-from nanovllm.extras.kv_store import shared_slots, shared_tier
-from nanovllm.extras.kv_store.conversations import save_conversation
-from nanovllm.extras.kv_store.shared_tier import SharedTier
+from nanovllm_extras.kv_store import shared_slots, shared_tier
+from nanovllm_extras.kv_store.conversations import save_conversation
+from nanovllm_extras.kv_store.shared_tier import SharedTier
 from tests.conftest import examples
 from tests.extras.kv_store.forked import die_at, fork, join
 from tests.extras.kv_store.tier_machine import MAX_BYTES, block_data, block_name, files_of, load
@@ -172,13 +172,13 @@ def test_a_process_that_ends_without_closing_frees_the_memory(root):
     package = os.path.dirname(nanovllm.__file__)
     code = f"""
 import sys, types
-for name, folder in (("nanovllm", ""), ("nanovllm.extras", "/extras")):
+for name, folder in (("nanovllm", ""), ("nanovllm_extras", "/extras")):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [{package!r} + folder]
 from pathlib import Path
 import numpy as np
-from nanovllm.extras.kv_store.shared_tier import SharedTier
-from nanovllm.extras.kv_store.tier import BlockName
+from nanovllm_extras.kv_store.shared_tier import SharedTier
+from nanovllm_extras.kv_store.tier import BlockName
 tier = SharedTier("default", 1000, root=Path({str(root)!r}))
 block = BlockName(bytes(32), bytes(16))
 tier.save(block, np.zeros(40, np.uint8))

@@ -5,7 +5,7 @@ A model that drafts for itself is always right, if its own cache holds what it s
 
 import pytest
 
-from nanovllm import LLM, Config, LLMEngine
+from nanovllm_extras import LLM, Config, LLMEngine
 from tests.conftest import examples
 from tests.extras.kv_store.test_store_parity import MEMORY, TORCH, make_requests, serve, tokens_of
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.kv_store.keys import digest_folder, make_root_key, names_of
-from nanovllm.extras.kv_store.memory_tier import MemoryTier
-from nanovllm.extras.kv_store.tier import BlockName, Chain, Tier
-from nanovllm.extras.request_params import SamplingParams
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.kv_store.keys import digest_folder, make_root_key, names_of
+from nanovllm_extras.kv_store.memory_tier import MemoryTier
+from nanovllm_extras.kv_store.tier import BlockName, Chain, Tier
+from nanovllm_extras.request_params import SamplingParams
 from tests.conftest import examples
 
 SIZE = 8  # bytes of a block

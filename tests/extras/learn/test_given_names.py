@@ -4,9 +4,9 @@ import ast
 
 import pytest
 
-from nanovllm.extras.learn.catalog import list_exercises
-from nanovllm.extras.learn.exercise import Build, find_functions
-from nanovllm.extras.learn.texts import LANGUAGES
+from nanovllm_extras.learn.catalog import list_exercises
+from nanovllm_extras.learn.exercise import Build, find_functions
+from nanovllm_extras.learn.texts import LANGUAGES
 
 BUILDS = {one.name: one for one in list_exercises() if isinstance(one, Build) and one.names}
 

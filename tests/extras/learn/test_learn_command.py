@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from nanovllm.extras.learn import learn_command
-from nanovllm.extras.learn.catalog import CHAPTERS
-from nanovllm.extras.learn.folder import Folder
-from nanovllm.extras.trace.recording import read_recording
+from nanovllm_extras.learn import learn_command
+from nanovllm_extras.learn.catalog import CHAPTERS
+from nanovllm_extras.learn.folder import Folder
+from nanovllm_extras.trace.recording import read_recording
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_what_is_not_a_number_is_not_counted_as_a_check(learn):
 def test_watch_checks_a_file_that_is_saved(tmp_path):
     """A check in a process that is warm takes at most two seconds on an idle machine."""
     learn_command.main(["start", "1", "--folder", str(tmp_path)])
-    command = [sys.executable, "-u", "-m", "nanovllm", "learn", "watch", "--folder", str(tmp_path)]
+    command = [sys.executable, "-u", "-m", "nanovllm_extras", "learn", "watch", "--folder", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         try:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanovllm.extras.learn.catalog import find_exercise
-from nanovllm.extras.learn.policy import (
+from nanovllm_extras.learn.catalog import find_exercise
+from nanovllm_extras.learn.policy import (
     MAX_SCORE,
     OURS,
     Request,
@@ -15,7 +15,7 @@ from nanovllm.extras.learn.policy import (
     serve,
     shortest_first,
 )
-from nanovllm.extras.learn.texts import LANGUAGES
+from nanovllm_extras.learn.texts import LANGUAGES
 
 START = "def my_policy(request):\n    return "
 RIGHT = "request.num_prompt_tokens + 8 * request.arrival + 60 * request.num_earlier"

@@ -13,8 +13,9 @@ import torch
 
 from nanovllm import TINY_QWEN3
 from nanovllm.detokenizer import Detokenizer
-from nanovllm.extras.learn.answers import load
-from nanovllm.extras.learn.exercises import (
+from nanovllm.sampler import apply_top_p, invert_distribution
+from nanovllm_extras.learn.answers import load
+from nanovllm_extras.learn.exercises import (
     draw_token,
     graph_padding,
     hand_over,
@@ -26,9 +27,8 @@ from nanovllm.extras.learn.exercises import (
     top_p,
     verify_draft,
 )
-from nanovllm.extras.learn.given import one_file
-from nanovllm.extras.learn.simulation import VOCABULARY, mix
-from nanovllm.sampler import apply_top_p, invert_distribution
+from nanovllm_extras.learn.given import one_file
+from nanovllm_extras.learn.simulation import VOCABULARY, mix
 
 
 def solution(module):

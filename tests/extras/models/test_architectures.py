@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm_extras import LLM, SamplingParams
 from tests.extras.models.architectures import ARCHITECTURES, MAX_TOKENS, Checkpoints
 
 # of the engine; blocks of 16 are the `cpu` backend's too

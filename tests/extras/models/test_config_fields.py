@@ -10,9 +10,9 @@ import logging
 import pytest
 import torch
 
-from nanovllm import LLM
-from nanovllm.extras.models.architectures import find_architecture
-from nanovllm.extras.models.rope_types import ScaledRope
+from nanovllm_extras import LLM
+from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.models.rope_types import ScaledRope
 from tests.extras.models.architectures import ARCHITECTURES, IS_4, NO_FIELDS, Checkpoints
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.models.test_architectures import logits_of

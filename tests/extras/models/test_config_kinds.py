@@ -10,7 +10,7 @@ import logging
 import pytest
 import torch
 
-from nanovllm import LLM
+from nanovllm_extras import LLM
 from tests.extras.models.architectures import ARCHITECTURES, IS_4, Checkpoints
 from tests.extras.models.test_architectures import logits_of
 from tests.extras.models.test_config_fields import SKIPPED, logits_of_transformers, read, written

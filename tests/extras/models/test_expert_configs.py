@@ -10,8 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.models.architectures import find_architecture
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.models.architectures import find_architecture
 from tests.extras.models.architectures import ARCHITECTURES, IS_4, Checkpoints
 
 CASES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")

@@ -14,9 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.models.architectures import find_architecture
-from nanovllm.extras.parallel.cut import share_of
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.parallel.cut import share_of
 from tests.extras.models.gemma4_checkpoints import (
     FULL,
     GEMMA4,

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.extras.fp8_kv import with_fp8_cache
-from nanovllm.extras.kernels.choices import LATENT_BACKENDS, select_backend
-from nanovllm.extras.models.latent_attention import TorchLatentAttention, UpProjection, deinterleave
-from nanovllm.extras.swap.space import SwapMoves
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary import ApplyRotary
+from nanovllm_extras.fp8_kv import with_fp8_cache
+from nanovllm_extras.kernels.choices import LATENT_BACKENDS, select_backend
+from nanovllm_extras.models.latent_attention import TorchLatentAttention, UpProjection, deinterleave
+from nanovllm_extras.swap.space import SwapMoves
 from tests.extras.attention_steps import LatentStep, attend_with_loops, random_lens
 from tests.extras.swap.test_host_blocks import allocate
 

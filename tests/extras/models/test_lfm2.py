@@ -10,11 +10,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nanovllm import SamplingParams
-from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
-from nanovllm.extras.models.architectures import find_architecture
-from nanovllm.extras.models.lfm2 import Lfm2ConvLayer
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
+from nanovllm_extras import SamplingParams
+from nanovllm_extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
+from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.models.lfm2 import Lfm2ConvLayer
 from tests.extras.models.hybrid_checkpoints import (
     LFM2,
     LFM2_VARIANTS,

@@ -15,7 +15,7 @@ import torch
 import bench
 import example
 from benchmarks import offline
-from nanovllm.extras.models.architectures import ARCHITECTURES as REGISTERED
+from nanovllm_extras.models.architectures import ARCHITECTURES as REGISTERED
 from tests.extras.models.architectures import ARCHITECTURES, Checkpoints
 from tests.hub_cache import put_into_cache
 from tests.tiny_tokenizers import byte_level
@@ -114,7 +114,7 @@ def test_a_model_without_a_tokenizer_is_refused_by_the_example(checkpoints, monk
 
 def test_the_table_lists_every_architecture_with_the_file_that_has_its_class():
     text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    row = r"^\| (`\w+ForCausalLM`.*?) \|.*?\| \[`\w+\.py`\]\(\.\./(nanovllm/(?:extras/)?models/\w+\.py)\).*? \|"
+    row = r"^\| (`\w+ForCausalLM`.*?) \|.*?\| \[`\w+\.py`\]\(\.\./(nanovllm(?:_extras)?/models/\w+\.py)\).*? \|"
     rows = re.findall(row, text, re.M)
     listed = {name: file for names, file in rows for name in re.findall(r"`(\w+)`", names)}
     assert set(listed) == set(REGISTERED)
@@ -131,7 +131,7 @@ def test_every_architecture_is_tested():
 
 def test_a_page_of_a_model_stays_a_page():
     """Its layers, that is; before them stands the function that reads its config."""
-    files = [*ROOT.glob("nanovllm/models/*.py"), *ROOT.glob("nanovllm/extras/models/*.py")]
+    files = [*ROOT.glob("nanovllm/models/*.py"), *ROOT.glob("nanovllm_extras/models/*.py")]
     texts = {path: path.read_text(encoding="utf-8") for path in files}
     assert len(texts) > len(ARCHITECTURES)
     assert {name for name, text in texts.items() if len(text.splitlines()) > 240} == set()

@@ -6,14 +6,14 @@ import transformers
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 
-from nanovllm.extras.models.gated_mlp import GatedMLP
-from nanovllm.extras.models.group_routing import (
+from nanovllm_extras.models.gated_mlp import GatedMLP
+from nanovllm_extras.models.group_routing import (
     SigmoidRouter,
     choose_in_groups,
     route_by_sigmoid_in_groups,
     route_by_softmax_in_groups,
 )
-from nanovllm.extras.models.moe import Experts, Router, route_by_softmax
+from nanovllm_extras.models.moe import Experts, Router, route_by_softmax
 
 HIDDEN, INNER = 12, 20
 

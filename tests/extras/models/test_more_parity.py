@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from nanovllm import SamplingParams
+from nanovllm_extras import SamplingParams
 from tests.extras.models import gemma4_checkpoints, hybrid_checkpoints
 from tests.extras.models.architectures import Checkpoints
 from tests.extras.models.hybrid_checkpoints import LENS, MAX_TOKENS, continue_greedily, logprobs_of

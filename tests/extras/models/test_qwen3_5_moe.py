@@ -10,8 +10,8 @@ import pytest
 import transformers
 from safetensors.torch import save_file
 
-from nanovllm.extras.kernels.cpu.experts import CpuExperts
-from nanovllm.extras.models.architectures import find_architecture
+from nanovllm_extras.kernels.cpu.experts import CpuExperts
+from nanovllm_extras.models.architectures import find_architecture
 from tests.extras.models.hybrid_checkpoints import EXPERTS, QWEN35, HybridCheckpoints, make_config
 from tests.extras.models.test_qwen3_5 import check_greedy, make_llm
 

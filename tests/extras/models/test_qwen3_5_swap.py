@@ -8,10 +8,10 @@ import itertools
 
 import pytest
 
-from nanovllm import SamplingParams
-from nanovllm.extras.states.host_states import SwappingStateKVCache
-from nanovllm.extras.states.slots import StateBlockManager
-from nanovllm.extras.states.state_swap import StateSwapSpace
+from nanovllm_extras import SamplingParams
+from nanovllm_extras.states.host_states import SwappingStateKVCache
+from nanovllm_extras.states.slots import StateBlockManager
+from nanovllm_extras.states.state_swap import StateSwapSpace
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, logprobs_of
 from tests.extras.models.test_qwen3_5 import GREEDY, TINY_POOLS, check_all_free, check_greedy, logprobs, make_llm
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
-from nanovllm.extras.models.architectures import find_architecture
-from nanovllm.extras.models.qwen3_variants import Qwen3VariantForCausalLM, read_qwen3_config
-from nanovllm.extras.models.rope import Rope
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.models.qwen3_variants import Qwen3VariantForCausalLM, read_qwen3_config
+from nanovllm_extras.models.rope import Rope
 from tests.test_qwen3 import NAMES as CORE_NAMES
 from tests.test_qwen3 import QWEN3_0_6B, SHAPE, WRITTEN_BY_TRANSFORMERS_5, rope_theta_of
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.extras.models.qwen3_variants import Qwen3VariantDecoderLayer
+from nanovllm_extras.models.qwen3_variants import Qwen3VariantDecoderLayer
 from tests.extras.models.test_qwen3_variants import read
 
 

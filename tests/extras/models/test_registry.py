@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from nanovllm.extras.checkpoint import read_model_config
-from nanovllm.extras.models.architectures import find_architecture
+from nanovllm_extras.checkpoint import read_model_config
+from nanovllm_extras.models.architectures import find_architecture
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -23,9 +23,9 @@ SHAPE = {
 def test_the_core_imports_no_other_architecture_and_no_extra():
     """Nor do the kernels after it, which do not import triton either."""
     find = f"from nanovllm.models import find_architecture; find_architecture({SHAPE}).read_config({SHAPE})"
-    kernels = "import nanovllm.extras.kernels.cpu.cpu_attention"
+    kernels = "import nanovllm_extras.kernels.cpu.cpu_attention"
     listed = "print(*(name for name in sys.modules if name.startswith('nanovllm.models.')))"
-    groups = ("nanovllm.extras.models.", "nanovllm.extras.kernels.cuda.", "triton")
+    groups = ("nanovllm_extras.models.", "nanovllm_extras.kernels.cuda.", "triton")
     others = f"print(*(name for name in sys.modules if name.startswith({groups})))"
     code = f"import sys; {find}; {listed}; {kernels}; {listed}; {others}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -34,7 +34,7 @@ def test_the_core_imports_no_other_architecture_and_no_extra():
     core = {"config", "qwen3"}
     assert {name.removeprefix("nanovllm.models.") for name in models.split()} == core
     assert {name.removeprefix("nanovllm.models.") for name in also_after_kernels.split()} == core
-    assert {name.removeprefix("nanovllm.extras.models.") for name in extras.split()} <= {
+    assert {name.removeprefix("nanovllm_extras.models.") for name in extras.split()} <= {
         "gated_mlp",
         "masking",
         "network_config",
@@ -52,8 +52,8 @@ def test_the_core_imports_no_other_architecture_and_no_extra():
     ids=str,
 )
 def test_a_file_is_imported_when_a_config_asks_for_it(monkeypatch, changed, file):
-    monkeypatch.setitem(sys.modules, f"nanovllm.extras.models.{file}", None)  # as if the file were not there
-    with pytest.raises(ImportError, match=f"nanovllm.extras.models.{file}"):
+    monkeypatch.setitem(sys.modules, f"nanovllm_extras.models.{file}", None)  # as if the file were not there
+    with pytest.raises(ImportError, match=f"nanovllm_extras.models.{file}"):
         find_architecture({**SHAPE, **changed})
 
 
@@ -68,7 +68,7 @@ def test_a_file_is_imported_when_a_config_asks_for_it(monkeypatch, changed, file
 )
 def test_a_plain_config_needs_no_extra(monkeypatch, tmp_path, changed):
     for file in ("rope_types", "qwen3_variants", "architectures", "masking"):
-        monkeypatch.setitem(sys.modules, f"nanovllm.extras.models.{file}", None)
+        monkeypatch.setitem(sys.modules, f"nanovllm_extras.models.{file}", None)
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **changed}))
     model_class, shape = read_model_config(tmp_path)
     assert model_class.__module__ == "nanovllm.models.qwen3"

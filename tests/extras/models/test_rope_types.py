@@ -10,9 +10,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanovllm import LLM
-from nanovllm.extras.models.architectures import find_architecture
-from nanovllm.extras.models.phi3 import read_phi3_config
+from nanovllm_extras import LLM
+from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.models.phi3 import read_phi3_config
 from tests.extras.models.architectures import ARCHITECTURES, Checkpoints, longrope
 from tests.extras.models.test_architectures import logits_of
 from tests.extras.models.test_qwen3_variants import check_equals_transformers, read

@@ -11,17 +11,17 @@ import os
 import pytest
 import torch
 
-from nanovllm import LLM, Config, SamplingParams
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.isolation import IsolatingEngine
-from nanovllm.extras.kv_store.disk_tier import LENGTHS, MAGIC
-from nanovllm.extras.kv_store.kv_slots import Slots
-from nanovllm.extras.kv_store.memory_tier import MemoryTier
-from nanovllm.extras.logits import BiasRows, LogitBias
-from nanovllm.extras.roll_back import reset_prefix_cache
-from nanovllm.extras.states.state_store import StateKVStore, name_of_state
-from nanovllm.extras.trace.check import check_recording
-from nanovllm.extras.trace.recording import read_recording
+from nanovllm_extras import LLM, Config, SamplingParams
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.kv_store.disk_tier import LENGTHS, MAGIC
+from nanovllm_extras.kv_store.kv_slots import Slots
+from nanovllm_extras.kv_store.memory_tier import MemoryTier
+from nanovllm_extras.logits import BiasRows, LogitBias
+from nanovllm_extras.roll_back import reset_prefix_cache
+from nanovllm_extras.states.state_store import StateKVStore, name_of_state
+from nanovllm_extras.trace.check import check_recording
+from nanovllm_extras.trace.recording import read_recording
 from tests.extras.kv_store.test_faulty_stores import Forgetful
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, continue_greedily, logprobs_of
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, check_greedy, logprobs, make_llm

@@ -6,7 +6,7 @@
 import pytest
 import transformers
 
-from nanovllm.extras.models.architectures import find_architecture
+from nanovllm_extras.models.architectures import find_architecture
 
 SHAPE = {
     "vocab_size": 200,

@@ -5,8 +5,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from nanovllm.extras.parallel import processes
-from nanovllm.extras.parallel import start_ranks as start
+from nanovllm_extras.parallel import processes
+from nanovllm_extras.parallel import start_ranks as start
 from tests.extras.parallel.rank_threads import QueueCommunicator, RankThread
 from tests.extras.parallel.shareable import ShareableCheckpoints
 

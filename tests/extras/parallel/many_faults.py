@@ -106,7 +106,7 @@ def visible():
     processes = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"nanovllm/extras/parallel/rank.py" in path.read_bytes():
+            if b"nanovllm_extras/parallel/rank.py" in path.read_bytes():
                 processes.add(path.parent.name)
         except OSError:
             pass

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
-from nanovllm.extras.parallel import rank as rank_process
-from nanovllm.extras.parallel.communicator import CommunicationError, Communicator, join_columns, sum_parts
+from nanovllm_extras.parallel import rank as rank_process
+from nanovllm_extras.parallel.communicator import CommunicationError, Communicator, join_columns, sum_parts
 
 
 class RankThread(threading.Thread):

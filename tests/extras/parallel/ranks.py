@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.distributed import HashStore
 
-from nanovllm.extras.kernels.cpu.library import load_library
-from nanovllm.extras.parallel.communicator import GlooCommunicator
-from nanovllm.extras.parallel.shared_memory import SharedMemoryCommunicator
+from nanovllm_extras.kernels.cpu.library import load_library
+from nanovllm_extras.parallel.communicator import GlooCommunicator
+from nanovllm_extras.parallel.shared_memory import SharedMemoryCommunicator
 from tests.extras.kernels.processors import need_a_compiler
 
 KINDS = ["gloo", "shared memory", "shared memory, asleep"]  # `asleep`: a rank that waits does not spin first

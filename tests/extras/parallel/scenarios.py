@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.dead import EngineDeadError
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.dead import EngineDeadError
 
 PLANTED = Path(__file__).with_name("planted")
 PROMPTS = [[1, 2, 3, 4], [9, 8, 7]]
@@ -502,7 +502,7 @@ def two_engines(model):
 
 
 def async_engine(model, how):
-    from nanovllm.extras.serve.async_llm import AsyncLLM
+    from nanovllm_extras.serve.async_llm import AsyncLLM
 
     fault = Fault("attention", "kill", 40) if how == "step" else None
 

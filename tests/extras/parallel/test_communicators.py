@@ -13,11 +13,11 @@ import torch
 
 from benchmarks import all_reduce
 from nanovllm import TINY_QWEN3
-from nanovllm.extras.all_options import Config
-from nanovllm.extras.kernels.cpu.library import load_library
-from nanovllm.extras.parallel.communicator import CommunicationError, GlooCommunicator
-from nanovllm.extras.parallel.meeting import make_meeting
-from nanovllm.extras.parallel.shared_memory import BUFFER_BYTES, SharedMemoryCommunicator
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.kernels.cpu.library import load_library
+from nanovllm_extras.parallel.communicator import CommunicationError, GlooCommunicator
+from nanovllm_extras.parallel.meeting import make_meeting
+from nanovllm_extras.parallel.shared_memory import BUFFER_BYTES, SharedMemoryCommunicator
 from tests.conftest import examples
 from tests.extras.parallel.ranks import KINDS, Ranks, after, child_of, threads_of
 from tests.extras.parallel.zygote import ROOT
@@ -319,7 +319,7 @@ ENDS_AT_ONCE = """
 import os, sys
 import torch
 from torch.distributed import FileStore
-from nanovllm.extras.parallel.communicator import GlooCommunicator
+from nanovllm_extras.parallel.communicator import GlooCommunicator
 rank = -1
 for i in range(4):
     pids = []

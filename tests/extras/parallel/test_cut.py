@@ -12,16 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm import LLM, Config
-from nanovllm.extras import weights
-from nanovllm.extras.checkpoint import read_model_config
-from nanovllm.extras.dead import EngineDeadError
-from nanovllm.extras.models.architectures import find_architecture
-from nanovllm.extras.parallel import cut as cut_module
-from nanovllm.extras.parallel.cut import Cut, Cutter, read_part, share_of
-from nanovllm.extras.parallel.start_ranks import RankRunner
-from nanovllm.extras.weights import load_model, places_of_stored
 from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras import LLM, Config, weights
+from nanovllm_extras.checkpoint import read_model_config
+from nanovllm_extras.dead import EngineDeadError
+from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.parallel import cut as cut_module
+from nanovllm_extras.parallel.cut import Cut, Cutter, read_part, share_of
+from nanovllm_extras.parallel.start_ranks import RankRunner
+from nanovllm_extras.weights import load_model, places_of_stored
 from tests.conftest import examples
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.extras.parallel.shareable import LATENT

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.extras.parallel.communicator import CommunicationError, GlooCommunicator
+from nanovllm_extras.parallel.communicator import CommunicationError, GlooCommunicator
 
 
 class Work:

@@ -11,19 +11,19 @@ import itertools
 import pytest
 import torch
 
-from nanovllm import Config, LLMEngine, PoolingParams, SamplingParams
-from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
-from nanovllm.extras.cuda.warm_up import draws, null_batch
-from nanovllm.extras.device_setup import Device
-from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.kv_groups.group_runner import ShapesRunner
-from nanovllm.extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm.extras.overlap import NewestTokens
-from nanovllm.extras.parallel import start_ranks as start
-from nanovllm.extras.parallel.communicator import Communicator
-from nanovllm.extras.parallel.messages import Header, pack_step
-from nanovllm.extras.parallel.worker import compute_step
-from nanovllm.extras.states.state_ranks import StateRankRunner
+from nanovllm_extras import Config, LLMEngine, PoolingParams, SamplingParams
+from nanovllm_extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
+from nanovllm_extras.cuda.warm_up import draws, null_batch
+from nanovllm_extras.device_setup import Device
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.kv_groups.group_runner import ShapesRunner
+from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm_extras.overlap import NewestTokens
+from nanovllm_extras.parallel import start_ranks as start
+from nanovllm_extras.parallel.communicator import Communicator
+from nanovllm_extras.parallel.messages import Header, pack_step
+from nanovllm_extras.parallel.worker import compute_step
+from nanovllm_extras.states.state_ranks import StateRankRunner
 from tests.extras.cuda.test_graphs import draw_plainly, serve
 from tests.extras.kv_groups.test_grouped_layers import GroupedCheckpoints
 from tests.extras.kv_groups.test_groups_on_cuda import make_backends
@@ -95,7 +95,7 @@ def recorders(quick_ranks, monkeypatch):
         return graphs
 
     monkeypatch.setattr("nanovllm.model_runner.TorchAttention", GatherAttention)
-    monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
+    monkeypatch.setattr("nanovllm_extras.cuda.graphs.record_graphs", record)
     monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice())
     monkeypatch.setattr(start, "connect", lambda *args: RecordedCommunicator(connect(*args), next(numbers)))
     return made

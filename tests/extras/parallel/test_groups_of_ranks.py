@@ -9,12 +9,12 @@ import dataclasses
 import pytest
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
-from nanovllm.extras.isolation import IsolatingEngine
-from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
-from nanovllm.extras.kv_groups.group_ranks import EqualBlocksRankRunner, GroupedRankRunner, ShapesRankRunner
-from nanovllm.extras.parallel import messages, worker
-from nanovllm.extras.parallel import start_ranks as start
+from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
+from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
+from nanovllm_extras.kv_groups.group_ranks import EqualBlocksRankRunner, GroupedRankRunner, ShapesRankRunner
+from nanovllm_extras.parallel import messages, worker
+from nanovllm_extras.parallel import start_ranks as start
 from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.kv_groups.test_grouped_layers import (

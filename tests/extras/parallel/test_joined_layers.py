@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm.extras.kernels.cpu.cpu_decoder_layer import fuse_layers
-from nanovllm.extras.kernels.cpu.cpu_layers import replace_layers
-from nanovllm.extras.models.network_config import NetworkConfig
-from nanovllm.extras.models.rope import Rope, ScaledRotary
-from nanovllm.extras.parallel.communicator import CommunicationError
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
+from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm_extras.kernels.cpu.cpu_decoder_layer import fuse_layers
+from nanovllm_extras.kernels.cpu.cpu_layers import replace_layers
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.rope import Rope, ScaledRotary
+from nanovllm_extras.parallel.communicator import CommunicationError
 from tests.extras.attention_steps import Step
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.kernels.test_cpu_kernels import filled, randn

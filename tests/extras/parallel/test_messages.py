@@ -13,13 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import nanovllm.extras.parallel
-from nanovllm import LLM, SamplingParams
+import nanovllm_extras.parallel
 from nanovllm.batch import Batch, SamplingBatch
-from nanovllm.extras.kv_groups.grouped_tables import GroupedMetadata
-from nanovllm.extras.kv_store.moves import StoreMoves
-from nanovllm.extras.kv_store.tier import BlockName
-from nanovllm.extras.parallel.messages import (
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
+from nanovllm_extras.kv_store.moves import StoreMoves
+from nanovllm_extras.kv_store.tier import BlockName
+from nanovllm_extras.parallel.messages import (
     HEADER_BYTES,
     LOGITS,
     MATCH,
@@ -35,11 +36,10 @@ from nanovllm.extras.parallel.messages import (
     unpack_names,
     unpack_step,
 )
-from nanovllm.extras.processed_batch import ProcessedSampling
-from nanovllm.extras.runner_hooks import draw_arguments
-from nanovllm.extras.states.slots import StateMoves
-from nanovllm.extras.swap.space import SwapMoves
-from nanovllm.layers.attention import AttentionMetadata
+from nanovllm_extras.processed_batch import ProcessedSampling
+from nanovllm_extras.runner_hooks import draw_arguments
+from nanovllm_extras.states.slots import StateMoves
+from nanovllm_extras.swap.space import SwapMoves
 from tests.conftest import examples
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -205,7 +205,7 @@ PICKLING_CALLS = {
 
 
 @pytest.mark.parametrize(
-    "file", sorted(Path(nanovllm.extras.parallel.__file__).parent.glob("*.py")), ids=lambda file: file.stem
+    "file", sorted(Path(nanovllm_extras.parallel.__file__).parent.glob("*.py")), ids=lambda file: file.stem
 )
 def test_no_file_names_what_pickles(file):
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import distributed
 
-from nanovllm.extras.parallel.communicator import CommunicationError
-from nanovllm.extras.parallel.nccl import NcclCommunicator
+from nanovllm_extras.parallel.communicator import CommunicationError
+from nanovllm_extras.parallel.nccl import NcclCommunicator
 
 TYPES = ast.parse((Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi").read_text(encoding="utf-8"))
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from dataclasses import replace
 
 import pytest
 
-from nanovllm import LLM, Config
-from nanovllm.extras.parallel import nodes
-from nanovllm.extras.parallel.nodes import accept_ranks, reach_engine
+from nanovllm_extras import LLM, Config
+from nanovllm_extras.parallel import nodes
+from nanovllm_extras.parallel.nodes import accept_ranks, reach_engine
 from tests.conftest import hf_greedy
 from tests.extras.kv_groups.test_grouped_layers import GroupedCheckpoints
 from tests.extras.models.hybrid_checkpoints import continue_greedily
@@ -33,7 +33,7 @@ ALL = bool(os.environ.get("NANOVLLM_ALL_FAULTS"))
 PROMPTS = [[1, 2, 3, 4], [9, 8, 7]]
 SCRIPT = """
 import json, sys
-from nanovllm import LLM, SamplingParams
+from nanovllm_extras import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", device="cpu", skip_tokenizer_init=True, num_kv_blocks=128, block_size=4,
           attention_backend="torch", enforce_eager=True, **json.loads(sys.argv[2]))
 greedy = SamplingParams(temperature=0, max_tokens=int(sys.argv[4]), ignore_eos=True)
@@ -240,7 +240,17 @@ class Machines:
 
     def serve(self, node, *arguments):
         options = [part for key, value in self.options(node).items() for part in (f"--{key.replace('_', '-')}", value)]
-        command = [sys.executable, "-m", "nanovllm", "serve", self.model, "--dtype", "float32", "--device", "cpu"]
+        command = [
+            sys.executable,
+            "-m",
+            "nanovllm_extras",
+            "serve",
+            self.model,
+            "--dtype",
+            "float32",
+            "--device",
+            "cpu",
+        ]
         command += ["--attention-backend", "torch", "--num-kv-blocks", 128, "--block-size", 4]
         self.launch([*command, *options, *arguments], node)
 

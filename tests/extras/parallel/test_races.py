@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from nanovllm.extras.kernels.cpu.library import SOURCE
+from nanovllm_extras.kernels.cpu.library import SOURCE
 
 PROGRAM = r"""
 #include <pthread.h>

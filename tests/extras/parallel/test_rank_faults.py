@@ -16,9 +16,9 @@ import time
 import httpx
 import pytest
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.dead import EngineDeadError
-from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.dead import EngineDeadError
+from nanovllm_extras.serve.async_llm import AsyncLLM
 from tests.conftest import hf_greedy
 from tests.extras.parallel import scenarios
 from tests.extras.parallel.many_faults import SCENARIOS, play
@@ -123,7 +123,7 @@ def test_a_fault_ends_well(zygote, tiny_checkpoint, name):
 
 
 SCRIPT = """
-from nanovllm import LLM, SamplingParams
+from nanovllm_extras import LLM, SamplingParams
 llm = LLM({model!r}, tensor_parallel_size=2, dtype="float32", device="cpu", skip_tokenizer_init=True, num_kv_blocks=64,
           attention_backend="torch", enforce_eager=True)
 print(llm.generate([[1, 2, 3, 4]], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nanovllm.extras.parallel import processes, rank, worker
+from nanovllm_extras.parallel import processes, rank, worker
 from tests.core_alone import ROOT
 
 

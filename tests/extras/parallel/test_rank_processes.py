@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12, logprobs=1),

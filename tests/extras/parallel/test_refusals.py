@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nanovllm import LLM, Config
-from nanovllm.extras.parallel import processes
-from nanovllm.extras.parallel import start_ranks as start
+from nanovllm_extras import LLM, Config
+from nanovllm_extras.parallel import processes
+from nanovllm_extras.parallel import start_ranks as start
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from nanovllm import LLM, BeamSearchParams, PoolingParams, SamplingParams
+from nanovllm_extras import LLM, BeamSearchParams, PoolingParams, SamplingParams
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.models.architectures import ARCHITECTURES, NO_FIELDS
 from tests.extras.parallel.shareable import NUM_KV_HEADS, likeliest

@@ -8,17 +8,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from nanovllm import LLM, Config, SamplingParams
-from nanovllm.extras.isolation import IsolatingEngine
-from nanovllm.extras.kernels.cpu.cpu_gated_delta import CpuGatedDeltaNet
-from nanovllm.extras.models.architectures import find_architecture
-from nanovllm.extras.models.gated_delta import GatedDeltaNet
-from nanovllm.extras.parallel import cut, joined
-from nanovllm.extras.parallel import start_ranks as start
-from nanovllm.extras.parallel.cut import Cutter, read_part, share_of
-from nanovllm.extras.states.state_ranks import StateRankRunner
-from nanovllm.extras.states.state_runner import StateRunner
 from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras import LLM, Config, SamplingParams
+from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.kernels.cpu.cpu_gated_delta import CpuGatedDeltaNet
+from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.models.gated_delta import GatedDeltaNet
+from nanovllm_extras.parallel import cut, joined
+from nanovllm_extras.parallel import start_ranks as start
+from nanovllm_extras.parallel.cut import Cutter, read_part, share_of
+from nanovllm_extras.states.state_ranks import StateRankRunner
+from nanovllm_extras.states.state_runner import StateRunner
 from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.late_runner import LateRunner

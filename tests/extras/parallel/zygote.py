@@ -27,7 +27,7 @@ def main():
 
     import torch.fx.experimental.symbolic_shapes  # noqa: F401 (what drivers need)
 
-    import nanovllm.extras.serve.async_llm  # noqa: F401
+    import nanovllm_extras.serve.async_llm  # noqa: F401
 
     faulthandler.enable()
 

@@ -8,12 +8,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanovllm import LLM, TINY_QWEN3
-from nanovllm.extras.quantization import quantised_linear
-from nanovllm.extras.quantization.quantise import quantise
-from nanovllm.extras.quantization.quantised_linear import QuantisedWeight, quantise_weight
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.linear import Linear
+from nanovllm_extras import LLM, TINY_QWEN3
+from nanovllm_extras.quantization import quantised_linear
+from nanovllm_extras.quantization.quantise import quantise
+from nanovllm_extras.quantization.quantised_linear import QuantisedWeight, quantise_weight
 from tests.extras.quantization.packers import write
 from tests.extras.quantization.test_stored_weights import FORMATS
 
@@ -66,7 +66,7 @@ def test_a_weight_is_quantised_a_few_rows_at_a_time(monkeypatch, bits):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_weight_is_packed_a_few_rows_at_a_time(monkeypatch, bits):
-    cuda_quantised = pytest.importorskip("nanovllm.extras.kernels.cuda.cuda_quantised")
+    cuda_quantised = pytest.importorskip("nanovllm_extras.kernels.cuda.cuda_quantised")
     weight = quantise_weight(randn(1024, 500), bits, 128)
     arguments = (weight.q, weight.scales, weight.zeros, bits, 128)
     whole = cuda_quantised.pack(*arguments)

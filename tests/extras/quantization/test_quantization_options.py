@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanovllm import Config
-from nanovllm.extras.quantization.quantization_options import Quantization, read_options
+from nanovllm_extras import Config
+from nanovllm_extras.quantization.quantization_options import Quantization, read_options
 
 
 @pytest.mark.parametrize(

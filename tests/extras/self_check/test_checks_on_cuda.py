@@ -12,27 +12,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm import LLM, Config, SamplingParams
 from nanovllm.cuda_graphs import CudaGraphs
-from nanovllm.extras.cuda import startup
-from nanovllm.extras.cuda.graphs import DecodeInputs, choose_graphs
-from nanovllm.extras.cuda.startup import CudaDevice
-from nanovllm.extras.device_setup import Device
-from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.kernels.backend import KernelBackend
-from nanovllm.extras.models.network_config import NetworkConfig
-from nanovllm.extras.quantization import quantised_linear
-from nanovllm.extras.self_check import crash_test, fallbacks
-from nanovllm.extras.self_check import runner_check as checks
-from nanovllm.extras.self_check.comparison import SelfCheckError
-from nanovllm.extras.self_check.core_on_cuda import CoreRunner
-from nanovllm.extras.self_check.crash_test import CrashTest
-from nanovllm.extras.self_check.random_layers import RandomLayers, describe_model
-from nanovllm.extras.self_check.stored_results import StoredResult
 from nanovllm.layers import flash_attention
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm.sampler import sample_tokens
+from nanovllm_extras import LLM, Config, SamplingParams
+from nanovllm_extras.cuda import startup
+from nanovllm_extras.cuda.graphs import DecodeInputs, choose_graphs
+from nanovllm_extras.cuda.startup import CudaDevice
+from nanovllm_extras.device_setup import Device
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.kernels.backend import KernelBackend
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.quantization import quantised_linear
+from nanovllm_extras.self_check import crash_test, fallbacks
+from nanovllm_extras.self_check import runner_check as checks
+from nanovllm_extras.self_check.comparison import SelfCheckError
+from nanovllm_extras.self_check.core_on_cuda import CoreRunner
+from nanovllm_extras.self_check.crash_test import CrashTest
+from nanovllm_extras.self_check.random_layers import RandomLayers, describe_model
+from nanovllm_extras.self_check.stored_results import StoredResult
 from tests.conftest import every_second
 from tests.cuda_stand_in import prefill
 from tests.extras.cuda import test_graphs
@@ -300,7 +300,7 @@ class ScaledLayer(torch.nn.Module):
 class KernelsOfStates(Kernels):
     factor = 1.0
 
-    def replace_layers(self, model, max_model_len):
+    def make_fast(self, model, max_model_len):
         for layer in model.model.layers:
             if layer.keeps_state:
                 layer.linear_attn = ScaledLayer(layer.linear_attn, self.factor)

@@ -18,17 +18,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
-from nanovllm.extras.dead import EngineDeadError
-from nanovllm.extras.kernels.cpu import library
-from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm.extras.models.window_layers import FULL, SLIDING
-from nanovllm.extras.self_check import crash_test, fallbacks, networks, steps
-from nanovllm.extras.self_check import runner_check as checks
-from nanovllm.extras.self_check.comparison import SelfCheckError, check_rows
-from nanovllm.extras.self_check.crash_test import CrashTest
-from nanovllm.extras.self_check.stored_results import Result, StoredResult
 from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
+from nanovllm_extras.dead import EngineDeadError
+from nanovllm_extras.kernels.cpu import library
+from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm_extras.models.window_layers import FULL, SLIDING
+from nanovllm_extras.self_check import crash_test, fallbacks, networks, steps
+from nanovllm_extras.self_check import runner_check as checks
+from nanovllm_extras.self_check.comparison import SelfCheckError, check_rows
+from nanovllm_extras.self_check.crash_test import CrashTest
+from nanovllm_extras.self_check.stored_results import Result, StoredResult
 from tests.conftest import every_second
 from tests.extras.cuda.test_core_graphs import make_engine, recorded  # noqa: F401 (a fixture)
 from tests.extras.kernels.processors import PROCESSORS, pretend
@@ -415,7 +415,7 @@ def test_a_damaged_result_is_checked_again(fresh_cache):
 
 
 def test_without_a_cache_folder_every_start_checks(fresh_cache, monkeypatch):
-    monkeypatch.setattr("nanovllm.extras.self_check.stored_results.cache_folder", lambda: Path("/proc/no such folder"))
+    monkeypatch.setattr("nanovllm_extras.self_check.stored_results.cache_folder", lambda: Path("/proc/no such folder"))
     seen = []
     monkeypatch.setattr(StoredResult, "write", lambda self, result: seen.append(result))
     for _ in range(2):
@@ -523,10 +523,10 @@ def test_the_attention_of_the_core_is_called_too():
 @pytest.mark.slow
 def test_the_attention_of_a_gpu_is_called_in_a_process_of_its_own(monkeypatch):
     """Its command, run here with the CPU's backend."""
-    attention = ["nanovllm.extras.kernels.cpu.cpu_attention.CpuAttention", [4, 2, 32, 16], "auto"]
+    attention = ["nanovllm_extras.kernels.cpu.cpu_attention.CpuAttention", [4, 2, 32, 16], "auto"]
     arguments = [attention, None, ["nanovllm.sampler.sample_tokens", 300], "float32", "cpu"]
     crash_test.call_kernels(*arguments)
-    command = [sys.executable, "-m", "nanovllm.extras.self_check.crash_test", json.dumps(arguments)]
+    command = [sys.executable, "-m", "nanovllm_extras.self_check.crash_test", json.dumps(arguments)]
     CrashTest(command, 120).wait()
     attention[0] = "tests.extras.self_check.test_self_check.FailingAttention"
     with pytest.raises(SelfCheckError, match="RuntimeError: out of order"):

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from nanovllm import SamplingParams
-from nanovllm.extras.kernels.cpu.cpu_gated_delta import CpuGatedDeltaNet
+from nanovllm_extras import SamplingParams
+from nanovllm_extras.kernels.cpu.cpu_gated_delta import CpuGatedDeltaNet
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.self_check.test_self_check import (  # noqa: F401 (fixtures)
     compiled_before,

@@ -7,9 +7,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from nanovllm.extras.serve.app import make_app
-from nanovllm.extras.serve.async_llm import AsyncLLM
-from nanovllm.extras.serve.state import ServerOptions
+from nanovllm_extras.serve.app import make_app
+from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.state import ServerOptions
 
 CHAT_TEMPLATE = (
     "{%- for m in messages %}{{ m.role + ':' + m.content + '|' }}{%- endfor %}"

@@ -29,7 +29,7 @@ def variables_of_ray():
 @contextlib.contextmanager
 def ray_command(*options, timeout_s=120):
     """The command, in a process group of its own, and what it has said when it is ready."""
-    words = [sys.executable, "-m", "nanovllm", "serve", "--ray", "--port", "0", *map(str, options)]
+    words = [sys.executable, "-m", "nanovllm_extras", "serve", "--ray", "--port", "0", *map(str, options)]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, process_group=0)
         try:

@@ -15,11 +15,11 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.serve.app import make_app
-from nanovllm.extras.serve.async_llm import AsyncLLM
-from nanovllm.extras.serve.server import DrainingServer, listen
-from nanovllm.extras.serve.state import ServerOptions
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.serve.app import make_app
+from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.server import DrainingServer, listen
+from nanovllm_extras.serve.state import ServerOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 QUESTIONS = [
@@ -102,7 +102,7 @@ def in_thread(llm, **options):
 @contextlib.contextmanager
 def in_process(*arguments, timeout_s=120.0, tls=None):
     """`python -m nanovllm serve …` on a free port, until it answers. tls: the client's, for a server of https."""
-    command = [sys.executable, "-m", "nanovllm", "serve", *map(str, arguments), "--port", "0"]
+    command = [sys.executable, "-m", "nanovllm_extras", "serve", *map(str, arguments), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -117,7 +117,7 @@ def in_process(*arguments, timeout_s=120.0, tls=None):
 @contextlib.contextmanager
 def started(*words):
     """`nanovllm WORDS` on a free port. The block may kill the process."""
-    command = [sys.executable, "-m", "nanovllm", *words, "--port", "0"]
+    command = [sys.executable, "-m", "nanovllm_extras", *words, "--port", "0"]
     with tempfile.TemporaryFile("w+") as log:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

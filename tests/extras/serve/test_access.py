@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.extras.serve import access
-from nanovllm.extras.serve.access import RateLimit
-from nanovllm.extras.serve.errors import APIError
+from nanovllm_extras.serve import access
+from nanovllm_extras.serve.access import RateLimit
+from nanovllm_extras.serve.errors import APIError
 
 PATH, BODY = "/v1/completions", {"prompt": "ab", "max_tokens": 1}
 

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from nanovllm import AsyncEngineArgs, RequestOutputKind, SamplingParams
-from nanovllm.extras.serve import async_llm
-from nanovllm.extras.serve.async_llm import AsyncLLM, AsyncLLMEngine, EngineDeadError, QueueFullError
-from nanovllm.extras.serve.engine_thread import NewRequest
-from nanovllm.extras.serve.inbox import PAUSE_S, Waker
-from nanovllm.extras.structured import compiler
+from nanovllm_extras import AsyncEngineArgs, RequestOutputKind, SamplingParams
+from nanovllm_extras.serve import async_llm
+from nanovllm_extras.serve.async_llm import AsyncLLM, AsyncLLMEngine, EngineDeadError, QueueFullError
+from nanovllm_extras.serve.engine_thread import NewRequest
+from nanovllm_extras.serve.inbox import PAUSE_S, Waker
+from nanovllm_extras.structured import compiler
 from tests.conftest import hf_greedy
 
 PROMPTS = [[1 + i, 40 + 3 * i, 7, 99 - i, 5] for i in range(8)]

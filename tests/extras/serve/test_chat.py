@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_structured import ADD, TEMPLATE, WEATHER, allowed, named
 
-from nanovllm import SamplingParams
+from nanovllm_extras import SamplingParams
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}]
@@ -163,9 +163,9 @@ def test_logprobs_without_top_show_the_token_alone(client):
 
 def test_what_can_never_be_drawn_is_finite_in_json(client):
     """The mask of `min_tokens` makes log-probabilities of minus infinity impossible to hide; JSON has no infinity."""
-    from nanovllm import Logprob
-    from nanovllm.extras.answer_parts.token_bytes import TokenBytes
-    from nanovllm.extras.serve.openai_logprobs import chat_logprobs, completion_logprobs
+    from nanovllm_extras import Logprob
+    from nanovllm_extras.answer_parts.token_bytes import TokenBytes
+    from nanovllm_extras.serve.openai_logprobs import chat_logprobs, completion_logprobs
 
     positions = [{5: Logprob(float("-inf"), 1, "x")}]
     (entry,) = chat_logprobs(positions, [5], 1, TokenBytes(None))["content"]

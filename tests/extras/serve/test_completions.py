@@ -211,7 +211,7 @@ def test_sampling_fields_reach_the_engine(client, llm, monkeypatch):
 
 @pytest.mark.parametrize(("seed", "expected"), [(-1, None), (None, None), (-2, 2**64 - 2), (2**63, 2**63)])
 def test_seeds_may_have_a_sign(seed, expected):
-    from nanovllm.extras.serve.sampling import to_seed
+    from nanovllm_extras.serve.sampling import to_seed
 
     assert to_seed(seed) == expected
 

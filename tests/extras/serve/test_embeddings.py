@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from nanovllm import LLM, PoolingParams
+from nanovllm_extras import LLM, PoolingParams
 
 PATH = "/v1/embeddings"
 TEXTS = ["Paged attention", "é☃", "a" * 70]

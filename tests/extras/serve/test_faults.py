@@ -21,9 +21,9 @@ import urllib.request
 import pytest
 import torch
 
-from nanovllm import TINY_QWEN3, SamplingParams
-from nanovllm.extras.serve.async_llm import AsyncLLM
-from nanovllm.extras.trace.recording import TraceFile
+from nanovllm_extras import TINY_QWEN3, SamplingParams
+from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.trace.recording import TraceFile
 from tests.conftest import hf_greedy
 from tests.extras.serve.real_server import ROOT, in_process, in_thread, wait_for_port
 
@@ -217,7 +217,7 @@ def test_without_file_descriptors_clients_wait_and_are_served_later(server):
 def test_a_server_that_was_killed_under_load_starts_again_on_its_port():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "nanovllm", "serve", str(TINY_QWEN3), "--port", str(port)]
+    command = [sys.executable, "-m", "nanovllm_extras", "serve", str(TINY_QWEN3), "--port", str(port)]
     command += ["--served-model-name", "tiny-qwen3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     texts = []

@@ -20,16 +20,16 @@ from test_parsers import PLACES, cut
 from test_structured import ADD, WEATHER, add_up
 from transformers.utils.chat_parsing import parse_response
 
-from nanovllm import SamplingParams
-from nanovllm.extras.answer_parts.events import CallArguments, CallStart, Content, Reasoning
-from nanovllm.extras.answer_parts.harmony import MARKERS, Harmony
-from nanovllm.extras.answer_parts.token_bytes import TokenBytes
-from nanovllm.extras.full_detokenizer import FullDetokenizer, TokenDecoder
-from nanovllm.extras.serve.answer import parse_output
-from nanovllm.extras.serve.app import make_app
-from nanovllm.extras.serve.async_llm import AsyncLLM
-from nanovllm.extras.serve.parsers.parser_registry import parsers_named
-from nanovllm.extras.serve.state import ServerOptions
+from nanovllm_extras import SamplingParams
+from nanovllm_extras.answer_parts.events import CallArguments, CallStart, Content, Reasoning
+from nanovllm_extras.answer_parts.harmony import MARKERS, Harmony
+from nanovllm_extras.answer_parts.token_bytes import TokenBytes
+from nanovllm_extras.full_detokenizer import FullDetokenizer, TokenDecoder
+from nanovllm_extras.serve.answer import parse_output
+from nanovllm_extras.serve.app import make_app
+from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.parsers.parser_registry import parsers_named
+from nanovllm_extras.serve.state import ServerOptions
 from tests.conftest import examples
 from tests.extras.harmony_tokens import (
     CALL,

@@ -22,10 +22,10 @@ from pathlib import Path
 import pytest
 from pydantic.json_schema import models_json_schema
 
-from nanovllm.extras.serve.app import make_app
-from nanovllm.extras.serve.bounds import COSTS
-from nanovllm.extras.serve.responses.responses_protocol import ITEMS
-from nanovllm.extras.serve.state import ServerOptions
+from nanovllm_extras.serve.app import make_app
+from nanovllm_extras.serve.bounds import COSTS
+from nanovllm_extras.serve.responses.responses_protocol import ITEMS
+from nanovllm_extras.serve.state import ServerOptions
 from tests.extras.serve.real_server import in_process
 
 ALLOWED_MS = 100

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from nanovllm.extras.serve.ignored_fields import MAX_NAME_CHARS, MAX_NAMES
+from nanovllm_extras.serve.ignored_fields import MAX_NAME_CHARS, MAX_NAMES
 
 MESSAGES = [{"role": "user", "content": "What?", "name": "an extra field, which the template may read"}]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -13,7 +13,7 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 @pytest.fixture
 def logged(caplog):
     """The names that have been logged since the last call."""
-    caplog.set_level(logging.WARNING, "nanovllm.extras.serve.ignored_fields")
+    caplog.set_level(logging.WARNING, "nanovllm_extras.serve.ignored_fields")
 
     def take():
         names = [record.args[1] for record in caplog.records if record.name.endswith("ignored_fields")]

@@ -7,7 +7,7 @@ import sys
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanovllm.extras.vllm.vllm_metrics import Histogram, make_metrics
+from nanovllm_extras.vllm.vllm_metrics import Histogram, make_metrics
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -80,7 +80,7 @@ def test_metrics_count_what_was_served(client, llm):
 def test_an_embedding_is_observed_and_logged(client, caplog):
     """It has no tokens of its own, and so no time to a first token."""
     before = metrics_of(client)
-    with caplog.at_level(logging.INFO, "nanovllm.extras.serve"):
+    with caplog.at_level(logging.INFO, "nanovllm_extras.serve"):
         answer = client.ask("/v1/embeddings", input=["x" * 11, "w" * 3])
     after = metrics_of(client)
     grown = {key[0].removeprefix("nanovllm:"): after[key] - before[key] for key in after if len(key) == 1}
@@ -195,7 +195,7 @@ def test_metrics_say_what_computes(client, llm):
 
 
 def test_each_request_has_a_line_in_the_log(client, caplog):
-    with caplog.at_level(logging.INFO, "nanovllm.extras.serve"):
+    with caplog.at_level(logging.INFO, "nanovllm_extras.serve"):
         answer = client.ask(COMPLETIONS, prompt="y" * 13, max_tokens=5, ignore_eos=True)
         client.post(COMPLETIONS, {"prompt": []})
     served, refused = [record.getMessage() for record in caplog.records]

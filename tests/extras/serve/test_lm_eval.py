@@ -10,8 +10,8 @@ import math
 
 import pytest
 
-from nanovllm import TINY_QWEN3, SamplingParams
-from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm_extras import TINY_QWEN3, SamplingParams
+from nanovllm_extras.serve.async_llm import AsyncLLM
 from tests.extras.serve.real_server import QUESTIONS, Offline, in_thread
 
 pytestmark = [

@@ -12,7 +12,7 @@ import re
 import pytest
 
 from nanovllm import TINY_QWEN3
-from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.async_llm import AsyncLLM
 from tests.extras.serve.real_server import in_thread
 
 MAX_BYTES = 4 * 2**20

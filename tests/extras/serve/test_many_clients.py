@@ -19,11 +19,11 @@ import time
 
 import pytest
 
-from nanovllm import TINY_QWEN3, SamplingParams
-from nanovllm.extras.bench.client import Client
-from nanovllm.extras.bench.load_generator import Exchange, offer
-from nanovllm.extras.bench.results import read_result
-from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm_extras import TINY_QWEN3, SamplingParams
+from nanovllm_extras.bench.client import Client
+from nanovllm_extras.bench.load_generator import Exchange, offer
+from nanovllm_extras.bench.results import read_result
+from nanovllm_extras.serve.async_llm import AsyncLLM
 from tests.extras.serve.real_server import QUESTIONS, Offline, in_process, in_thread
 
 PATH = "/v1/completions"

@@ -11,11 +11,11 @@ import pytest
 from conftest import Client
 from test_responses import stream as response_events
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.serve.app import make_app
-from nanovllm.extras.serve.async_llm import AsyncLLM
-from nanovllm.extras.serve.disaggregation import prefill_body
-from nanovllm.extras.serve.state import ServerOptions
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.serve.app import make_app
+from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.disaggregation import prefill_body
+from nanovllm_extras.serve.state import ServerOptions
 from tests.extras.serve.real_server import in_thread
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

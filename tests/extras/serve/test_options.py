@@ -9,12 +9,12 @@ import urllib.request
 
 import pytest
 
-from nanovllm import TINY_QWEN3, SamplingParams
-from nanovllm.extras.bench.workloads import make_random
-from nanovllm.extras.serve import serve_command as launch
-from nanovllm.extras.serve import serve_settings
-from nanovllm.extras.serve.server import listen
-from nanovllm.extras.serve.state import ServerOptions
+from nanovllm_extras import TINY_QWEN3, SamplingParams
+from nanovllm_extras.bench.workloads import make_random
+from nanovllm_extras.serve import serve_command as launch
+from nanovllm_extras.serve import serve_settings
+from nanovllm_extras.serve.server import listen
+from nanovllm_extras.serve.state import ServerOptions
 from tests.extras.serve.real_server import in_process
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -15,12 +15,12 @@ from test_parsers import PLACES, cut, read_tools
 from test_structured import ADD, CHAT, SCHEMAS, WEATHER, add_up, ask, check_calls
 from transformers.utils.chat_parsing import parse_response
 
-from nanovllm.extras.answer_parts.events import CallArguments
-from nanovllm.extras.answer_parts.reasoning import DeepSeekR1, Gemma4Reasoning, ReasoningParser, find_call
-from nanovllm.extras.answer_parts.token_bytes import TokenBytes
-from nanovllm.extras.serve.answer import Answer, merge
-from nanovllm.extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, Parsers
-from nanovllm.extras.serve.protocol import ChatCompletionRequest, Function
+from nanovllm_extras.answer_parts.events import CallArguments
+from nanovllm_extras.answer_parts.reasoning import DeepSeekR1, Gemma4Reasoning, ReasoningParser, find_call
+from nanovllm_extras.answer_parts.token_bytes import TokenBytes
+from nanovllm_extras.serve.answer import Answer, merge
+from nanovllm_extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, Parsers
+from nanovllm_extras.serve.protocol import ChatCompletionRequest, Function
 from tests.conftest import every_second, examples
 
 B, E = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.extras.answer_parts.reasoning import ReasoningParser
-from nanovllm.extras.serve.parsers.hermes import Hermes
-from nanovllm.extras.serve.parsers.tool_parser import CallArguments, CallStart, Content
+from nanovllm_extras.answer_parts.reasoning import ReasoningParser
+from nanovllm_extras.serve.parsers.hermes import Hermes
+from nanovllm_extras.serve.parsers.tool_parser import CallArguments, CallStart, Content
 from tests.conftest import examples
 
 

@@ -18,9 +18,9 @@ import httpx
 import pytest
 
 from nanovllm import TINY_QWEN3
-from nanovllm.extras.serve.app import make_app
-from nanovllm.extras.serve.async_llm import AsyncLLM
-from nanovllm.extras.serve.state import ServerOptions
+from nanovllm_extras.serve.app import make_app
+from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.state import ServerOptions
 from tests.extras.serve.conftest import Client
 from tests.extras.serve.ray_server import processes_below, ray_command, replicas_below, server_of, variables_of_ray
 from tests.extras.serve.real_server import QUESTIONS
@@ -99,7 +99,7 @@ BAD_ARGUMENTS = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
 def test_bad_arguments_of_the_application(arguments, message):
-    from nanovllm.extras.serve.ray import build_app
+    from nanovllm_extras.serve.ray import build_app
 
     with pytest.raises(ValueError, match=re.escape(message)):
         build_app(arguments)
@@ -107,7 +107,7 @@ def test_bad_arguments_of_the_application(arguments, message):
 
 def test_arguments_of_the_application():
     """From a command line all are text; from a config file they have types."""
-    from nanovllm.extras.serve.ray import build_app
+    from nanovllm_extras.serve.ray import build_app
 
     texts = {
         "model": str(TINY_QWEN3),
@@ -129,7 +129,7 @@ def test_arguments_of_the_application():
 @pytest.mark.parametrize("error", [KeyError("replica"), RayError("the tree's actor has died")])
 def test_when_the_tree_cannot_say_load_decides(monkeypatch, error):
     """Ray's own router raises, and its request waits for ever."""
-    from nanovllm.extras.serve.ray import router
+    from nanovllm_extras.serve.ray import router
 
     async def fail(*_):
         raise error
@@ -144,7 +144,7 @@ def test_when_the_tree_cannot_say_load_decides(monkeypatch, error):
 
 def make_router():
     """A router that no cluster knows."""
-    from nanovllm.extras.serve.ray import router
+    from nanovllm_extras.serve.ray import router
 
     made = router.PrefixRouter.__new__(router.PrefixRouter)
     made._one_at_a_time = asyncio.Lock()
@@ -153,7 +153,7 @@ def make_router():
 
 def test_a_request_is_sent_before_the_next_is_routed(monkeypatch):
     """As in Serve's router, a few tasks choose, and each request counts when its own task sends it."""
-    from nanovllm.extras.serve.ray import router
+    from nanovllm_extras.serve.ray import router
 
     queues = {"a": 0, "b": 0}
 
@@ -197,7 +197,7 @@ class Handle:
 
 
 def test_the_ingress_gets_no_request_before_its_router_has_started():
-    from nanovllm.extras.serve.ray.ingress import Ingress
+    from nanovllm_extras.serve.ray.ingress import Ingress
 
     async def start():
         handle = Handle(asyncio.Event())
@@ -348,7 +348,7 @@ def tokens_of(server, replica):
 
 
 def test_a_cluster_that_serves_it_already_is_refused(address, server):
-    command = [sys.executable, "-m", "nanovllm", "serve", "--ray", "--ray-address", address]
+    command = [sys.executable, "-m", "nanovllm_extras", "serve", "--ray", "--ray-address", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "this cluster already serves an application 'nanovllm'" in done.stderr

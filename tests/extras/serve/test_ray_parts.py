@@ -8,15 +8,15 @@ import os
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanovllm.extras.all_options import Config
-from nanovllm.extras.lazy_outputs import RequestMetrics
-from nanovllm.extras.serve import serve_command as launch
-from nanovllm.extras.serve.metrics_route import Metrics
-from nanovllm.extras.serve.ray.calls import Call, run
-from nanovllm.extras.serve.ray.prefix import PIECE, prefix_of
-from nanovllm.extras.serve.ray.ray_metrics import merge_texts
-from nanovllm.extras.serve.ray.ray_options import RayOptions
-from nanovllm.extras.serve.state import ServerOptions
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.lazy_outputs import RequestMetrics
+from nanovllm_extras.serve import serve_command as launch
+from nanovllm_extras.serve.metrics_route import Metrics
+from nanovllm_extras.serve.ray.calls import Call, run
+from nanovllm_extras.serve.ray.prefix import PIECE, prefix_of
+from nanovllm_extras.serve.ray.ray_metrics import merge_texts
+from nanovllm_extras.serve.ray.ray_options import RayOptions
+from nanovllm_extras.serve.state import ServerOptions
 
 PREFILL = ["--ray", "--ray-num-prefill-replicas", "1", "--kv-transfer-config"]
 PRIVATE = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
@@ -147,7 +147,7 @@ def test_a_long_body_is_not_parsed_to_its_end():
 @pytest.mark.parametrize("root", ["", "/llm"])
 def test_a_websocket_is_refused_as_without_ray(root):
     """The application sends `websocket.close` before it accepts, which servers answer with 403."""
-    ingress_module = pytest.importorskip("nanovllm.extras.serve.ray.ingress")
+    ingress_module = pytest.importorskip("nanovllm_extras.serve.ray.ingress")
     ingress = object.__new__(ingress_module.Ingress)
     ingress._options = ServerOptions(("m",))
     ingress._server = ingress_module.IngressServer(ingress._options, Metrics("m"))

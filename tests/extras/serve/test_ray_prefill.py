@@ -15,8 +15,8 @@ import httpx
 import pytest
 import transformers
 
-from nanovllm.extras.serve.ray.calls import Part
-from nanovllm.extras.serve.state import ServerOptions
+from nanovllm_extras.serve.ray.calls import Part
+from nanovllm_extras.serve.state import ServerOptions
 from tests.conftest import hf_greedy
 from tests.extras.serve.conftest import CHAT_TEMPLATE
 from tests.extras.serve.ray_server import metric_of, ray_command, replicas_below, server_of, variables_of_ray
@@ -89,7 +89,7 @@ def part(status, body=b"", is_last=True):
 
 def dispatch(prefill, decode, body=COMPLETION, timeout_s=60):
     """The status and the bytes of the answer of an ingress to these two deployments."""
-    from nanovllm.extras.serve.ray.ingress import Ingress
+    from nanovllm_extras.serve.ray.ingress import Ingress
 
     sent, messages = [], [{"type": "http.request", "body": json.dumps(body).encode()}]
 
@@ -177,7 +177,7 @@ def test_a_stream_whose_replica_dies_ends_with_an_error_event():
 
 
 def test_the_application_has_a_deployment_for_each_role():
-    from nanovllm.extras.serve.ray import build_app
+    from nanovllm_extras.serve.ray import build_app
 
     transfer = {"kv_connector": "SharedMemoryConnector", "kv_connector_extra_config": {"name": "a"}}
     arguments = {"device": "cpu", "ray_num_prefill_replicas": 3, "ray_num_replicas": 2, "kv_transfer_config": transfer}

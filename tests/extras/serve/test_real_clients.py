@@ -18,8 +18,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from nanovllm import TINY_QWEN3, SamplingParams
-from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm_extras import TINY_QWEN3, SamplingParams
+from nanovllm_extras.serve.async_llm import AsyncLLM
 from tests.extras.serve.real_server import QUESTIONS, Offline, in_thread
 
 KEY = "a key"

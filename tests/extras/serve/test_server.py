@@ -15,16 +15,16 @@ import time
 import httpx
 import pytest
 
-from nanovllm import LLM, TINY_QWEN3, TINY_QWEN3_5
-from nanovllm.extras.serve import serve_command as launch
-from nanovllm.extras.serve import server as server_module
-from nanovllm.extras.serve.app import make_app
-from nanovllm.extras.serve.async_llm import AsyncLLM
-from nanovllm.extras.serve.serve_settings import API_KEY_VARIABLE
-from nanovllm.extras.serve.server import DrainingServer, listen
-from nanovllm.extras.serve.state import ServerOptions
-from nanovllm.extras.trace.recording import read_recording
-from nanovllm.extras.trace.replay import Replay
+from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5
+from nanovllm_extras.serve import serve_command as launch
+from nanovllm_extras.serve import server as server_module
+from nanovllm_extras.serve.app import make_app
+from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.serve_settings import API_KEY_VARIABLE
+from nanovllm_extras.serve.server import DrainingServer, listen
+from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.trace.recording import read_recording
+from nanovllm_extras.trace.replay import Replay
 
 PATH = "/v1/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -208,7 +208,18 @@ def test_what_does_not_finish_is_aborted(start, how):
 
 def test_the_command(with_tokenizer, tmp_path):
     """From the command line to the exit status after SIGTERM; the printed curl's request is served, and recorded."""
-    command = [sys.executable, "-m", "nanovllm", "serve", str(with_tokenizer), "--port", "0", "--api-key", "k1", "k2"]
+    command = [
+        sys.executable,
+        "-m",
+        "nanovllm_extras",
+        "serve",
+        str(with_tokenizer),
+        "--port",
+        "0",
+        "--api-key",
+        "k1",
+        "k2",
+    ]
     command += ["--trace", str(tmp_path / "run.jsonl")]
     environment = {**os.environ, API_KEY_VARIABLE: "k3 k4"}
     with subprocess.Popen(

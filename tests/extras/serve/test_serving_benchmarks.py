@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import cold_start, serving, serving_cost
 from benchmarks.dummy_checkpoint import make_tokenizer
-from nanovllm import LLM, TINY_QWEN3
-from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm_extras import LLM, TINY_QWEN3
+from nanovllm_extras.serve.async_llm import AsyncLLM
 from tests.extras.serve.real_server import in_thread
 
 

@@ -7,10 +7,10 @@ import contextlib
 
 import pytest
 
-from nanovllm.extras.serve import serve_command
-from nanovllm.extras.serve.app import make_app
-from nanovllm.extras.serve.async_llm import AsyncLLM
-from nanovllm.extras.serve.state import ServerOptions
+from nanovllm_extras.serve import serve_command
+from nanovllm_extras.serve.app import make_app
+from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.state import ServerOptions
 from tests.extras.serve.conftest import CHAT_TEMPLATE, Client
 
 KEY = {"Authorization": "Bearer secret"}

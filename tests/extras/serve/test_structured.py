@@ -9,9 +9,9 @@ import re
 import jsonschema
 import pytest
 
-from nanovllm.extras.serve.parsers.hermes import Hermes
-from nanovllm.extras.serve.protocol import Function
-from nanovllm.extras.serve.structured_outputs import call_grammar
+from nanovllm_extras.serve.parsers.hermes import Hermes
+from nanovllm_extras.serve.protocol import Function
+from nanovllm_extras.serve.structured_outputs import call_grammar
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "What?"}]

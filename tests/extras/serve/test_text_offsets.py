@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanovllm import TINY_QWEN3
-from nanovllm.extras.answer_parts.text_offsets import DecodedOffsets, offsets_of_text
-from nanovllm.extras.answer_parts.token_bytes import TokenBytes
+from nanovllm_extras.answer_parts.text_offsets import DecodedOffsets, offsets_of_text
+from nanovllm_extras.answer_parts.token_bytes import TokenBytes
 from tests.tiny_tokenizers import byte_level, metaspace, sentencepiece
 
 PATH = "/v1/completions"

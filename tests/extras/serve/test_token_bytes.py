@@ -7,11 +7,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanovllm import TINY_QWEN3
-from nanovllm.extras.answer_parts.token_bytes import TokenBytes
-from nanovllm.extras.full_detokenizer import TokenDecoder
-from nanovllm.extras.logprobs import PositionLogprobs
-from nanovllm.extras.serve.openai_logprobs import chat_logprobs
-from nanovllm.extras.serve.streaming import Written, encode, go_on
+from nanovllm_extras.answer_parts.token_bytes import TokenBytes
+from nanovllm_extras.full_detokenizer import TokenDecoder
+from nanovllm_extras.logprobs import PositionLogprobs
+from nanovllm_extras.serve.openai_logprobs import chat_logprobs
+from nanovllm_extras.serve.streaming import Written, encode, go_on
 from tests.tiny_tokenizers import byte_level, metaspace, sentencepiece
 
 TEXTS = ["Hello there", "naïve café ☕", "é", "  a\nb", "日本 ☃ 🙂"]

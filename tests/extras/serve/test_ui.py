@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from nanovllm.extras.serve.app import make_app
-from nanovllm.extras.serve.async_llm import AsyncLLM
-from nanovllm.extras.serve.state import ServerOptions
-from nanovllm.extras.serve.ui import LiveLines
-from nanovllm.extras.trace.recording import Sinks, TraceFile, read_recording
-from nanovllm.extras.trace.replay import Replay
+from nanovllm_extras.serve.app import make_app
+from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.ui import LiveLines
+from nanovllm_extras.trace.recording import Sinks, TraceFile, read_recording
+from nanovllm_extras.trace.replay import Replay
 from tests.extras.serve.conftest import CHAT_TEMPLATE, Client
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm.extras.runner_hooks import NO_TOKEN
-from nanovllm.extras.speculation.draft_model import DraftModel
+from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
+from nanovllm_extras.runner_hooks import NO_TOKEN
+from nanovllm_extras.speculation.draft_model import DraftModel
 from tests.extras.speculation.test_speculation import serve
 from tests.extras.test_full_engine import ids
 from tests.extras.test_overlap import visible

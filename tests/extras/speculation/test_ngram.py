@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from nanovllm import SamplingParams
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.speculation.ngram import NGrams
+from nanovllm_extras import SamplingParams
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.speculation.ngram import NGrams
 
 
 def propose(tokens, count, shortest, longest):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from nanovllm import Config
-from nanovllm.extras.speculation.speculation_options import Speculation, read_options
-from nanovllm.extras.vllm.engine_args import EngineArgs
+from nanovllm_extras import Config
+from nanovllm_extras.speculation.speculation_options import Speculation, read_options
+from nanovllm_extras.vllm.engine_args import EngineArgs
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 

@@ -12,15 +12,15 @@ import random
 
 import pytest
 
-from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.ordered_queues import fcfs
-from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.roll_back import roll_back
-from nanovllm.extras.states.drafted_slots import DraftedStateBlockManager, DraftedStateScheduler
-from nanovllm.extras.states.pool import find_rounds
-from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateScheduler
-from nanovllm.extras.states.state_swap import StateSwap, StateSwapSpace
+from nanovllm_extras.full_observer import SchedulingStats
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.ordered_queues import fcfs
+from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.roll_back import roll_back
+from nanovllm_extras.states.drafted_slots import DraftedStateBlockManager, DraftedStateScheduler
+from nanovllm_extras.states.pool import find_rounds
+from nanovllm_extras.states.slots import StateBlockManager, StateMoves, StateScheduler
+from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
 from tests.extras.states import test_slots
 from tests.extras.states.test_slots import check_owners, next_token
 

@@ -8,14 +8,14 @@ import random
 
 import pytest
 
-from nanovllm.extras.extended_scheduler import count_places, fork_anytime
-from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.roll_back import roll_back
-from nanovllm.extras.states.known_snapshots import KnownStateBlockManager, OverlappedStateScheduler
-from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateScheduler
-from nanovllm.extras.states.state_swap import StateSwap, StateSwapSpace
+from nanovllm_extras.extended_scheduler import count_places, fork_anytime
+from nanovllm_extras.full_observer import SchedulingStats
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.roll_back import roll_back
+from nanovllm_extras.states.known_snapshots import KnownStateBlockManager, OverlappedStateScheduler
+from nanovllm_extras.states.slots import StateBlockManager, StateMoves, StateScheduler
+from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
 
 
 class Run:

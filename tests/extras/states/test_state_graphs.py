@@ -14,22 +14,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm import Config, SamplingParams
-from nanovllm.extras.cuda.graphs import CudaGraphs, DecodeInputs, graph_sizes, measure_graph_bytes
-from nanovllm.extras.cuda.input_buffer import InputBuffer
-from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.isolation import IsolatingEngine
-from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
-from nanovllm.extras.models.architectures import find_architecture
-from nanovllm.extras.runner_hooks import ArrivingTokens
-from nanovllm.extras.self_check.comparison import SelfCheckError
-from nanovllm.extras.self_check.state_check import StateCheck
-from nanovllm.extras.self_check.stored_results import StoredResult
-from nanovllm.extras.speculation.mtp_runner import MtpRunner
-from nanovllm.extras.states.pool import StateKVCache, StateMetadata, with_states
-from nanovllm.extras.states.slots import NULL_SLOT, StateMoves
-from nanovllm.extras.states.state_graphs import StateCudaGraphs, StateInputs, needs_rounds
-from nanovllm.extras.states.state_runner import StateRunner
+from nanovllm_extras import Config, SamplingParams
+from nanovllm_extras.cuda.graphs import CudaGraphs, DecodeInputs, graph_sizes, measure_graph_bytes
+from nanovllm_extras.cuda.input_buffer import InputBuffer
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.runner_hooks import ArrivingTokens
+from nanovllm_extras.self_check.comparison import SelfCheckError
+from nanovllm_extras.self_check.state_check import StateCheck
+from nanovllm_extras.self_check.stored_results import StoredResult
+from nanovllm_extras.speculation.mtp_runner import MtpRunner
+from nanovllm_extras.states.pool import StateKVCache, StateMetadata, with_states
+from nanovllm_extras.states.slots import NULL_SLOT, StateMoves
+from nanovllm_extras.states.state_graphs import StateCudaGraphs, StateInputs, needs_rounds
+from nanovllm_extras.states.state_runner import StateRunner
 from tests.extras.cuda import test_core_graphs, test_graphs
 from tests.extras.cuda.conftest import FakeCuda
 from tests.extras.cuda.test_core_graphs import recorded  # noqa: F401 (a fixture)
@@ -322,7 +322,7 @@ def test_graphs_are_measured_before_the_pool_has_slots(all_hybrids, monkeypatch)
 @pytest.fixture
 def delta_kernels(kernels, monkeypatch):  # noqa: F811
     """Stand-ins of the kernels of Gated DeltaNet."""
-    from nanovllm.extras.kernels.cuda import delta_chunks, delta_kernels
+    from nanovllm_extras.kernels.cuda import delta_chunks, delta_kernels
 
     found = {}
     for module in (delta_chunks, delta_kernels):
@@ -340,7 +340,7 @@ def make_runner_on_meta(kind, has_kernels):
         runner.model = model_class(shape, backend).to(torch.bfloat16)
     runner.model.model.rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # moves its table
     if has_kernels:
-        backend.replace_layers(runner.model, 128)
+        backend.make_fast(runner.model, 128)
     num_layers = shape.num_hidden_layers - shape.state_shape.num_layers
     runner.kv_cache = StateKVCache(backend, num_layers, torch.bfloat16, META, shape.state_shape)
     runner.kv_cache.num_slots = 40
@@ -355,7 +355,7 @@ def make_runner_on_meta(kind, has_kernels):
 @torch.inference_mode()
 def test_decodes_wait_for_nothing(flash_attn, delta_kernels, kind, has_kernels):  # noqa: F811
     """A recorded step does not read from the host. An eager one is one copy, which has the slots too."""
-    from nanovllm.extras.kernels.cuda.sample import sample_tokens
+    from nanovllm_extras.kernels.cuda.sample import sample_tokens
 
     runner, buffer = make_runner_on_meta(kind, has_kernels)
     arguments = (runner.model, runner.kv_cache.tensor, sample_tokens, [1, 2, 5], 9, DeviceRecorder())

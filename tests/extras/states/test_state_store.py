@@ -10,17 +10,17 @@ import random
 import pytest
 import torch
 
-from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.kv_store.moves import copy_out
-from nanovllm.extras.kv_store.share import Loaded
-from nanovllm.extras.prefix_misses import ExplainingStats
-from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.states.pool import StateKVCache, StateShape
-from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateScheduler
-from nanovllm.extras.states.state_store import KnownStateStoreHooks, StateKVStore, StateStoreHooks, name_of_state
-from nanovllm.extras.states.stored_states import StateStoreMoves, loading_states
 from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras.full_observer import SchedulingStats
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.kv_store.moves import copy_out
+from nanovllm_extras.kv_store.share import Loaded
+from nanovllm_extras.prefix_misses import ExplainingStats
+from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.states.pool import StateKVCache, StateShape
+from nanovllm_extras.states.slots import StateBlockManager, StateMoves, StateScheduler
+from nanovllm_extras.states.state_store import KnownStateStoreHooks, StateKVStore, StateStoreHooks, name_of_state
+from nanovllm_extras.states.stored_states import StateStoreMoves, loading_states
 from tests.extras.states import test_slots
 from tests.extras.store_traffic import FakeStore
 

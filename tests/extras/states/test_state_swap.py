@@ -6,15 +6,15 @@ Random traffic is in `test_slots.py`, all schedules of few requests are in `test
 import pytest
 import torch
 
-from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.states.host_states import SwappingStateKVCache
-from nanovllm.extras.states.pool import StateShape
-from nanovllm.extras.states.slots import StateBlockManager, StateMoves, StateScheduler
-from nanovllm.extras.states.state_swap import StateSwap, StateSwapSpace
-from nanovllm.extras.swap.space import SwapMoves
 from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras.full_observer import SchedulingStats
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.states.host_states import SwappingStateKVCache
+from nanovllm_extras.states.pool import StateShape
+from nanovllm_extras.states.slots import StateBlockManager, StateMoves, StateScheduler
+from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
+from nanovllm_extras.swap.space import SwapMoves
 
 SHAPE = StateShape(num_layers=3, conv=(3, 10), recurrent=(2, 4, 5))
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.extras.swap.host_blocks import HostBlocks, SwappingKVCache
-from nanovllm.extras.swap.space import SwapMoves
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras.swap.host_blocks import HostBlocks, SwappingKVCache
+from nanovllm_extras.swap.space import SwapMoves
 
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 3, 8, 6, 4
 KINDS = ("swap_outs", "swap_ins", "copies")

@@ -23,13 +23,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from nanovllm import TINY_QWEN3, SamplingParams
-from nanovllm.extras.terminal import chat_command as chat
-from nanovllm.extras.terminal import screen
-from nanovllm.extras.terminal.answerers import AnswerError, LocalAnswerer, ServerAnswerer, read_server_stats
-from nanovllm.extras.terminal.chat_history import Cost
-from nanovllm.extras.terminal.session import Session
-from nanovllm.extras.vllm.engine_args import EngineArgs
+from nanovllm_extras import TINY_QWEN3, SamplingParams
+from nanovllm_extras.terminal import chat_command as chat
+from nanovllm_extras.terminal import screen
+from nanovllm_extras.terminal.answerers import AnswerError, LocalAnswerer, ServerAnswerer, read_server_stats
+from nanovllm_extras.terminal.chat_history import Cost
+from nanovllm_extras.terminal.session import Session
+from nanovllm_extras.vllm.engine_args import EngineArgs
 from tests.extras.scripted_server import ScriptedServer, running
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -441,7 +441,7 @@ def test_a_person_at_a_terminal(server, tmp_path):
     terminal, other_end = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
     environment["PROMPT_TOOLKIT_NO_CPR"] = "1"  # nobody here answers where the cursor is
-    command = [sys.executable, "-m", "nanovllm", "chat"]
+    command = [sys.executable, "-m", "nanovllm_extras", "chat"]
     process = subprocess.Popen([*command, "--url", server.url], stdin=other_end, stdout=other_end, stderr=other_end,
                                env=environment, start_new_session=True, preexec_fn=take_terminal)  # fmt: skip
     os.close(other_end)

@@ -3,7 +3,7 @@
 import pytest
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-from nanovllm.extras.terminal.screen import Path, open_history
+from nanovllm_extras.terminal.screen import Path, open_history
 
 
 def test_only_the_user_may_read_the_lines(monkeypatch, tmp_path):

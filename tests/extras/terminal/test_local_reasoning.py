@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm.extras.terminal.chat_history import TaggedText, without_reasoning
-from nanovllm.extras.terminal.local_reasoning import ReasoningReader, sampling_fields
+from nanovllm_extras.terminal.chat_history import TaggedText, without_reasoning
+from nanovllm_extras.terminal.local_reasoning import ReasoningReader, sampling_fields
 from tests.extras.harmony_tokens import CHANNEL, END, MESSAGE, RETURN, START, TOKENIZER, Marker, encode
 
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from nanovllm.extras.trace import check, view
-from nanovllm.extras.trace.check import check_recording
-from nanovllm.extras.trace.recording import read_recording
-from nanovllm.extras.trace.replay import EVENTS, Replay, ReplayError
+from nanovllm_extras.trace import check, view
+from nanovllm_extras.trace.check import check_recording
+from nanovllm_extras.trace.recording import read_recording
+from nanovllm_extras.trace.replay import EVENTS, Replay, ReplayError
 from tests.extras.trace_traffic import known_run, random_run
 
 LINES, _ = known_run()  # a header, and the lines of the run

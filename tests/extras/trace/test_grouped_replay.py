@@ -5,9 +5,9 @@ import copy
 import pytest
 from hypothesis import settings
 
-from nanovllm.extras.trace.check import check_recording
-from nanovllm.extras.trace.perfetto import to_perfetto
-from nanovllm.extras.trace.replay import Replay, ReplayError
+from nanovllm_extras.trace.check import check_recording
+from nanovllm_extras.trace.perfetto import to_perfetto
+from nanovllm_extras.trace.replay import Replay, ReplayError
 from tests.conftest import examples
 from tests.extras.kv_groups.test_grouped_blocks import GroupedMachine, GroupedSpeculativeMachine, OverlapGroupedMachine
 from tests.extras.trace.test_state_replay import RecordedTraffic, check_segments

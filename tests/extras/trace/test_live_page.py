@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.extras.trace.recording import read_recording
-from nanovllm.extras.trace.view import STORY
+from nanovllm_extras.trace.recording import read_recording
+from nanovllm_extras.trace.view import STORY
 from tests.extras.trace.test_page import Recorder, chromium, known, show, step_of  # noqa: F401 (fixtures)
 from tests.extras.trace_traffic import RecordedRun
 
@@ -30,7 +30,18 @@ def serve():
     processes = []
 
     def start(*options):
-        command = [sys.executable, "-m", "nanovllm", "serve", "--ui", "--port", "0", "--num-kv-blocks", "256", *options]
+        command = [
+            sys.executable,
+            "-m",
+            "nanovllm_extras",
+            "serve",
+            "--ui",
+            "--port",
+            "0",
+            "--num-kv-blocks",
+            "256",
+            *options,
+        ]
         env = {name: value for name, value in os.environ.items() if name != "NANOVLLM_API_KEY"}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
         processes.append(process)
@@ -56,8 +67,8 @@ class Stage:
         import uvicorn
         from fastapi import FastAPI, Request, Response
 
-        from nanovllm.extras.serve.state import get_ready_server
-        from nanovllm.extras.serve.ui import LiveLines, make_router
+        from nanovllm_extras.serve.state import get_ready_server
+        from nanovllm_extras.serve.ui import LiveLines, make_router
 
         self.live = LiveLines()
         self.run = RecordedRun(self.live, **options)

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import LLM, TINY_QWEN3, BeamSearchParams, SamplingParams
-from nanovllm.extras.trace.page import make_page
-from nanovllm.extras.trace.recording import read_recording
-from nanovllm.extras.trace.replay import Replay
-from nanovllm.extras.trace.view import STORY
+from nanovllm_extras import LLM, TINY_QWEN3, BeamSearchParams, SamplingParams
+from nanovllm_extras.trace.page import make_page
+from nanovllm_extras.trace.recording import read_recording
+from nanovllm_extras.trace.replay import Replay
+from nanovllm_extras.trace.view import STORY
 from tests.extras.models.architectures import Checkpoints
 from tests.extras.trace_traffic import Lines, RecordedRun, explained_run, known_run, loaded_run, random_run
 
@@ -751,7 +751,7 @@ def test_moving_picture_of_a_run_without_moments_asks_for_steps(tmp_path):
 
 def run_view(*arguments):
     """As a process: this one has an event loop of Playwright."""
-    command = [sys.executable, "-m", "nanovllm", "view", *map(str, arguments)]
+    command = [sys.executable, "-m", "nanovllm_extras", "view", *map(str, arguments)]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=100)
     return done.returncode, done.stdout, done.stderr
 

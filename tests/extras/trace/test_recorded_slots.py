@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.states.slots import StateBlockManager, StateScheduler
-from nanovllm.extras.trace.check import check_recording
-from nanovllm.extras.trace.recorder import Recorder
-from nanovllm.extras.trace.recording import read_recording
-from nanovllm.extras.trace.replay import Replay, ReplayError
+from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
+from nanovllm_extras.trace.check import check_recording
+from nanovllm_extras.trace.recorder import Recorder
+from nanovllm_extras.trace.recording import read_recording
+from nanovllm_extras.trace.replay import Replay, ReplayError
 from tests.extras.models.hybrid_checkpoints import make_config
 from tests.extras.trace.slot_traffic import known_slots, random_slots
 from tests.extras.trace_traffic import Lines

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.extras.prefix_misses import CAUSES
-from nanovllm.extras.trace import view
-from nanovllm.extras.trace.check import check_recording
-from nanovllm.extras.trace.page import DECIDED_BY, find_symbol, make_page, read_sources
-from nanovllm.extras.trace.perfetto import to_perfetto
-from nanovllm.extras.trace.recording import TraceFile, read_recording
-from nanovllm.extras.trace.replay import EVENTS, Replay
+from nanovllm_extras import LLM, BeamSearchParams, SamplingParams
+from nanovllm_extras.prefix_misses import CAUSES
+from nanovllm_extras.trace import view
+from nanovllm_extras.trace.check import check_recording
+from nanovllm_extras.trace.page import DECIDED_BY, find_symbol, make_page, read_sources
+from nanovllm_extras.trace.perfetto import to_perfetto
+from nanovllm_extras.trace.recording import TraceFile, read_recording
+from nanovllm_extras.trace.replay import EVENTS, Replay
 from tests.extras.trace_traffic import loaded_run
 from tools import story_recording
 
-PACKAGE = Path(view.__file__).parents[2]
+PACKAGES = Path(view.__file__).parents[2]
 OPTIONS = {"num_kv_blocks": 12, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
 OPTIONS |= {"attention_backend": "torch", "device": "cpu", "load_format": "safetensors"}
 
@@ -234,7 +234,7 @@ def test_each_event_has_its_source():
     assert sources["take"]["symbol"] == "BlockManager._take"
     assert sources["take"]["text"].startswith("def _take(self")
     for source in sources.values():
-        lines = (PACKAGE / source["path"]).read_text().splitlines()[source["line"] - 1 :]
+        lines = (PACKAGES / source["path"]).read_text().splitlines()[source["line"] - 1 :]
         name = source["symbol"].split(".")[-1]
         assert f"def {name}(" in source["text"], "the symbol is defined by these lines"
         assert [line.strip() for line in source["text"].splitlines()] == [
@@ -245,7 +245,9 @@ def test_each_event_has_its_source():
 def test_names_of_sources_that_are_gone_are_noticed():
     """`read_sources` leaves out files that are gone: they may be extras. In this repository none is."""
     for place in DECIDED_BY.values():
-        assert (PACKAGE / place.split()[0]).exists(), f"{place}: follow the move in DECIDED_BY of extras/trace/page.py"
+        assert (PACKAGES / place.split()[0]).exists(), (
+            f"{place}: follow the move in DECIDED_BY of nanovllm_extras/trace/page.py"
+        )
     text = "class A:\n    x = 1\n\n    @property\n    def b(self):\n        return 1\n\n    def c(self): ...\n"
     assert find_symbol(text, "a.py A.b") == (4, "@property\ndef b(self):\n    return 1\n")
     with pytest.raises(LookupError, match=r"a.py A.d, and d is not there"):

@@ -5,7 +5,7 @@ owners, reference counts, cached blocks, computed tokens, swapped blocks.
 import pytest
 from hypothesis import settings
 
-from nanovllm.extras.trace.replay import EVENTS, Replay, ReplayError
+from nanovllm_extras.trace.replay import EVENTS, Replay, ReplayError
 from tests.conftest import examples
 from tests.extras.test_scheduling import BeamMachine, OverlapBeamMachine
 from tests.extras.test_windows import OverlapWindowMachine, WindowMachine

@@ -8,9 +8,9 @@ import dataclasses
 
 import pytest
 
-from nanovllm import AsyncEngineArgs, Config, EngineArgs
-from nanovllm.extras.vllm import engine_args
-from nanovllm.extras.vllm.engine_args import GROUPS, descriptions
+from nanovllm_extras import AsyncEngineArgs, Config, EngineArgs
+from nanovllm_extras.vllm import engine_args
+from nanovllm_extras.vllm.engine_args import GROUPS, descriptions
 
 OPTIONS = [field.name for field in dataclasses.fields(Config)]
 

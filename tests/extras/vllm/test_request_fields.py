@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from nanovllm import BeamSearchParams, SamplingParams
+from nanovllm_extras import BeamSearchParams, SamplingParams
 
 DEFAULTS = dataclasses.asdict(SamplingParams())
 

@@ -15,9 +15,18 @@ import transformers
 from tqdm import tqdm
 
 import example
-from nanovllm import LLM, TINY_QWEN3, EngineArgs, LLMEngine, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
-from nanovllm.extras.observations import Observations
-from nanovllm.extras.vllm.vllm_metrics import BOUNDS, Counter, Gauge, Histogram, make_histogram
+from nanovllm_extras import (
+    LLM,
+    TINY_QWEN3,
+    EngineArgs,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from nanovllm_extras.observations import Observations
+from nanovllm_extras.vllm.vllm_metrics import BOUNDS, Counter, Gauge, Histogram, make_histogram
 
 PROMPTS = ["What is a block table?", "Paged attention", "The KV cache"]
 

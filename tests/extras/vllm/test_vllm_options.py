@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import Config, EngineArgs
-from nanovllm.extras.option_checks import translate_options
-from nanovllm.extras.vllm.tables import WITHOUT_EFFECT
+from nanovllm_extras import Config, EngineArgs
+from nanovllm_extras.option_checks import translate_options
+from nanovllm_extras.vllm.tables import WITHOUT_EFFECT
 
 VLLM = json.loads((Path(__file__).parent / "vllm_engine_options.json").read_text())
 OWN = [field.name for field in fields(Config)]

@@ -10,7 +10,7 @@ import torch
 from benchmarks.common import QWEN3_06B, ModelShape, make_workload
 from benchmarks.roofline import Rates
 from labs.calculators import chunk_size, hit_rate, kv_bytes, kv_transfer, roofline, state_bytes, users_fit, waste
-from nanovllm import LLM, TINY_QWEN3_5
+from nanovllm_extras import LLM, TINY_QWEN3_5
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.hub_cache import put_into_cache
 

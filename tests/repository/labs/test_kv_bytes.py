@@ -9,8 +9,8 @@ import transformers
 
 from benchmarks.common import QWEN3_06B, ModelShape
 from labs.calculators import kv_bytes
-from nanovllm import LLM
-from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm_extras import LLM
+from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.hub_cache import put_into_cache
 

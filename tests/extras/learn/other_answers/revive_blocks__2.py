@@ -1,6 +1,6 @@
 from itertools import takewhile
 
-import nanovllm.extras.learn.given  # noqa: F401
+import nanovllm_extras.learn.given  # noqa: F401
 from labs.one_file import BlockManager
 
 

@@ -1,4 +1,4 @@
-import nanovllm.extras.learn.given  # noqa: F401
+import nanovllm_extras.learn.given  # noqa: F401
 from labs.mixed_batches import BlockManager
 
 

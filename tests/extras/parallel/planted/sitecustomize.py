@@ -17,7 +17,7 @@ import sys
 import time
 
 FAULT = "NANOVLLM_TEST_FAULT"
-WORKER = "nanovllm.extras.parallel.worker"
+WORKER = "nanovllm_extras.parallel.worker"
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -42,9 +42,9 @@ def plant(worker, fault):
     if fault["processor"] == "import":
         strike(fault)
         return
-    from nanovllm.extras.parallel import joined
-    from nanovllm.extras.parallel import start_ranks as start
     from nanovllm.layers.attention import Attention
+    from nanovllm_extras.parallel import joined
+    from nanovllm_extras.parallel import start_ranks as start
 
     owner, name = {
         "plan": (worker, "start_worker"),
@@ -94,7 +94,7 @@ def fail_for_memory():
 
 
 def fail_self_check():
-    from nanovllm.extras.self_check.comparison import SelfCheckError
+    from nanovllm_extras.self_check.comparison import SelfCheckError
 
     raise SelfCheckError("planted")
 
@@ -110,5 +110,5 @@ KINDS = {
     "wait": lambda: time.sleep(600),
 }
 
-if FAULT in os.environ and any(argument.endswith("extras/parallel/rank.py") for argument in sys.orig_argv):
+if FAULT in os.environ and any(argument.endswith("nanovllm_extras/parallel/rank.py") for argument in sys.orig_argv):
     sys.meta_path.insert(0, AfterImport())

@@ -32,7 +32,7 @@ def arguments(tmp_path, *others):
 @contextlib.contextmanager
 def started(*given):
     """A process of the command, in a group of its own, whose whole group ends with the block."""
-    command = [sys.executable, "-m", "nanovllm", "run-batch", *map(str, given)]
+    command = [sys.executable, "-m", "nanovllm_extras", "run-batch", *map(str, given)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

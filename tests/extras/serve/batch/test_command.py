@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.serve.batch import command
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.serve.batch import command
 from tests.extras.serve.batch.runs import arguments, each_once, read_names, started, wait_for_parts, write_prompts
 
 NUM_ROWS = 60
@@ -93,7 +93,7 @@ def test_an_input_that_is_none_is_told(main, tmp_path, capsys):
 
 def test_without_ray_its_extra_is_named(main, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "nanovllm.extras.serve.batch.ray_data", raising=False)
+    monkeypatch.delitem(sys.modules, "nanovllm_extras.serve.batch.ray_data", raising=False)
     write_prompts(tmp_path / "in.jsonl", 1)
     assert main(arguments(tmp_path, "--replicas", 2)) == 1
     assert "nanovllm[ray]" in capsys.readouterr().err

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanovllm.extras.serve.batch.batch_inputs import Records, are_in, digest, digests_of, find_sources, scan
-from nanovllm.extras.serve.batch.rows import Form
+from nanovllm_extras.serve.batch.batch_inputs import Records, are_in, digest, digests_of, find_sources, scan
+from nanovllm_extras.serve.batch.rows import Form
 
 PROMPTS = Form(prompt_column="prompt", id_column=None)
 

@@ -4,9 +4,9 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
-from nanovllm.extras.serve.batch.attempts import Attempt
-from nanovllm.extras.serve.batch.batch_inputs import are_in, digests_of
-from nanovllm.extras.serve.batch.parts import SCHEMA, Busy, Parts, to_table
+from nanovllm_extras.serve.batch.attempts import Attempt
+from nanovllm_extras.serve.batch.batch_inputs import are_in, digests_of
+from nanovllm_extras.serve.batch.parts import SCHEMA, Busy, Parts, to_table
 
 
 def answers(*names):

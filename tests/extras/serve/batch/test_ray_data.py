@@ -16,14 +16,14 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.kernels.cpu.threads import count_cores
-from nanovllm.extras.serve.batch import batch_inputs as inputs
-from nanovllm.extras.serve.batch import command
-from nanovllm.extras.serve.batch.attempts import MAX_ENGINES, Attempt
-from nanovllm.extras.serve.batch.parts import Parts
-from nanovllm.extras.serve.batch.replica import ReplicaSpec
-from nanovllm.extras.serve.batch.rows import Form
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.kernels.cpu.threads import count_cores
+from nanovllm_extras.serve.batch import batch_inputs as inputs
+from nanovllm_extras.serve.batch import command
+from nanovllm_extras.serve.batch.attempts import MAX_ENGINES, Attempt
+from nanovllm_extras.serve.batch.parts import Parts
+from nanovllm_extras.serve.batch.replica import ReplicaSpec
+from nanovllm_extras.serve.batch.rows import Form
 from tests.extras.serve.batch.runs import (
     WAIT_S,
     arguments,
@@ -40,7 +40,7 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'nanovllm[ray]'")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from nanovllm.extras.serve.batch.ray_data import (  # noqa: E402
+from nanovllm_extras.serve.batch.ray_data import (  # noqa: E402
     SPARE_CPUS,
     PartNames,
     Pool,

@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from nanovllm.extras.serve.async_llm import AsyncLLM
-from nanovllm.extras.serve.batch import attempts, replica
-from nanovllm.extras.serve.batch import batch_inputs as inputs
-from nanovllm.extras.serve.batch.one_machine import answer_here
-from nanovllm.extras.serve.batch.parts import Parts, read_column
-from nanovllm.extras.serve.batch.replica import Places, Replica, ReplicaSpec
-from nanovllm.extras.serve.batch.rows import Form, Row
-from nanovllm.extras.serve.state import ServerOptions
+from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.batch import attempts, replica
+from nanovllm_extras.serve.batch import batch_inputs as inputs
+from nanovllm_extras.serve.batch.one_machine import answer_here
+from nanovllm_extras.serve.batch.parts import Parts, read_column
+from nanovllm_extras.serve.batch.replica import Places, Replica, ReplicaSpec
+from nanovllm_extras.serve.batch.rows import Form, Row
+from nanovllm_extras.serve.state import ServerOptions
 
 OPTIONS = ServerOptions(model_names=("tiny", "alias"), log_requests=False)
 BODIES = [

@@ -1,0 +1,133 @@
+"""Attention backends and networks of other packages, found by entry points as in vLLM.
+
+A package registers classes in its pyproject.toml, and they are imported only when they are needed:
+
+    [project.entry-points."nanovllm.backends"]
+    cpu = "nanovllm_extras.kernels.cpu.cpu_attention:CpuAttention"
+
+    [project.entry-points."nanovllm.models"]
+    LlamaForCausalLM = "nanovllm_extras.models.for_core:NETWORKS"
+
+`nanovllm_extras`, which is installed with this package, registers kernels in C and in Triton and about twenty
+architectures. A backend has the methods of `TorchAttention`, a network those of `Qwen3ForCausalLM`.
+"""
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import torch
+
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.layers.flash_attention import FlashAttention
+
+logger = logging.getLogger(__name__)
+
+OWN_BACKENDS = {"flash_attn": FlashAttention, "torch": TorchAttention}
+
+
+def find_plugins(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of `group`, `backends` or `models`, by name."""
+    return {one.name: one for one in entry_points(group=f"nanovllm.{group}")}
+
+
+def is_missing(plugin: EntryPoint, error: Exception) -> bool:
+    """Return whether `error` says that the plug-in's own package is not installed: its metadata is out of date."""
+    package = plugin.value.partition(":")[0].partition(".")[0]
+    return isinstance(error, ModuleNotFoundError) and error.name == package
+
+
+# ---- backends
+
+
+def choose_backends(
+    name: str, device: torch.device, dtype: torch.dtype, shape: Any, block_size: int | None
+) -> tuple[list[type[TorchAttention]], list[str]]:
+    """Return the backends that can compute this network here, best first, and the reasons against the others.
+
+    name: `auto`, a name of `OWN_BACKENDS`, a registered name, or "module:Class"; shape: the network's `ModelConfig`
+    Raises ValueError if there is none.
+    """
+    reasons: list[str] = []
+    usable = []
+    for label, kind in find_backends(name, reasons):
+        why_not = kind.why_not(device, dtype, shape.head_dim, block_size) or shape.why_not(kind, device, dtype)
+        if why_not is None:
+            usable.append(kind)
+        else:
+            reasons.append(f"not {label}: {why_not}")
+    if not usable:
+        raise ValueError(f"attention_backend={name!r} cannot be used ({'; '.join(reasons)}); take 'torch' or 'auto'")
+    return usable, reasons
+
+
+def find_backends(name: str, reasons: list[str]) -> Iterator[tuple[str, type[TorchAttention]]]:
+    """Yield the backends that `name` may mean, with their names. ValueError if it means none.
+
+    `auto` means flash-attn, then the plug-ins by their `priority`, then PyTorch. A plug-in that cannot be imported is
+    added to `reasons`.
+    """
+    if name in OWN_BACKENDS:
+        yield name, OWN_BACKENDS[name]
+    elif name == "auto":
+        yield "flash_attn", FlashAttention
+        yield from sorted(load_plugins(reasons), key=lambda found: -found[1].priority)
+        yield "torch", TorchAttention
+    else:
+        yield name, load_backend(name)
+
+
+def load_plugins(reasons: list[str]) -> Iterator[tuple[str, type[TorchAttention]]]:
+    """Yield all registered backends that can be imported."""
+    for name, plugin in find_plugins("backends").items():
+        try:
+            yield name, plugin.load()
+        except Exception as error:  # a broken package raises any kind
+            if is_missing(plugin, error):
+                logger.debug("the attention backend %s is registered, but not installed: %s", name, error)
+                continue
+            logger.warning("the attention backend %s cannot be imported: %s: %s", name, type(error).__name__, error)
+            reasons.append(f"not {name}: it cannot be imported ({type(error).__name__}: {error})")
+
+
+def load_backend(name: str) -> type[TorchAttention]:
+    """Import the backend that a registered name or "module:Class" names. ValueError if that is not possible."""
+    plugins = find_plugins("backends")
+    module, _, path = name.partition(":")
+    if name not in plugins and not path:
+        allowed = ", ".join(["auto", *OWN_BACKENDS, *sorted(plugins)])
+        raise ValueError(f"attention_backend must be one of {allowed}, or 'module:Class', got {name!r}")
+    load = plugins[name].load if name in plugins else partial(load_object, module, path)
+    try:
+        return load()
+    except Exception as error:  # as above
+        message = f"attention_backend={name!r} cannot be imported ({type(error).__name__}: {error})"
+        raise ValueError(f"{message}; take 'torch' or 'auto'") from error
+
+
+def load_object(module: str, path: str) -> Any:
+    """Import "module:Class" of a tree that is not installed, and so has no entry points."""
+    found: Any = import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+# ---- networks
+
+
+def load_network(name: str) -> Any:
+    """Return the network that other packages register for an architecture, or None. Raises what its import raises."""
+    plugin = find_plugins("models").get(name)
+    if plugin is None:
+        return None
+    try:
+        return plugin.load()
+    except ModuleNotFoundError as error:
+        if not is_missing(plugin, error):
+            raise
+        logger.debug("the architecture %s is registered, but not installed: %s", name, error)
+        return None

@@ -1,0 +1,87 @@
+"""Everything beyond the engine in `nanovllm/`: the same names with all options, and more. The folder can be deleted.
+
+An extra is a subclass of one or more of the core's classes, or a function that replaces one of theirs, and an option
+chooses it. The composition root is here: `all_options.py` and `request_params.py` have the options, `full_engine.py`
+and `full_runner.py` make the parts, and `assembly.py` and `kernels/choices.py` choose them.
+"""
+
+import nanovllm_extras.waiting_threads  # noqa: F401, I001 (before torch is imported)
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from nanovllm import TINY_QWEN3
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.full_engine import LLMEngine
+from nanovllm_extras.full_llm import LLM
+from nanovllm_extras.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput
+from nanovllm_extras.request_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
+    from nanovllm_extras.beam_search.beam_params import BeamSearchParams
+    from nanovllm_extras.bundled import TINY_QWEN3_5
+    from nanovllm_extras.commands import run_command as run_command
+    from nanovllm_extras.embedding.embedding_outputs import EmbeddingOutput, EmbeddingRequestOutput
+    from nanovllm_extras.embedding.pooling_params import PoolingParams
+    from nanovllm_extras.engine_stats import EngineStats
+    from nanovllm_extras.logprobs import Logprob
+    from nanovllm_extras.prompt_forms import PromptType, TextPrompt, TokensPrompt
+    from nanovllm_extras.structured.structured_params import StructuredOutputsParams
+    from nanovllm_extras.vllm.engine_args import AsyncEngineArgs, EngineArgs
+
+LAZY = {
+    "beam_search.beam_outputs": ("BeamSearchOutput", "BeamSearchSequence"),
+    "beam_search.beam_params": ("BeamSearchParams",),
+    "bundled": ("TINY_QWEN3_5",),
+    "commands": ("run_command",),
+    "embedding.embedding_outputs": ("EmbeddingOutput", "EmbeddingRequestOutput"),
+    "embedding.pooling_params": ("PoolingParams",),
+    "engine_stats": ("EngineStats",),
+    "logprobs": ("Logprob",),
+    "prompt_forms": ("PromptType", "TextPrompt", "TokensPrompt"),
+    "structured.structured_params": ("StructuredOutputsParams",),
+    "vllm.engine_args": ("AsyncEngineArgs", "EngineArgs"),
+}
+"""Module in this folder -> its names that the package exports, imported when they are used."""
+
+__all__ = [
+    "LLM",
+    "TINY_QWEN3",
+    "TINY_QWEN3_5",
+    "AsyncEngineArgs",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "Config",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EngineArgs",
+    "EngineStats",
+    "LLMEngine",
+    "Logprob",
+    "PoolingParams",
+    "PromptType",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StepOutput",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
+"""What the package exports."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of `LAZY` when it is used."""
+    for module, names in LAZY.items():
+        if name in names:
+            return getattr(import_module(f"nanovllm_extras.{module}"), name)
+    raise AttributeError(f"module 'nanovllm_extras' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

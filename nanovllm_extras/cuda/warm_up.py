@@ -1,0 +1,88 @@
+"""Small steps of each kind before the first request, which then need not wait until Triton has compiled its kernels.
+
+`startup.py` runs them at each start: with a fixed number of blocks nothing else computes chunks of prefill or draws.
+All slots are in the null block, which no sequence reads.
+"""
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm_extras.cuda.graphs import StepSizes
+
+if TYPE_CHECKING:
+    from nanovllm_extras.full_runner import ModelRunner
+
+CONTEXT = 1024  # tokens: long enough to be split
+CHUNK = 32  # tokens: more than `few_tokens.py` takes
+MANY = 65  # tokens: more than a tile of `cuda_quantised.py` has
+
+
+def warm_up(runner: "ModelRunner", sizes: StepSizes) -> None:
+    """Run decodes, chunks of prefill with nothing before them, and a short one late in its sequence."""
+    most = min(sizes.max_num_batched_tokens, sizes.max_model_len)
+    context = min(CONTEXT, sizes.max_model_len)
+    chunk, many, short = min(CHUNK, most), min(MANY, most), min(2, most)
+    table_width = -(-sizes.max_model_len // runner.backend.block_size)
+    model: Any = runner.model
+    draw, compute_logits = runner.draw, model.compute_logits
+
+    def logits_of_many(hidden: torch.Tensor) -> torch.Tensor:
+        for num_rows in (CHUNK, MANY):  # as of a large batch, or of a prompt's log-probabilities
+            compute_logits(hidden[:1].repeat(num_rows, 1))
+        return compute_logits(hidden)
+
+    def draw_from_both(logits: torch.Tensor, *asked: torch.Tensor | None) -> torch.Tensor:
+        draw(logits.float(), *asked)  # as logits are that a request has changed
+        return draw(logits, *asked)
+
+    runner.draw, model.compute_logits = draw_from_both, logits_of_many
+    for num_new, seq_len, is_decode, kind in [
+        (1, context, True, "greedy"),
+        (1, context, True, "plain"),
+        (chunk, chunk, False, "limited"),
+        (many, many, False, "plain"),
+        (short, context, False, "plain"),
+    ]:
+        runner.run(null_batch([num_new], [seq_len], is_decode, table_width, draws(kind, 1))).wait()
+    runner.draw = draw
+    del model.compute_logits  # the class has its own
+
+
+def null_batch(
+    new_lens: list[int], seq_lens: list[int], are_decodes: bool, table_width: int, sampling: SamplingBatch
+) -> Batch:
+    """Return a batch in the null block: sequences of `seq_lens` tokens, the last `new_lens` of which are computed."""
+    cu = torch.tensor([0, *accumulate(new_lens)], dtype=torch.int32)
+    cu_k = torch.tensor([0, *accumulate(seq_lens)], dtype=torch.int32)
+    zeros = torch.zeros(sum(new_lens), dtype=torch.int32)
+    return Batch(
+        input_ids=zeros,
+        positions=zeros,
+        metadata=AttentionMetadata(
+            slot_mapping=zeros,
+            block_tables=torch.zeros(len(new_lens), table_width, dtype=torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            cu_seqlens_q=cu,
+            prefill_cu_seqlens_q=cu[:1] if are_decodes else cu,
+            prefill_cu_seqlens_k=cu[:1] if are_decodes else cu_k,
+            num_decodes=len(new_lens) if are_decodes else 0,
+            max_seqlen_q=0 if are_decodes else max(new_lens),
+            max_seqlen_k=0 if are_decodes else max(seq_lens),
+            num_prefix_tokens=0 if are_decodes else sum(seq_lens) - sum(new_lens),
+        ),
+        logits_indices=cu[1:] - 1,
+        sampling=sampling,
+        copies=[],
+    )
+
+
+def draws(kind: str, num_rows: int) -> SamplingBatch:
+    """Return a sampling batch. `kind`: `greedy`, `plain` (by a temperature), or `limited` (by top-p too)."""
+    if kind == "greedy":
+        return SamplingBatch(torch.zeros(num_rows), None)
+    top_p = torch.full((num_rows,), 0.5) if kind == "limited" else None
+    return SamplingBatch(torch.ones(num_rows), torch.full((num_rows,), 0.5, dtype=torch.float64), top_p=top_p)

@@ -1,0 +1,67 @@
+"""What a kind of device, and the self-check, add to the start of a runner: here nothing.
+
+`cuda/startup.py` and `parallel/start_ranks.py` have subclasses of `Device`, and `self_check/` has one of `Unchecked`.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from nanovllm.kv_cache import KVCache
+from nanovllm.sampler import sample_tokens
+from nanovllm_extras.plain_runner import PlainRunner
+from nanovllm_extras.runner_hooks import Draw, untouched_zeros
+
+if TYPE_CHECKING:
+    from nanovllm_extras.full_runner import ModelRunner
+
+
+class Device:
+    """What a kind of device adds to the start: by default nothing. `cuda/startup.py` has a subclass."""
+
+    note = ""  # for the log
+    memory_knob = "kv_cache_memory_bytes"
+    """The option to raise if there is not enough memory."""
+    draw: Draw | None = None  # a kernel that draws tokens
+
+    def prepare(self, runner: "ModelRunner") -> None:
+        """Prepare the runner. The runner calls this before the first forward pass."""
+
+    def advice(self) -> AbstractContextManager[None]:
+        """Return a context for what allocates memory."""
+        return nullcontext()
+
+    def free_bytes(self, runner: "ModelRunner") -> int:
+        """Return the memory for the KV cache, if the options do not set it."""
+        return PlainRunner.free_bytes(runner)
+
+    def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
+        """Allocate the blocks of the KV cache."""
+        kv_cache.allocate(0)
+        caches: Sequence[KVCache] = getattr(kv_cache, "groups", (kv_cache,))  # of a model with groups of layers
+        for cache in caches:
+            cache.tensor = untouched_zeros(cache.tensor, num_blocks + 1)
+
+    def wrap(self, runner: "ModelRunner", newest: Any) -> None:
+        """Wrap the runner's `compute`, if needed. The runner calls this last, after allocating the KV cache."""
+
+
+class Unchecked:
+    """A self-check that checks nothing: PyTorch computes, or the kernels have been checked before (`self_check/`)."""
+
+    def layers(self) -> AbstractContextManager[None]:
+        """Return a context for the replacement of layers by fast versions."""
+        return nullcontext()
+
+    def steps(self) -> AbstractContextManager[None]:
+        """Return a context for what follows the layers: CUDA graphs, and the function that draws tokens."""
+        return nullcontext()
+
+
+def sample_with(
+    argmax: Callable[[Tensor], Tensor], logits: Tensor, temperatures: Tensor, uniforms: Tensor | None = None, *rest: Any
+) -> Tensor:
+    """Sample as `sample_tokens` does, with a faster `argmax` for batches whose rows are all greedy."""
+    return argmax(logits) if uniforms is None else sample_tokens(logits, temperatures, uniforms, *rest)

@@ -1,0 +1,59 @@
+"""`LLM.embed`, what it takes in place of `SamplingParams`, and what it returns; names are vLLM's."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.checks import check_bool, check_choice
+from nanovllm.request import Prompt
+from nanovllm_extras.embedding.embedding_outputs import EmbeddingRequestOutput
+from nanovllm_extras.option_checks import translate_options
+
+if TYPE_CHECKING:
+    from nanovllm_extras.full_engine import Parts
+    from nanovllm_extras.full_llm import LLM
+    from nanovllm_extras.full_request import Request
+    from nanovllm_extras.input_processor import InputProcessor
+
+POOLINGS = ("last", "mean")
+
+
+@dataclass
+class PoolingParams:
+    """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""
+
+    pooling: str = "last"
+    """`last` takes the hidden state of the prompt's last token, `mean` the mean over all of its tokens."""
+    normalize: bool = True
+    """Whether the embedding is divided by its length (its Euclidean norm)."""
+
+    def __post_init__(self) -> None:
+        check_choice("pooling", self.pooling, POOLINGS)
+        check_bool("normalize", self.normalize)
+
+    def checked(self, parts: "Parts") -> "PoolingParams":
+        """Return an equal object, checked again, because fields may have been assigned."""
+        return replace(self)
+
+    def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> "Request":
+        from nanovllm_extras.embedding.embedding_request import EmbeddingRequest
+
+        text, token_ids = processor.encode(prompt)
+        return EmbeddingRequest(request_id, text, token_ids, self, priority)
+
+
+def embed(
+    self: "LLM",
+    prompts: Prompt | Collection[Prompt],
+    pooling_params: PoolingParams | Collection[PoolingParams] | None = None,
+    use_tqdm: bool | Callable[..., Any] = True,
+    **vllm_options: Any,
+) -> list[EmbeddingRequestOutput]:
+    """Return each prompt's embedding, `outputs[i].outputs.embedding`: by default the normalised last hidden state.
+
+    A method of `LLM`. Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
+    """
+    translate_options(vllm_options, ("prompts", "pooling_params", "use_tqdm"), "request")
+    params = PoolingParams() if pooling_params is None else pooling_params
+    requests = self._check(prompts, params, None, "pooling_params", PoolingParams)
+    return self._complete(requests, use_tqdm)

@@ -1,0 +1,362 @@
+"""The engine with everything: options that choose extras, times of each part of a step, requests of other kinds.
+
+The loop is the core's. A step that fails is rolled back: its requests keep their tokens, wait, and are computed again.
+`isolation.py` goes further, for servers. `input_processor.py` makes requests, `full_request.py` makes outputs.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm import engine
+from nanovllm.batch import build_batch
+from nanovllm.block_manager import BlockManager
+from nanovllm.block_tables import BlockTables
+from nanovllm.loader import read_json
+from nanovllm.request import Prompt
+from nanovllm.scheduler import Scheduler, Step
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
+from nanovllm_extras.full_observer import Observer, SchedulingStats
+from nanovllm_extras.full_request import note_admitted, read_tokens
+from nanovllm_extras.input_processor import InputProcessor
+from nanovllm_extras.lazy_outputs import StepOutput
+from nanovllm_extras.observations import Observations
+from nanovllm_extras.option_checks import LazyMethod
+from nanovllm_extras.plain_runner import PlainRunner, is_plain
+from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock, plain_defaults
+from nanovllm_extras.waiting_threads import check_process
+
+if TYPE_CHECKING:
+    from nanovllm_extras.engine_stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+
+class Parts:
+    """What an engine has found out at its start. The config says what was asked for."""
+
+    def __init__(
+        self,
+        config: Config,
+        runner: PlainRunner,
+        tokenizer: Any,
+        eos_token_ids: frozenset[int],
+        default_sampling_params: SamplingParams,
+    ) -> None:
+        self.config, self.runner = config, runner
+        self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
+        self.default_sampling_params = default_sampling_params
+        self.model_config: Any = runner.shape  # a `NetworkConfig`
+        self.max_model_len, self.max_num_batched_tokens = runner.max_model_len, runner.max_num_batched_tokens
+        self.num_kv_blocks, self.block_size = runner.kv_cache.num_blocks, runner.backend.block_size
+        self.enable_overlap = runner.has_overlap
+        self.description = runner.description  # what computes, and why that was chosen
+        self.startup_seconds = runner.clock.seconds  # how long each part of the start took, in order
+        self.kv_store: Any = None  # a `KVStore` (`kv_store/store.py`), if the options ask for one
+
+
+class LLMEngine(engine.LLMEngine):
+    """Add requests, and call `step()` while `has_unfinished_requests()`.
+
+    `parts` holds what the engine is made of, and what was found out when it started. `observer` is notified of what
+    scheduler and block manager decide. ValueError or TypeError if the model cannot be loaded as the config says.
+    """
+
+    from_engine_args = LazyMethod("vllm.engine_args")
+    config: Config
+    runner: PlainRunner
+    requests: dict[str, Any]
+
+    def __init__(self, config: Config, observer: Observer | None = None) -> None:
+        self._watcher = observer
+        self.observed = Observations()
+        self._aborted_meanwhile: list[Any] = []  # by a logits processor, during a step
+        with plain_defaults():
+            super().__init__(config)
+        self.input_processor = InputProcessor(self.parts, self.scheduler.block_manager.capacity)
+
+    def reset(self) -> None:
+        """Drop all requests, and start an empty scheduler."""
+        super().reset()
+        self._clocks: deque[LapClock] = deque()  # of the steps in flight
+        self._is_stepping = False
+        self._aborted_meanwhile.clear()
+        self._has_failed = False  # the last step
+
+    @property
+    def observer(self) -> SchedulingStats:
+        return self.stats  # type: ignore[return-value]
+
+    # ---- the loop
+
+    def step(self) -> StepOutput:  # type: ignore[override]
+        """Advance the unfinished requests by one forward pass, and return the outputs of those that advanced.
+
+        If a step fails, its requests keep their tokens, wait, and are computed again. Requests that had ended before
+        the failure are returned by the next step.
+        """
+        check_process()
+        self._is_stepping = True
+        try:
+            if late := self._take_late():
+                return StepOutput(self.deliver(late, time.monotonic()))
+            with plain_defaults():
+                outputs: Any = super().step()
+            return outputs if isinstance(outputs, StepOutput) else StepOutput()  # there was nothing to do
+        finally:
+            self._end_step()
+
+    def launch(self) -> tuple[Step, Any] | None:
+        """Return the step to wait for: the next one, or one that was launched ahead of it."""
+        return self._next_step(self)
+
+    def launch_one(self) -> tuple[Step, Any] | None:
+        """Start a step, and time it."""
+        self._clock = LapClock()
+        launched = super().launch()
+        if launched is not None:
+            self._clock.lap("run_time_s")
+            self._clocks.append(self._clock)
+        return launched
+
+    def compute(self, step: Step) -> ArrivingTokens:
+        clock = self._clock
+        clock.lap("schedule_time_s")
+        note_admitted(self.requests, step, clock.now)
+        build, tables = build_batch, self.scheduler.block_manager.block_tables
+        # the core's, unless a sequence asks for more, or groups of layers have tables of their own
+        if type(tables) is not BlockTables or not all([seq.is_plain for seq, _, _ in step.chunks]):  # type: ignore[attr-defined]
+            from nanovllm_extras.processed_batch import build_batch as build
+        batch = build(step, tables)
+        clock.lap("build_time_s")
+        return self.runner.run(batch)
+
+    def complete(self, step: Step, tokens: Any) -> StepOutput:  # type: ignore[override]
+        """Wait for the tokens, append them to their sequences, and give them to their requests."""
+        clock = self._clocks.popleft()
+        clock.resume()  # with overlap, another step has been launched since
+        arrived = tokens.wait()
+        clock.lap("run_time_s")
+        advanced = self.scheduler.update(step, arrived.token_ids)
+        if NO_TOKEN in arrived.token_ids:
+            self.end_without_token([seq for _, seq in advanced if seq.token_ids.view()[-1] == NO_TOKEN])
+        clock.lap("update_time_s")
+        self.observer.count_step(step, len(advanced), sum(clock.seconds.values()))
+        outputs = self.read_outputs(step, advanced, arrived, clock.now)
+        clock.lap("output_time_s")
+        self.observer.on_step_end(step, clock.seconds)
+        return StepOutput(
+            outputs,
+            num_scheduled_tokens=step.num_scheduled_tokens,
+            num_prefill_tokens=step.num_scheduled_tokens - step.num_decodes,
+            num_decode_tokens=step.num_decodes,
+            num_seqs=len({seq for seq, _, _ in step.chunks}),
+            num_preempted=len(step.preempted),
+            **clock.seconds,
+        )
+
+    def end_without_token(self, seqs: list[Any]) -> None:
+        """End sequences for which no token could be sampled."""
+        from nanovllm_extras.no_token import end_without_token
+
+        end_without_token(self.scheduler, seqs)
+
+    def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: Any, now: float) -> list[Any]:
+        """Return the outputs of the requests that advanced. tokens: the `StepTokens` of the step"""
+        requests = read_tokens(self.requests, step, advanced, tokens)
+        for request in requests:
+            request.finish_step(self.scheduler, now)
+        return self.deliver(requests, now)
+
+    def on_failure(self) -> None:
+        from nanovllm_extras.roll_back import roll_back
+
+        self._clocks.clear()
+        roll_back(self.scheduler)
+        self._has_failed = True
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether there is something to `step()` for."""
+        return bool(self.requests) or self._has_unfinished_steps()
+
+    def settle(self) -> None:
+        """Finish the steps in flight if no request is left."""
+        if not self.requests and self._has_unfinished_steps():
+            self.step()
+
+    def _has_unfinished_steps(self) -> bool:
+        """Return whether sequences run or wait, or a step is in flight though all sequences have ended."""
+        scheduler = self.scheduler
+        return bool(scheduler.running or scheduler.waiting or self._clocks)
+
+    # ---- requests come and go
+
+    def add_request(  # type: ignore[override]
+        self, request_id: str, prompt: Prompt, sampling_params: Any = None, priority: int = 0, stream: bool = True
+    ) -> None:
+        """Check and queue one request. With `stream=False` its only output is the last one.
+
+        `priority` is for scheduling policies; first come, first served does not use it. Raises ValueError or TypeError
+        before anything changes.
+        """
+        check_process()
+        self._check_request_id(request_id)
+        number = self.stats.num_requests
+        with plain_defaults():
+            request = self.input_processor.make_request(request_id, prompt, sampling_params, priority, stream, number)
+        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
+            from nanovllm_extras.cache_salt import salt_request
+
+            salt_request(request, prompt["cache_salt"], self.scheduler.block_manager.prefix_cache)
+        request.queue(self.scheduler, self.config.max_num_seqs)
+        self.requests[request_id] = request
+
+    def abort_request(self, request_id: str | list[str]) -> Any:  # type: ignore[override]
+        """End a request and free its blocks. Returns its output so far, or None if it is unknown or finished.
+
+        During a step (a logits processor may call this) the request ends when the step does. A list of ids, as in vLLM,
+        gives a list of outputs.
+        """
+        if isinstance(request_id, list | tuple | set):
+            return [self.abort_request(one) for one in request_id]
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        if self._is_stepping:
+            self._aborted_meanwhile.append(request)
+        else:
+            request.abort(self.scheduler)
+        return request.make_output()
+
+    def recover(self) -> None:
+        """After an interrupt, which can come between any two lines: if no request is left, make a new scheduler."""
+        if not self.requests:
+            self.reset()
+
+    def get_stats(self) -> "EngineStats":
+        from nanovllm_extras.engine_stats import make_stats
+
+        return make_stats(self.observer, self.scheduler, self.parts.kv_store)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, as before a fair measurement. Running requests are not affected."""
+        from nanovllm_extras.roll_back import reset_prefix_cache
+
+        reset_prefix_cache(self.scheduler)
+        if self.parts.kv_store is not None:
+            self.parts.kv_store.forget_all()
+
+    def deliver(self, requests: list[Any], now: float) -> list[Any]:
+        """Return the outputs of requests that have read their tokens, and remove finished requests."""
+        outputs = []
+        for request in requests:
+            if is_finished := request.is_finished:
+                request.finished_time = now
+                self.observer.num_finished += 1
+                self.observed.observe_request(request)
+                del self.requests[request.request_id]
+            if request.stream or is_finished:
+                outputs.append(request.make_output())
+        return outputs
+
+    def _check_request_id(self, request_id: str) -> None:
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {request_id!r}")
+        if request_id in self.requests or any(one.request_id == request_id for one in self._aborted_meanwhile):
+            raise ValueError(f"request_id {request_id!r} belongs to an unfinished request; choose another")
+
+    def _take_late(self) -> list[Any]:
+        """Return requests that ended in a step which failed afterwards."""
+        has_failed, self._has_failed = self._has_failed, False
+        return [request for request in self.requests.values() if request.is_finished] if has_failed else []
+
+    def _end_step(self) -> None:
+        """End the requests that were aborted during the step."""
+        self._is_stepping = False
+        for request in self._aborted_meanwhile:
+            request.abort(self.scheduler)
+        self._aborted_meanwhile.clear()
+
+    # ---- the parts
+
+    def check_config(self, config: engine.Config) -> Config:
+        """Return the options, also if they are of the class of `nanovllm`."""
+        if type(config) is engine.Config:
+            config = Config(**vars(config))
+        if not isinstance(config, Config):
+            raise TypeError(f"config must be a Config, got {config!r}")
+        return config
+
+    def find_folder(self) -> Path:
+        config = self.config
+        folder = resolve_model(config.model, config.load_format != "dummy", config.revision)
+        read_json(folder / "config.json")  # a file that is broken is reported before the tokenizer reads it
+        return folder
+
+    def load_tokenizer(self, folder: Path) -> Any:
+        config = self.config
+        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config, folder)
+        if config.chat_template is not None:
+            from nanovllm_extras.chat_options import set_chat_template
+
+            set_chat_template(tokenizer, config.chat_template)
+        # here, so that bad ones show before weights are loaded
+        self._default_sampling_params = read_default_sampling_params(config, folder)
+        return tokenizer
+
+    def make_runner(self, folder: Path) -> PlainRunner:
+        check_process()
+        self._is_plain = is_plain(self.config, folder)
+        if self._is_plain:
+            runner = PlainRunner(self.config, folder)
+        else:
+            from nanovllm_extras.assembly import start_runner
+
+            runner, self.config = start_runner(self.config, folder)
+        seconds = runner.clock.seconds
+        logger.info("started in " + ", ".join(f"{part} {spent:.2f} s" for part, spent in seconds.items()))
+        return runner
+
+    def make_stats(self) -> SchedulingStats:
+        if not self._is_plain:
+            from nanovllm_extras.eos_of_text import read_eos_of_text
+
+            self.eos_token_ids |= read_eos_of_text(self.runner.folder, self.runner.shape.vocab_size)
+        defaults = self._default_sampling_params
+        self.parts = Parts(self.config, self.runner, self.tokenizer, self.eos_token_ids, defaults)
+        self.description = self.parts.description
+        if self.config.has_kv_store:
+            from nanovllm_extras.assembly import make_store
+
+            self.parts.kv_store = make_store(self.runner)
+        if self._watcher is None and not self.config.explain_prefix_misses:
+            return SchedulingStats()
+        from nanovllm_extras.assembly import make_observer
+
+        return make_observer(self._watcher, self.config.explain_prefix_misses)
+
+    def make_block_manager(self) -> BlockManager:
+        if self._is_plain:
+            return super().make_block_manager()
+        from nanovllm_extras.assembly import make_block_manager
+
+        return make_block_manager(self.parts, self.observer)
+
+    def make_scheduler(self, block_manager: BlockManager) -> Scheduler:
+        self.observer.on_start(block_manager)
+        # a function of the engine: a bound method would be a circle of references, which keeps the model's memory until
+        # Python looks for circles
+        self._next_step: Callable[[Any], Any] = LLMEngine.launch_one
+        if self._is_plain:
+            return super().make_scheduler(block_manager)
+        from nanovllm_extras.assembly import attach_store, make_scheduler
+
+        scheduler, self._next_step = make_scheduler(self.parts, block_manager, LLMEngine.launch_one)
+        if self.parts.kv_store is not None:
+            attach_store(self.parts.kv_store, block_manager)
+        return scheduler

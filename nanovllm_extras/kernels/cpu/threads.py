@@ -1,0 +1,113 @@
+"""How many threads a process uses, and on which processors: one for each CPU core that it may use.
+
+`kernels/choices.py` calls `limit_threads`. The kernels have threads of their own (`team.h`): those of PyTorch's
+operations are kept out of the kernels' steps by `on_one_thread`.
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm_extras.kernels.cpu.toolchain import openmp_of_torch
+from nanovllm_extras.machine_limits import cpu_quota
+
+TOPOLOGY = Path("/sys/devices/system/cpu")  # Linux: cpu0/topology/thread_siblings_list, "0,4" for example
+
+
+def limit_threads() -> None:
+    """Use one thread for each core that this process may use, because hyperthreads share a core's units and caches.
+
+    PyTorch built with MKL counts cores itself; other builds count hyperthreads. If the user has set `OMP_NUM_THREADS`,
+    this function changes nothing.
+    """
+    if "OMP_NUM_THREADS" not in os.environ and (allowed := allowed_threads()) is not None:
+        torch.set_num_threads(min(torch.get_num_threads(), allowed))
+
+
+def on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function whose PyTorch operations are too small for threads, and return its result.
+
+    After an operation with threads, those of OpenMP spin on the kernels' cores: for 0.3 ms, or for 4 ms in a program
+    that has imported torch before nanovllm (`nanovllm_extras/waiting_threads.py`).
+    """
+    with one_thread():
+        return function(*arguments)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let the calling thread run PyTorch's operations alone within the context."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # takes 0.1 us, and holds for the calling thread
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def allowed_threads() -> int | None:
+    """Return the number of cores that this process may use, or None if it is unknown.
+
+    A container may have less CPU time than cores. With more threads than that, all threads wait for one that is paused.
+    """
+    quota = cpu_quota()
+    found = [] if quota is None else [max(1, int(quota + 0.5))]
+    with contextlib.suppress(AttributeError, OSError):  # not on this system, or refused by the rules of a container
+        found.append(count_cores(places() or os.sched_getaffinity(0)))
+    return min(found) if found else None
+
+
+def places() -> set[int]:
+    """Return the processors to which OpenMP binds its threads (`OMP_PROC_BIND`, `OMP_PLACES`, ...), or an empty set.
+
+    When torch loads libgomp, it binds the main thread to one processor: `os.sched_getaffinity` returns only this one.
+    """
+    path = openmp_of_torch()
+    if platform.system() != "Linux" or path is None:
+        return set()
+    openmp = ctypes.CDLL(str(path))  # torch has loaded it already
+    found: set[int] = set()
+    for place in range(openmp.omp_get_num_places()):
+        ids = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+        openmp.omp_get_place_proc_ids(place, ids)
+        found.update(ids)
+    return found
+
+
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # variables that bind OpenMP's threads
+
+
+@contextlib.contextmanager
+def on_all_places() -> Iterator[None]:
+    """Let the calling thread run on all of OpenMP's places during the `with` block, so that a new process can too.
+
+    A new process inherits the processors of the thread that starts it. OpenMP may have bound this thread to one.
+    """
+    cpus = places()
+    if not cpus:
+        yield
+        return
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
+
+
+def count_cores(cpus: Iterable[int], topology: Path = TOPOLOGY) -> int:
+    """Count the cores of these logical processors, at least 1. A processor of unknown topology counts as one core."""
+    cores = set()
+    for cpu in cpus:
+        try:
+            siblings = (topology / f"cpu{cpu}/topology/thread_siblings_list").read_text(encoding="utf-8").strip()
+        except OSError:
+            siblings = str(cpu)
+        cores.add(siblings)
+    return max(1, len(cores))

@@ -1,0 +1,87 @@
+"""The runner of models whose K and V have two shapes, with block tables for each group of layers.
+
+`assembly.py` makes it if `why_one_table` finds no reason against it, and `GroupRunner` otherwise. `equal_blocks.py`
+says where the layers are in a block. The model and the attention backends do not depend on it: a hook gives each layer
+a view of the KV cache, and slots and block tables with the numbers of pieces in this view. A CUDA graph records what
+the hook computes, too.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from nanovllm.kv_cache import KVCache
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm_extras.kernels.cpu.threads import on_one_thread
+from nanovllm_extras.kv_groups.equal_blocks import BlockLayout, lay_out
+from nanovllm_extras.kv_groups.group_runner import ShapesRunner
+from nanovllm_extras.kv_groups.grouped_runner import GroupedLayersRunner, pass_groups, spread_over
+from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
+
+
+class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
+    """Runs steps as `GroupedLayersRunner` does. The KV cache has rows, in which each layer has pieces for K and V."""
+
+    def make_kv_cache(self) -> KVCache:
+        """Return the cache, with rows of equal blocks instead of layers."""
+        self.layout = lay_out(self.shape.kv_groups, self.backend.block_size)
+        return self.make_blocks(self.layout, self.layout.num_rows, self.dtype, self.config.swap_space_bytes)
+
+    def prepare_layers(self) -> None:
+        full = [group.options.window for group in self.shape.kv_groups].index(None)
+        shapes = (full, *[1 - full] * (self.layer_groups.num_groups - 1))
+        piece_shapes = tuple([backend.kv_cache_shape(1, 1)[3:] for backend in self.backends])
+        pieces = Pieces(self.layout, self.backend.block_size, piece_shapes, shapes)
+        of_groups = partial(on_one_thread, pieces.number)
+        self.model.register_forward_pre_hook(spread_over(len(shapes), of_groups, pieces.caches_of))
+        pass_groups(self.model, self.layer_groups.places)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What the layers of each group need to find their pieces."""
+
+    layout: BlockLayout
+    block_size: int
+    piece_shapes: tuple[tuple[int, ...], ...]  # of each shape of K and V: [block_size, num_kv_heads, head_dim]
+    shapes: tuple[int, ...]  # of each group: the number of its shape
+
+    def number(self, metadata: GroupedMetadata) -> list[AttentionMetadata]:
+        """Return the metadata for the layers of each group, with numbers of pieces instead of blocks."""
+        per_row = map(self.layout.pieces_per_row, self.shapes)
+        return [number_pieces(one, n, self.block_size) for one, n in zip(metadata.of_groups(), per_row, strict=True)]
+
+    def caches_of(self, kv_cache: Tensor) -> list["LayersInBlocks"]:
+        """Return what the layers of each shape read instead of the KV cache."""
+        return [LayersInBlocks(kv_cache, self, shape) for shape in range(len(self.piece_shapes))]
+
+
+class LayersInBlocks:
+    """`layers[:, i]` is the part of the KV cache in which layer `i` of a shape has its K and V: [2, num_pieces, …]."""
+
+    def __init__(self, kv_cache: Tensor, pieces: Pieces, shape: int) -> None:
+        self.tensor = kv_cache
+        self.layout = pieces.layout
+        self.shape = shape
+        self.piece_shape = pieces.piece_shapes[shape]
+
+    def __getitem__(self, index: tuple[slice, int]) -> Tensor:
+        layer = index[1] % self.layout.layers_per_block[self.shape]
+        return self.layout.view(self.tensor, self.shape, layer, self.piece_shape)
+
+
+def number_pieces(metadata: AttentionMetadata, per_row: int, block_size: int) -> AttentionMetadata:
+    """Return the metadata of a group if block `i` is piece `i * per_row`."""
+    if per_row == 1:
+        return metadata
+    slots = slots_of_pieces(metadata.slot_mapping, per_row, block_size)
+    return replace(metadata, slot_mapping=slots, block_tables=metadata.block_tables * per_row)
+
+
+def slots_of_pieces(slots: Tensor, per_row: int, block_size: int) -> Tensor:
+    """Return the slots if block `i` is piece `i * per_row`. slots: [num_tokens] int32 -> as slots
+
+    With blocks of 4 tokens and 2 pieces, slot 30 (block 7, token 2) becomes slot 58 (piece 14, token 2).
+    """
+    return slots + slots // block_size * (block_size * (per_row - 1))

@@ -1,0 +1,109 @@
+"""The runner of models whose K and V have several shapes, and which options do not work with such models.
+
+`assembly.py` makes `GroupRunner` for such a model if it has one block table, and otherwise the other subclass of
+`ShapesRunner` (`equal_blocks_runner.py`). All other models have the runners that they had.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nanovllm.kv_cache import KVCache
+from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.device_setup import Device, Unchecked
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.kernels.choices import choose
+from nanovllm_extras.kv_groups.groups import GroupedKVCache
+
+REFUSED = {  # option -> the values that work, of which the first is the default
+    "kv_cache_dtype": ("auto",),
+    "quantization": (None,),
+    "load_format": ("auto", "safetensors", "dummy"),
+}
+
+
+def check_options(config: Config) -> None:
+    """Raise ValueError for an option that handles one shape of K and V only, or is not tested with several."""
+    for name, allowed in REFUSED.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise ValueError(
+                f"{name} must be {' or '.join(map(repr, allowed))} for a model whose layers have K and V of different "
+                f"shapes, got {value!r}"
+            )
+    if (config.speculative_config or {}).get("model") is not None:
+        raise ValueError(
+            "speculative_config must not name a draft model for a model whose layers have K and V of different "
+            "shapes, got 'model' in it: take method 'ngram', or no speculation"
+        )
+
+
+class ShapesRunner(ModelRunner):
+    """Runs steps as `ModelRunner` does, with an attention backend for each shape."""
+
+    def __init__(self, config: Config, folder: Path, *arguments: Any, **options: Any) -> None:
+        check_options(config)
+        super().__init__(config, folder, *arguments, **options)
+
+    def describe(self) -> str:
+        whole = getattr(self, "whole_shape", self.shape)  # of all ranks
+        groups = ", ".join([str(group) for group in whole.kv_groups])
+        return f"groups of layers with K and V: {groups}; {super().describe()}"
+
+    def begin_self_check(self, kind: Device) -> Unchecked:
+        """Return a check of nothing: the self-check runs networks with one shape of K and V."""
+        return Unchecked()
+
+    def make_backend(self) -> TorchAttention:
+        """Choose the attention backend of each shape, with the same block size, and return that of the first."""
+        config, shape, chosen = self.config, self.shape, []
+        for group in shape.kv_groups:
+            sizes = {"head_dim": group.head_dim, "num_key_value_heads": group.num_kv_heads}
+            of_group = replace(shape, **sizes, attention_options=(group.options,))
+            chosen.append(choose(config, self.device, self.dtype, of_group))
+            config = replace(config, block_size=chosen[0][0].block_size)
+        self.backends: Any = tuple(backend for backend, _ in chosen)
+        self.reasons = " and ".join(dict.fromkeys(reason for _, reason in chosen))
+        return chosen[0][0]
+
+    @property
+    def slowest_backend(self) -> Any:
+        """The first backend that CUDA graphs cannot record, such as PyTorch's for heads that no kernel takes."""
+        return next((one for one in self.backends if not getattr(one, "supports_graphs", False)), self.backend)
+
+    @property
+    def backend_of_layers(self) -> Any:
+        return self.backends
+
+
+class GroupRunner(ShapesRunner):
+    """Runs models with one block table, and a KV cache for each shape."""
+
+    kv_cache: GroupedKVCache
+
+    def prepare_layers(self) -> None:
+        self.model.register_forward_pre_hook(pass_caches(self.kv_cache))
+
+    def make_kv_cache(self) -> GroupedKVCache:
+        """Return the caches of all shapes, each with its part of every block: also in host memory and in a store."""
+        pairs = list(zip(self.backends, self.shape.kv_groups, strict=True))
+        sizes = [KVCache(one, group.num_layers, self.dtype, self.device).bytes_per_block for one, group in pairs]
+        space = self.config.swap_space_bytes
+        num_swap_blocks = space // sum(sizes)
+        if space and not num_swap_blocks:
+            raise ValueError(f"swap_space_bytes must be >= {sum(sizes)}, one block, got {space}")
+        caches: list[Any] = [
+            self.make_blocks(backend, group.num_layers, self.dtype, num_swap_blocks * size)
+            for (backend, group), size in zip(pairs, sizes, strict=True)
+        ]
+        for i, cache in enumerate(caches):
+            cache.first_byte = sum(sizes[:i])  # of its part of a block in a store
+        return GroupedKVCache(tuple(caches))
+
+
+def pass_caches(kv_cache: GroupedKVCache) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a hook that replaces the last argument of a model, one KV cache, by those of all shapes."""
+    return lambda _, arguments: (*arguments[:-1], kv_cache.tensors)

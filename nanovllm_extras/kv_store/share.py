@@ -1,0 +1,63 @@
+"""What one runner stores of each block: the K and V of its own KV cache, with tiers and a thread that saves to them.
+
+An engine of one rank has one share. With several ranks, each rank has one (`ranks.py`).
+"""
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from nanovllm_extras.kv_store.keys import KEY_BYTES
+from nanovllm_extras.kv_store.moves import SavesAfterwards
+from nanovllm_extras.kv_store.saver import Saver
+from nanovllm_extras.kv_store.store_options import has_users_tier, make_tiers, role_of
+from nanovllm_extras.kv_store.tier import BlockName, Chain
+
+if TYPE_CHECKING:
+    from nanovllm_extras.plain_runner import PlainRunner
+
+MAX_SAVE_S = 10.0  # how long a step of a producer waits until its blocks are saved
+
+
+class Loaded(NamedTuple):
+    """A block that was loaded."""
+
+    data: torch.Tensor  # [num_bytes] uint8 in host memory
+    tier: str
+    """The name of the tier that had it."""
+
+
+class Share:
+    """The tiers of one runner, whose `compute` saves the blocks that a step's moves name."""
+
+    def __init__(self, runner: "PlainRunner") -> None:
+        config, cache = runner.config, runner.kv_cache
+        self.bytes_per_block = cache.bytes_per_block
+        self.is_pinned = cache.tensor.is_cuda
+        tiers = make_tiers(config)
+        self.tiers = Chain(tiers)
+        own_tiers = tiers[:-1] if has_users_tier(config) else tiers
+        self.saver = Saver(Chain(tiers), self.bytes_per_block, own_tiers)
+        self.saver.further_caches += getattr(cache, "further_caches", ())  # of K and V of other shapes
+        # when a producer answers, its blocks must be in the store: the engine that decodes is asked next
+        wait = self.wait if role_of(config) == "kv_producer" else None
+        runner.compute = SavesAfterwards(runner.compute, self.saver, wait)
+
+    def wait(self) -> None:
+        """Wait until the blocks of the step are saved."""
+        self.saver.wait(MAX_SAVE_S)
+
+    def load(self, name: BlockName, num_bytes: int | None = None) -> Loaded | None:
+        """Return the block, or None if it cannot be loaded. `num_bytes`: its size, if it is not that of K and V."""
+        data = torch.empty(num_bytes or self.bytes_per_block, dtype=torch.uint8, pin_memory=self.is_pinned)
+        tier = self.tiers.load_from(name, data.numpy())
+        if tier is not None:
+            return Loaded(data, tier.name)
+        self.tiers.failed(name)
+        return None
+
+
+def name_in_share(name: BlockName, share: bytes) -> BlockName:
+    """Return the name of the same block in another share, which is known by at most 64 bytes."""
+    return BlockName(blake2b(name.key, key=share, digest_size=KEY_BYTES).digest(), name.tokens)

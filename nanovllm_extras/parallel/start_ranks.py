@@ -1,0 +1,261 @@
+"""`tensor_parallel_size=N`: from a configuration to a runner whose forward passes N ranks share.
+
+    check sizes → start the other ranks → meet → each rank: cut, load, fast layers, KV cache → wait for all → drive
+
+Rank 0 is the process of the user. The others are processes of their own (`rank.py`), which run no code of the user's
+script. All ranks have the same runner (`RankRunner`), so that they take part in the same collectives. `full_engine.py`
+calls `start_ranks` instead of making a `ModelRunner`.
+"""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.config import resolve_device, resolve_dtype
+from nanovllm.kv_cache import KVCache
+from nanovllm.loader import allocate
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.checkpoint import read_model_config
+from nanovllm_extras.device_setup import Device
+from nanovllm_extras.full_runner import ModelRunner, has_overlap_by_default, most_rows
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
+from nanovllm_extras.parallel.cut import Cutter, part_of_whole, read_part, share_of
+from nanovllm_extras.parallel.driver import Driver
+from nanovllm_extras.parallel.joined import join
+from nanovllm_extras.parallel.meeting import Meeting, choose_kind, connect, make_meeting
+from nanovllm_extras.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
+from nanovllm_extras.runner_hooks import LapClock
+from nanovllm_extras.weights import load_model
+
+NOT_OF_WORKERS = (
+    *("scheduling_policy", "speculative_config"),
+    *("tokenizer", "chat_template", "generation_config", "override_generation_config"),
+)
+
+
+class Plan(NamedTuple):
+    """What a rank is to compute: a record that JSON can hold. `config` has the fields that ranks need (`as_json`)."""
+
+    rank: int
+    config: dict[str, Any]
+    meeting: tuple[Any, ...]
+    hears_tokens: bool
+    """Whether rank 0's token ids are sent with each batch: with overlap, only its device knows the newest."""
+    max_rows: int
+    """The most decodes that all ranks record CUDA graphs for. Workers do not use drafts."""
+
+
+def start_ranks(config: Config, folder: Path, kind: "type[RankRunner] | None" = None) -> ModelRunner:
+    """Start all ranks, and return the runner of rank 0. Raises ValueError, before a process starts, if it cannot.
+
+    kind: the class of the runners, by default `RankRunner`. `worker.py` finds the same one for the other ranks.
+    """
+    check_nodes(config)
+    _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
+    if shape.quantization_config is not None or config.load_format == "gguf":
+        raise ValueError("tensor_parallel_size > 1 does not go with a checkpoint that is quantised already, or GGUF")
+    share_of(shape, config.tensor_parallel_size)
+    longest = shape.max_position_embeddings
+    if (config.max_model_len or 0) > longest:  # each rank would find this too, but only when it has been started
+        raise ValueError(
+            f"max_model_len must be at most {longest}, the model's max_position_embeddings, got {config.max_model_len}"
+        )
+    config = replace(config, model=folder, device=device_of(config, 0))
+    if config.node_rank:
+        run_node(config)
+    with private_folder() if config.nnodes == 1 else nullcontext("") as private:
+        runner, driver = start_all(config, shape, private, kind or RankRunner)
+    driven: Any = runner
+    driven.driver = driver
+    return runner
+
+
+def private_folder() -> AbstractContextManager[str]:
+    """Return a temporary folder that only this user may enter. It is removed before the first step."""
+    return tempfile.TemporaryDirectory(prefix="nanovllm-", ignore_cleanup_errors=True)
+
+
+def start_all(
+    config: Config, shape: NetworkConfig, private: str, kind: "type[RankRunner]"
+) -> tuple["RankRunner", Driver]:
+    """Start all ranks; those of one machine meet in the folder `private`. Returns rank 0's runner, and its driver."""
+    size, clock = config.tensor_parallel_size, LapClock()
+    device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
+    num_local = size // config.nnodes
+    num_threads = share_threads(num_local)
+    remote = accept_other_machines(config)
+    meeting, store = make_meeting(choose_kind(config, device, dtype), size, config, private)
+    peers = start_peers(remote, num_local, num_threads, meeting.memory, private)
+    has_overlap = has_overlap_by_default(config)
+    try:
+        for rank in range(1, size):
+            theirs = replace(config, device=device_of(config, rank))
+            peers.send_json(rank, Plan(rank, as_json(theirs), meeting, has_overlap, most_rows(config)))
+        if device.type == "cpu":
+            torch.set_num_threads(num_threads)
+        communicator = peers.wait_for(partial(connect, meeting, 0, size, device, dtype, store))
+        peers.tell_failure(lambda failure: communicator.abort())
+        clock.lap("ranks")
+        runner = kind(config, communicator, has_overlap, peers.check, clock)
+        peers.wait_until_ready()
+    except BaseException as error:
+        peers.stop()
+        if peers.failure is not None and isinstance(error, CommunicationError):
+            raise peers.failure from error
+        raise
+    finally:
+        meeting.close()
+    runner.description = f"{runner.description}, {size} ranks ({meeting.kind})"
+    return runner, Driver(runner, peers, communicator)
+
+
+def start_worker(
+    plan: Plan, host: str | None, find_kind: Callable[[Config, NetworkConfig], "type[RankRunner]"]
+) -> tuple["RankRunner", Communicator]:
+    """Start a rank above 0. `host` is this machine's address for the others; None is machine 0's."""
+    config, meeting = Config(**plan.config), Meeting(*plan.meeting)
+    _, shape = read_model_config(Path(config.model), config.hf_overrides, config.max_model_len)
+    device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
+    communicator = connect(meeting, plan.rank, config.tensor_parallel_size, device, dtype, None, host)
+    kind = find_kind(config, shape)
+    return kind(config, communicator, plan.hears_tokens, max_rows=plan.max_rows), communicator
+
+
+class RankRunner(ModelRunner):
+    """The runner of one rank, with the network of its share.
+
+    hears_tokens: with overlap, only rank 0's device knows the newest tokens. check: called before each tensor is
+    loaded, raises if loading is in vain.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        communicator: Communicator,
+        hears_tokens: bool,
+        check: Callable[[], None] = lambda: None,
+        clock: LapClock | None = None,
+        max_rows: int | None = None,
+    ) -> None:
+        self.communicator, self.hears_tokens, self.check = communicator, hears_tokens, check
+        # the others need no token of the step before
+        super().__init__(config, Path(config.model), hears_tokens and communicator.rank == 0, clock, max_rows)
+
+    def start(self) -> None:
+        self.whole_shape = replace(self.shape, max_position_embeddings=self.max_model_len)
+        self.shape = share_of(self.shape, self.communicator.size)
+        super().start()
+        self.shape = self.whole_shape  # requests are checked against it
+
+    def make_device(self) -> Device:
+        return RankDevice(super().make_device(), self.communicator, self.whole_shape.vocab_size, self.hears_tokens)
+
+    def load_network(self) -> Any:
+        """Return the network of a share, with its part of each tensor."""
+        config, cutter = self.config, Cutter(self.communicator.rank, self.communicator.size)
+        with torch.device("meta"):
+            whole = self.model_class(self.whole_shape, self.backend_of_layers)
+            share = self.model_class(self.shape, self.backend_of_layers)
+        if config.load_format == "dummy":
+            model = allocate(share, self.dtype, self.device)
+            fill_with_dummies(model, whole, cutter, config.seed, self.shape.initializer_range)
+            return model
+        cuts = cutter.cuts_of_checkpoint(whole, share)
+
+        def read(file: Any, name: str) -> torch.Tensor:
+            self.check()
+            return read_part(cuts, file, name)
+
+        part_of = partial(part_of_whole, cuts)
+        where = (self.backend_of_layers, self.dtype, self.device, self.folder)
+        return load_model(self.model_class, self.shape, *where, None, read, part_of)
+
+
+def fill_with_dummies(share: Any, whole: Any, cutter: Cutter, seed: int, std: float) -> None:
+    """Fill `share` with the rank's part of the weights that a single rank would draw with this seed."""
+    from nanovllm.loader import init_dummy_weight
+
+    generator = torch.Generator(device=next(share.parameters()).device).manual_seed(seed)
+    filled = set()
+    for path, module, name, cut in cutter.cuts(whole, share):
+        if (module, name) not in filled:  # tied embeddings have two paths
+            filled.add((module, name))
+            place = getattr(share.get_submodule(path), name)
+            drawn = torch.empty(cut.whole, dtype=place.dtype, device=place.device)
+            init_dummy_weight(module, name, drawn, std, generator)
+            place.copy_(cut.of(drawn))
+
+
+class RankDevice(Device):
+    """A rank's device: what its kind adds to the start, and the places where the ranks meet."""
+
+    def __init__(self, kind: Device, communicator: Communicator, vocab_size: int, hears_tokens: bool) -> None:
+        self.kind = kind
+        self.note, self.memory_knob = kind.note, kind.memory_knob
+        self.draw = None if communicator.rank else kind.draw
+        self.communicator, self.vocab_size, self.hears_tokens = communicator, vocab_size, hears_tokens
+
+    def prepare(self, runner: ModelRunner) -> None:
+        self.kind.prepare(runner)
+        join(runner.model, self.communicator, self.vocab_size, self.hears_tokens)
+        if self.communicator.rank:
+            runner.draw = draw_nothing
+
+    def advice(self) -> AbstractContextManager[None]:
+        return self.kind.advice()
+
+    def free_bytes(self, runner: ModelRunner) -> int:
+        """Return the least free memory of all ranks, because every rank has the same number of blocks."""
+        own = torch.tensor([[self.kind.free_bytes(runner)]], device=runner.device)
+        least = self.communicator.gather(own).amin(1, keepdim=True)  # [1, 1]; that of all ranks on rank 0
+        return int(self.communicator.broadcast(least))
+
+    def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
+        self.kind.allocate(kv_cache, num_blocks)
+
+    def wrap(self, runner: ModelRunner, newest: Any) -> None:
+        self.kind.wrap(runner, newest)
+
+
+def draw_nothing(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return zeros: [num_samples] int64. Ranks above 0 do not sample, as they hold the logits of some tokens only."""
+    return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+
+
+def device_of(config: Config, rank: int) -> str:
+    """Return the device of one rank. Raises ValueError if the machine has fewer devices than ranks."""
+    if resolve_device(config.device).type == "cpu":
+        return "cpu"
+    num_local = config.tensor_parallel_size // config.nnodes
+    if config.device not in ("auto", "cuda", "cuda:0"):
+        raise ValueError(f"device must be auto or cuda with tensor_parallel_size > 1, got {config.device!r}")
+    if num_local > torch.cuda.device_count():
+        raise ValueError(f"tensor_parallel_size needs {num_local} CUDA devices, there are {torch.cuda.device_count()}")
+    return f"cuda:{rank % num_local}"
+
+
+def check_nodes(config: Config) -> None:
+    if config.tensor_parallel_size % config.nnodes:
+        raise ValueError(f"nnodes must divide tensor_parallel_size {config.tensor_parallel_size}, got {config.nnodes}")
+    if config.node_rank >= config.nnodes:
+        raise ValueError(f"node_rank must be below nnodes {config.nnodes}, got {config.node_rank}")
+
+
+def as_json(config: Config) -> dict[str, Any]:
+    """Return the fields that another rank needs, as JSON can hold them."""
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_OF_WORKERS}
+    values["model"] = str(config.model)
+    if config.kv_transfer_config is not None:
+        from nanovllm_extras.kv_store.store_options import as_json as transfer_as_json
+
+        values["kv_transfer_config"] = transfer_as_json(config.kv_transfer_config)
+    if isinstance(config.dtype, torch.dtype):
+        values["dtype"] = str(config.dtype).removeprefix("torch.")
+    return values

@@ -1,0 +1,113 @@
+"""A rank above 0 computes its share of each batch that rank 0 sends: `rank.py` is its process.
+
+The first line that comes says what to compute (`start.Plan`). From then on each message is a step.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn, Optional
+
+import numpy as np
+import torch
+
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
+from nanovllm_extras.parallel.messages import (
+    HEADER_BYTES,
+    LOGITS,
+    STEP,
+    Header,
+    receive,
+    receive_json,
+    send_json,
+    unpack_step,
+)
+from nanovllm_extras.parallel.start_ranks import Plan, RankRunner, start_worker
+
+if TYPE_CHECKING:
+    from nanovllm_extras.kv_store.ranks import RankShare
+
+REASON_S = 1.0  # within this time rank 0 hears of the rank that has ended first
+
+
+def work(
+    driver: socket.socket, on_ready: Callable[[], None], at_exit: Callable[[Callable[[], object]], None]
+) -> NoReturn:
+    """Run a rank above 0. Raises ConnectionError when rank 0 has closed the socket, or the rank's own error."""
+    try:
+        plan = Plan(*receive_json(driver))
+        host = None if driver.family == socket.AF_UNIX else driver.getsockname()[0]
+        runner, communicator = start_worker(plan, host, find_kind)
+        on_ready()
+        send_json(driver, {"ready": True})
+        serve(runner, communicator, driver, at_exit)
+    except CommunicationError:
+        time.sleep(REASON_S)  # another rank has ended: rank 0 hears why from that one, and then ends this one
+        raise
+
+
+def find_kind(config: Config, shape: NetworkConfig) -> type[RankRunner]:
+    """Return the class of the ranks' runners, which is that of rank 0 (`assembly.py`)."""
+    kind = RankRunner
+    if shape.state_shape is not None:
+        from nanovllm_extras.states.state_ranks import StateRankRunner as kind
+    elif shape.kv_groups:
+        from nanovllm_extras.kv_groups.group_ranks import kind_of_shapes
+
+        kind = kind_of_shapes(config, shape)
+    elif len(set(shape.attention_options)) > 1:  # layers with and without a window
+        from nanovllm_extras.kv_groups.layer_groups import has_groups
+
+        if has_groups(config, shape):
+            from nanovllm_extras.kv_groups.group_ranks import GroupedRankRunner as kind
+    return kind
+
+
+def serve(
+    runner: RankRunner,
+    communicator: Communicator,
+    driver: socket.socket,
+    at_exit: Callable[[Callable[[], object]], None],
+) -> NoReturn:
+    """Compute what each message asks for. Raises ConnectionError when rank 0 has closed the socket."""
+    share = None
+    while True:
+        header = Header(*np.frombuffer(receive(driver, HEADER_BYTES), dtype=np.int32).tolist())
+        values = np.frombuffer(receive(driver, 4 * header.num_values), dtype=np.int32)
+        if share is None and runner.config.has_kv_store:  # rank 0 has its own by now, and would have raised its errors
+            share = make_share(runner)
+            at_exit(share.saver.stop)
+        if header.kind == STEP:
+            compute_step(runner, header, values, share)
+        elif header.kind == LOGITS:
+            compute_logits(runner, communicator, header)
+        else:
+            assert share is not None
+            answer = share.answer(header.kind, values, runner.backend.block_size)
+            communicator.gather(torch.tensor([[answer]], dtype=torch.int64, device=runner.device))
+
+
+def make_share(runner: RankRunner) -> "RankShare":
+    from nanovllm_extras.kv_store.ranks import RankShare
+
+    return RankShare(runner)
+
+
+def compute_step(runner: ModelRunner, header: Header, values: np.ndarray, share: Optional["RankShare"] = None) -> None:
+    """Compute the rank's share of a step, from a CUDA graph exactly if rank 0 does."""
+    runner.is_replayed = lambda batch: bool(header.is_replayed)
+    batch = unpack_step(header, values)
+    if share is not None:
+        share.take_part(batch.copies)
+    runner.run(batch)
+
+
+@torch.inference_mode()
+def compute_logits(runner: ModelRunner, communicator: Communicator, header: Header) -> None:
+    """Compute the logits of rows that no step has named. Their hidden states are received first."""
+    shape = header.num_samples, header.hidden_size
+    hidden = torch.empty(shape, dtype=runner.dtype, device=runner.device)
+    runner.model.compute_logits(communicator.broadcast(hidden))  # type: ignore[operator]

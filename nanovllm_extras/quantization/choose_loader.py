@@ -1,0 +1,20 @@
+"""Choose the function that loads a checkpoint which is quantised already. `full_runner.py` calls it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.quantization.quantise import Finish
+
+
+def choose_loader(shape: NetworkConfig, config: Config, finish: Finish) -> Callable[..., Any]:
+    """Return the loader for the format that config.json names, or for a GGUF file."""
+    if config.load_format == "gguf":
+        from nanovllm_extras.quantization.gguf import load_gguf  # whose library may be missing
+
+        return partial(load_gguf, finish)
+    from nanovllm_extras.quantization.stored import load_stored, read_format
+
+    return partial(load_stored, read_format("quantization_config", shape.quantization_config), finish)

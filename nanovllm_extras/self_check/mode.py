@@ -1,0 +1,50 @@
+"""Is a runner checked at all? Not if the user has switched the check off, or if a start before has checked the same."""
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.checks import check_choice
+from nanovllm_extras.device_setup import Device, Unchecked
+from nanovllm_extras.self_check.comparison import SelfCheckError, has_kernels
+from nanovllm_extras.self_check.stored_results import StoredResult
+
+if TYPE_CHECKING:
+    from nanovllm_extras.all_options import Config
+    from nanovllm_extras.full_runner import ModelRunner
+
+FIELD_CHECKS = {"self_check": partial(check_choice, allowed=("on", "off", "strict"))}
+
+
+def mode_of(config: "Config") -> str:
+    """Return the mode of the self-check: the option `self_check`, or the variable NANOVLLM_SELF_CHECK, or `on`."""
+    mode = config.self_check or os.environ.get("NANOVLLM_SELF_CHECK") or "on"
+    check_choice("NANOVLLM_SELF_CHECK", mode, ("on", "strict", "off"))
+    return mode
+
+
+def begin(runner: "ModelRunner", kind: Device) -> Unchecked:
+    """Return the check of a runner that has chosen its backend, or one that does nothing, if there is nothing to check.
+
+    Raises SelfCheckError if this backend has failed on this machine before.
+    """
+    if mode_of(runner.config) == "off" or not (kind.draw or has_kernels(runner)):
+        return Unchecked()
+    stored = StoredResult(runner)
+    known = stored.read()
+    if known is None:
+        return class_of_check(runner).begin(runner, kind, stored)
+    if not known.is_right:
+        raise SelfCheckError(f"{known.reason}; found on {known.date}; delete {stored.path} to check again")
+    return Unchecked()
+
+
+def class_of_check(runner: "ModelRunner") -> Any:
+    """Import the class of the check only now: later starts do without its modules."""
+    if runner.shape.state_shape is None:
+        from nanovllm_extras.self_check.runner_check import SelfCheck
+
+        return SelfCheck
+    from nanovllm_extras.self_check.state_check import StateCheck
+
+    return StateCheck

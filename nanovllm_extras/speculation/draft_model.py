@@ -1,0 +1,148 @@
+"""Drafts by a small model of the same vocabulary, one token after the other.
+
+The small model has a KV cache of its own, with as many blocks of the same size, and shares the block tables: the block
+that holds a token's K and V in one cache holds them in the other. So prefix hits, forks and preemption need no second
+bookkeeping. It only has to compute each token that the large model computes, in the same step (`compute`); what it
+computed while it proposed is among these tokens once more.
+
+    the step runs   t6                    large model and small model; t7 is drawn
+    proposals       t7 -> d1 -> d2        small model, a step for each draft
+    the step runs   t7 d1 d2              large model and small model
+
+A draft is drawn as its position will be: with the same parameters, by the same random number. Where both models have
+nearly the same probabilities, they draw the same token, at any temperature.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.scheduler import Step
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.checkpoint import read_model_config, resolve_model
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.known_tokens import grow
+from nanovllm_extras.processed_batch import build_batch
+from nanovllm_extras.runner_hooks import NO_TOKEN, SampledTokens
+from nanovllm_extras.self_check.fallbacks import start
+from nanovllm_extras.speculation.blocks import reserve
+from nanovllm_extras.speculation.speculation_options import Speculation
+from nanovllm_extras.speculation.speculative_scheduler import SpeculativeScheduler, as_if
+
+
+class DraftModel:
+    """A `Proposer`. `bind` tells it whose block tables it reads."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self._scheduler: SpeculativeScheduler | None = None
+
+    def bind(self, scheduler: SpeculativeScheduler) -> None:
+        self._scheduler = scheduler
+
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Propose the requested number of drafts for each sequence, or none while it shares its last block."""
+        assert self._scheduler is not None
+        drafts: list[list[int]] = [[] for _ in wanted]
+        if not self._scheduler.has_blocks_for(wanted):
+            return drafts
+        growing = [(i, seq) for i, (seq, _) in enumerate(wanted) if not seq.has_shared_tail]
+        for i, seq in growing:
+            reserve(self._scheduler.block_manager, seq, seq.num_known_tokens + wanted[i][1])
+        while growing:
+            for (i, _), token_id in zip(growing, self._draw(growing, drafts), strict=True):
+                drafts[i].append(token_id)
+            # where all tokens are forbidden, the draft is NO_TOKEN, which no network can read
+            growing = [(i, seq) for i, seq in growing if len(drafts[i]) < wanted[i][1] and drafts[i][-1] != NO_TOKEN]
+        return drafts
+
+    def _draw(self, growing: list[tuple[int, Sequence]], drafts: list[list[int]]) -> list[int]:
+        """Return the next token of each sequence after its drafts so far."""
+        return self.runner.run(self._make_batch(growing, drafts)).wait().token_ids
+
+    def _make_batch(self, growing: list[tuple[int, Sequence]], drafts: list[list[int]]) -> Batch:
+        """Return a batch with the newest token of each sequence. Copies of the sequences hold their drafts so far."""
+        assert self._scheduler is not None
+        seqs = [with_tokens(seq, drafts[i]) for i, seq in growing]
+        count = len(seqs)
+        step = Step([(seq, seq.num_known_tokens - 1, 1) for seq in seqs], count, count, seqs, [*range(count)])
+        return build_batch(step, self._scheduler.block_manager.block_tables)
+
+    def compute_along(self, runner: ModelRunner) -> None:
+        """Wrap the `compute` of the large model's runner: this model computes each batch too, for its K and V."""
+        inner: Callable[[ModelRunner, Batch], SampledTokens] = runner.compute
+
+        def compute(runner: ModelRunner, batch: Batch) -> SampledTokens:
+            own = self.runner
+            own.kv_cache.copy_blocks(batch.copies)
+            if own.graphs is None and own.is_replayed(batch):  # a whole step; its tokens are not used
+                own.compute(own, replace(batch, sampling=SamplingBatch(torch.zeros(len(batch.logits_indices)))))
+            else:
+                own.forward(own.send(batch))
+            return inner(runner, batch)
+
+        runner.compute = compute
+
+
+def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
+    """Return a copy of `seq` that includes these tokens. They are written after those of `seq`, as drafts are."""
+    ids = seq.token_ids
+    while ids.length + len(token_ids) > len(ids.data):
+        grow(ids)
+    ids.data[ids.length : ids.length + len(token_ids)] = token_ids
+    return as_if(seq, ids.length + len(token_ids))
+
+
+def load_draft_model(runner: ModelRunner, options: Speculation) -> DraftModel:
+    """Load the draft model. Raises ValueError or TypeError if it cannot be loaded, or cannot draft for this model."""
+    found = find_draft_model(runner, options, runner.kv_cache.num_blocks)
+    proposer = DraftModel(start(partial(ModelRunner, max_rows=runner.max_rows), *found))
+    proposer.compute_along(runner)
+    return proposer
+
+
+def find_draft_model(runner: ModelRunner, options: Speculation, num_kv_blocks: int) -> tuple[Config, Path]:
+    """Return the draft model's configuration and folder. runner: the large model's. Raises as `load_draft_model`."""
+    assert options.model is not None
+    config = replace(
+        runner.config,
+        model=options.model,
+        revision=None,
+        hf_overrides=None,
+        block_size=runner.backend.block_size,
+        max_model_len=runner.max_model_len,
+        max_num_batched_tokens=runner.max_num_batched_tokens,
+        num_kv_blocks=num_kv_blocks,
+        enable_overlap=False,
+        speculative_config=None,
+    )
+    folder = resolve_model(config.model, config.load_format != "dummy", config.revision)
+    _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
+    large = runner.shape
+    if shape.vocab_size != large.vocab_size:
+        raise ValueError(
+            f"speculative_config['model'] must have the vocabulary of the model, {large.vocab_size} tokens; "
+            f"{options.model} has {shape.vocab_size}"
+        )
+    if shape.max_position_embeddings < runner.max_model_len:
+        raise ValueError(
+            f"speculative_config['model'] must take max_model_len {runner.max_model_len} tokens; "
+            f"{options.model} takes {shape.max_position_embeddings}"
+        )
+    if shape.state_shape is not None:
+        raise ValueError(f"speculative_config['model'] must have K and V only: {options.model} has recurrent states")
+    if shape.kv_groups:
+        raise ValueError(
+            f"speculative_config['model'] must have K and V of one shape: the layers of {options.model} have several"
+        )
+    if large.widest_window is not None:
+        raise ValueError(
+            "speculative_config['model'] cannot draft for a model whose layers all have a window: "
+            "blocks behind the window are given back"
+        )
+    return config, folder

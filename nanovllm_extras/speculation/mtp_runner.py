@@ -1,0 +1,174 @@
+"""The runner of a model with its own head for multi-token prediction, which makes drafts (`models/mtp.py`).
+
+The head needs its K and V of all tokens. So each step computes the head for the same tokens as the model, with the
+hidden states that the model has just computed:
+
+    tokens of the step        t4        t5   t6            positions 4, 5 and 6 of a sequence
+    model                     h4        h5   h6
+    head                      (h3, t4)  (h4, t5)  (h5, t6)      h3 is of an earlier step
+
+The hidden state of a sequence's newest computed token is kept in its slot, as a part of its state (`states/slots.py`).
+So it is there after a prefix hit, a fork and a rejected draft, without further bookkeeping. The K and V of the head
+are in blocks of their own, with the same ids as those of the model.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from nanovllm.batch import Batch
+from nanovllm.kv_cache import KVCache
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.loader import checkpoint_files
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.device_setup import Device
+from nanovllm_extras.models.gated_delta import read_states
+from nanovllm_extras.runner_hooks import ArrivingTokens, SampledTokens
+from nanovllm_extras.states.pool import StateKVCache, StateMetadata, StateShape
+from nanovllm_extras.states.state_runner import StateRunner, check_options
+
+METHOD = "speculative_config['method'] 'mtp'"
+
+
+class MtpKVCache(StateKVCache):
+    """Blocks and states of the model, the blocks of its head, and a hidden state in each slot."""
+
+    def __init__(
+        self,
+        backend: TorchAttention,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        shape: StateShape,
+        hidden_size: int,
+        head: KVCache,
+    ) -> None:
+        self.head = head
+        self.hidden_size = hidden_size
+        super().__init__(backend, num_layers, dtype, device, shape)
+
+    @property
+    def groups(self) -> tuple[KVCache, KVCache]:
+        """The caches with the same blocks: `Device.allocate` allocates those of each."""
+        return self, self.head
+
+    @property
+    def bytes_per_block(self) -> int:
+        return super().bytes_per_block + self.head.bytes_per_block
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return super().bytes_per_slot + self.hidden_size * self.dtype.itemsize
+
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        return (*super().states, self.hidden)
+
+    def allocate(self, num_blocks: int) -> None:
+        # [1, num_slots + 1, hidden_size]: of the newest computed token of each sequence
+        self.hidden = torch.zeros(1, self.num_slots + 1, self.hidden_size, dtype=self.dtype, device=self.device)
+        super().allocate(num_blocks)
+        self.head.allocate(num_blocks)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        super().copy_blocks(copies)
+        self.head.copy_blocks(copies)
+
+
+class MtpRunner(StateRunner):
+    """Computes the head along with the model, and makes drafts with it."""
+
+    kv_cache: MtpKVCache
+
+    def find_network(self) -> tuple[Any, Any]:
+        model_class, shape = super().find_network()
+        return model_class, replace(shape, has_mtp=True)
+
+    def make_kv_cache(self) -> MtpKVCache:
+        shape: Any = self.shape
+        num_layers = shape.num_hidden_layers - shape.state_shape.num_layers
+        sizes = (self.backend.num_heads, self.backend.num_kv_heads, self.backend.head_dim, self.backend.block_size)
+        head = KVCache(TorchAttention(*sizes), 1, self.dtype, self.device)
+        return MtpKVCache(self.backend, num_layers, self.dtype, self.device, shape.state_shape, shape.hidden_size, head)
+
+    def make_device(self) -> Device:
+        """Return the device setup. CUDA graphs have only the model's forward pass, as the head reads lengths."""
+        device: Any = super().make_device()
+        if getattr(device, "replayed", None) == "step":
+            device.replayed, device.note = "forward", f"{device.note} of the forward pass only (without the head)"
+        return device
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Run the model, or replay its graph, and then the head -> [num_tokens, hidden_size], of the model"""
+        metadata: Any = batch.metadata  # a `StateMetadata`
+        hidden = super().forward(batch)
+        previous = hidden_before(hidden, self.kv_cache.hidden[0], metadata)
+        self.run_head(batch, previous, metadata)
+        last = (metadata.cu_seqlens_q[1:] - 1).long()  # [num_seqs]
+        self.kv_cache.hidden[0, metadata.state_slots] = hidden[last]
+        return hidden
+
+    def run_head(self, batch: Batch, previous: Tensor, metadata: Any) -> Tensor:
+        """Return the head's hidden states: [num_tokens, hidden_size]. previous: those of the tokens before, as shape"""
+        model: Any = self.model
+        head: Tensor = model.predict(batch.input_ids, batch.positions, previous, self.kv_cache.head.tensor, metadata)
+        return head
+
+    @torch.inference_mode()
+    def draft(self, batch: Batch, previous: Tensor) -> tuple[list[int], Tensor]:
+        """Sample a draft after each token of a batch of decodes, by the head only.
+
+        previous: [num_seqs, hidden_size], the hidden states of the tokens before. Returns the drafts, and the hidden
+        states of the head: like `previous`
+        """
+        with torch.cuda.device_of(self.kv_cache.tensor):
+            sent = self.send(batch)
+            hidden = self.run_head(sent, previous, sent.metadata)
+            token_ids, _ = self.choose_tokens(hidden, sent.sampling)
+            return ArrivingTokens(SampledTokens(token_ids)).wait().token_ids, hidden
+
+
+def hidden_before(hidden: Tensor, kept: Tensor, metadata: StateMetadata) -> Tensor:
+    """Return the hidden state of the token before each token of a step, and zeros where a sequence begins.
+
+    hidden: [num_tokens, hidden_size], of the step's tokens; kept: [num_slots + 1, hidden_size] -> as hidden
+    """
+    before = torch.cat((hidden[:1], hidden[:-1]))  # [num_tokens, hidden_size]: right except for the first of each chunk
+    is_own = metadata.state_sources == metadata.state_slots  # [num_seqs]: a draft follows the row before it
+    slots, is_first = metadata.state_slots[is_own], metadata.is_first[is_own]
+    before[metadata.cu_seqlens_q[:-1][is_own].long()] = read_states(kept, slots, is_first)
+    return before
+
+
+# ---- which models have a head
+
+
+def check_head(config: Config, folder: Path, shape: Any) -> None:
+    """Raise ValueError if the model has no head for multi-token prediction, or if its checkpoint has none."""
+    if not hasattr(shape, "has_mtp"):
+        raise ValueError(f"{METHOD} needs a model of the kind of Qwen3.5, whose head for multi-token prediction can be "
+                         f"computed; take the method 'ngram'")  # fmt: skip
+    check_options(config)  # before a file is read that may be of another format
+    if config.load_format == "dummy":
+        return
+    names = {name for name in names_of_tensors(folder) if name.startswith("mtp.")}
+    if not names:
+        raise ValueError(f"{METHOD} needs a head for multi-token prediction, but {folder} has no tensors mtp.*; take "
+                         f"the method 'ngram'")  # fmt: skip
+    if any(name.startswith("mtp.layers.") and not name.startswith("mtp.layers.0.") for name in names):
+        raise ValueError(f"{METHOD} works with a head of one layer, but {folder} has tensors mtp.layers.1.*")
+
+
+def names_of_tensors(folder: Path) -> set[str]:
+    """Return the names of all tensors of a checkpoint."""
+    found: set[str] = set()
+    for file, names in checkpoint_files(folder).items():
+        if names is None:
+            with safe_open(file, framework="pt") as tensors:
+                names = set(tensors.keys())
+        found |= names
+    return found

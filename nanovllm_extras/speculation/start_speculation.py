@@ -1,0 +1,154 @@
+"""From `speculative_config` to a scheduler that speculates: who proposes, and how many tokens a step should have.
+
+`assembly.py` calls `make_speculation` instead of making the core's scheduler. What takes time is done once for an
+engine: loading a draft model, and measuring.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nanovllm.batch import build_batch
+from nanovllm.block_tables import BlockTables
+from nanovllm.scheduler import Step
+from nanovllm_extras.full_runner import MAX_DRAFTED_ROWS, ModelRunner
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.speculation.ngram import NGrams
+from nanovllm_extras.speculation.speculation_options import Speculation, read_options
+from nanovllm_extras.speculation.speculative_scheduler import KnowsRequests, Proposer, SpeculativeScheduler
+
+if TYPE_CHECKING:
+    from nanovllm_extras.full_engine import Parts
+
+logger = logging.getLogger(__name__)
+
+NEARLY_FREE = 4 / 3  # the greatest ratio of times that twice the tokens may have
+MAX_MEASURED_ROWS = MAX_DRAFTED_ROWS
+MIN_RUNS, MIN_SECONDS = 3, 0.1  # of each number of rows
+
+
+class Ready(NamedTuple):
+    """What an engine keeps beside its runner, since `make_scheduler` may be called again."""
+
+    options: Speculation
+    proposer: Proposer
+    max_rows: int
+
+
+def make_speculation(
+    parts: "Parts", arguments: tuple[Any, ...], launch: Callable[[Any], Any]
+) -> tuple[SpeculativeScheduler, Callable[[Any], Any]]:
+    """Make the scheduler and the launch function. arguments: those of `Scheduler`; launch: the engine's own."""
+    keeper: Any = parts.runner
+    ready: Ready | None = getattr(keeper, "speculation", None)
+    if ready is None:
+        ready = keeper.speculation = get_ready(parts)
+    kind = SpeculativeScheduler
+    if parts.model_config.state_shape is not None:
+        from nanovllm_extras.states.drafted_slots import DraftedStateScheduler as kind
+    scheduler = kind(
+        *arguments,
+        proposer=ready.proposer,
+        max_drafts=ready.options.num_speculative_tokens,
+        max_rows=ready.max_rows,
+        max_seqs=ready.options.disable_by_batch_size or parts.config.max_num_seqs,
+        vocab_size=parts.model_config.vocab_size,
+    )
+    bind: Any = getattr(ready.proposer, "bind", None)  # a draft model reads the block tables of this scheduler
+    if bind is not None:
+        bind(scheduler)
+    return scheduler, KnowsRequests(launch, scheduler)
+
+
+def get_ready(parts: "Parts") -> Ready:
+    assert parts.config.speculative_config is not None
+    options = read_options(parts.config.speculative_config)
+    proposer = make_proposer(parts, options)  # first: what a draft model computes along is part of a step
+    if options.disable_by_batch_size is not None:
+        max_rows = options.disable_by_batch_size * (1 + options.num_speculative_tokens)
+        if parts.model_config.state_shape is not None:  # on a GPU, its kernels for steps with drafts are compiled
+            parts.runner.run(build_batch(*make_measured_step(parts.runner, 2))).wait()
+    else:
+        max_rows = measure_rows(parts.runner, min(MAX_MEASURED_ROWS, parts.max_num_batched_tokens))
+        logger.info("speculation: up to %d tokens a step are nearly free, drafts included", max_rows)
+    return Ready(options, proposer, max_rows)
+
+
+def make_proposer(parts: "Parts", options: Speculation) -> Proposer:
+    if options.method == "ngram":
+        return NGrams(*options.lookup)
+    if options.method == "draft_model":
+        from nanovllm_extras.speculation.draft_model import load_draft_model
+
+        proposer = load_draft_model(parts.runner, options)
+        if parts.kv_store is not None:
+            parts.kv_store.add_draft(proposer.runner)
+        return proposer
+    if options.method == "mtp":
+        from nanovllm_extras.speculation.mtp_drafts import MtpDrafts
+
+        runner: Any = parts.runner
+        return MtpDrafts(runner)
+    return options.method
+
+
+# ---- how many tokens
+
+
+def measure_rows(runner: ModelRunner, most: int) -> int:
+    """Return the most rows of decodes that are nearly free: each doubling up to it takes at most a third longer.
+
+    A step that waits for memory, or for Python, takes hardly longer with more rows. One that computes takes twice as
+    long with twice the rows, and then a draft costs as much as the token that it may save.
+    """
+    num_rows = 1
+    while 2 * num_rows <= most and cost_of_doubling(runner, num_rows) <= NEARLY_FREE:
+        num_rows *= 2
+    return num_rows
+
+
+def cost_of_doubling(runner: ModelRunner, num_rows: int) -> float:
+    """Return the time of a step with `2 * num_rows` rows divided by that with `num_rows`, from the fastest runs."""
+    batches = [make_measured_step(runner, count) for count in (num_rows, 2 * num_rows)]
+    for step, tables in batches:
+        runner.run(build_batch(step, tables)).wait()  # kernels may be compiled, memory touched
+    times: tuple[list[float], list[float]] = ([], [])
+    while len(times[0]) < MIN_RUNS or sum(times[0]) < MIN_SECONDS:
+        for (step, tables), taken in zip(batches, times, strict=True):
+            start = time.perf_counter()
+            runner.run(build_batch(step, tables)).wait()
+            taken.append(time.perf_counter() - start)
+    return min(times[1]) / min(times[0])
+
+
+def make_measured_step(runner: ModelRunner, num_rows: int) -> tuple[Step, BlockTables]:
+    """Return a step with `num_rows` decodes, which read and write only the null block.
+
+    The rows of a model with recurrent states are decodes with as many drafts as the options allow: each draft waits for
+    the row before it, which plain decodes do not. Their states are in slots that no sequence owns yet.
+    """
+    step, tables = decodes_of_nobody(num_rows, runner.backend.block_size)
+    if runner.shape.state_shape is None:
+        return step, tables
+    from nanovllm_extras.states.drafted_slots import drafts_of_nobody
+
+    cache: Any = runner.kv_cache
+    assert runner.config.speculative_config is not None
+    most_drafts = read_options(runner.config.speculative_config).num_speculative_tokens
+    moves = drafts_of_nobody(num_rows, most_drafts, cache.num_slots)
+    for slot in moves.slots:
+        cache.copy_state(0, slot)  # zeros of the null slot: memory that nobody has written may slow arithmetic down
+    return replace(step, copies=moves), tables
+
+
+def decodes_of_nobody(num_rows: int, block_size: int) -> tuple[Step, BlockTables]:
+    """Return a step with `num_rows` decodes over the null block. None of them begins a sequence."""
+    tables = BlockTables(block_size)
+    seq = Sequence("measured", [0] * (num_rows + 1), SamplingParams(temperature=0))
+    for _ in range(-(-(num_rows + 1) // block_size)):
+        tables.append(seq.block_table, 0)
+    chunks = [(seq, max(1, row), 1) for row in range(num_rows)]
+    return Step(chunks, num_rows, num_rows, [seq] * num_rows, [*range(num_rows)]), tables

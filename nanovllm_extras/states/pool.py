@@ -1,0 +1,169 @@
+"""The pool of states: tensors beside the KV cache, with one slot for each running sequence.
+
+A state is overwritten by every token, so it belongs to one sequence and cannot be shared like a block. Its size does
+not depend on the sequence's length. Slot 0 is the null slot: rows of padding read and write it.
+
+    layer            0        1        2        3        4      …
+    kind             state    state    state    K and V  state
+    its cache        conv[0], conv[1], conv[2], kv[:, 0], conv[3], …        the same for `recurrent`
+
+`slots.py` decides which sequence owns which slot. `StateRunner` passes `StateCaches` to the model.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.batch import Batch
+from nanovllm.kv_cache import KVCache
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
+from nanovllm_extras.states.slots import NULL_SLOT, StateMoves
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """The size of one sequence's state. The recurrent state is float32, as small changes add up over many tokens."""
+
+    num_layers: int
+    """Layers that keep a state."""
+    conv: tuple[int, int]
+    """[width - 1, num_channels], in the model's dtype: the newest inputs of the layer's short convolution."""
+    recurrent: tuple[int, int, int] = (0, 0, 0)
+    """[num_heads, key_dim, value_dim] float32. Zeros if layers have only a convolution."""
+
+    def share_of(self, size: int) -> "StateShape":
+        """Return the shape of one of `size` ranks. Channels and heads are divided by the number of ranks."""
+        (width, num_channels), (num_heads, *dims) = self.conv, self.recurrent
+        return StateShape(self.num_layers, (width, num_channels // size), (num_heads // size, dims[0], dims[1]))
+
+    def bytes_per_slot(self, dtype: torch.dtype) -> int:
+        """Return the size of one sequence's state in all layers. `dtype` is the model's."""
+        per_layer = math.prod(self.conv) * dtype.itemsize + math.prod(self.recurrent) * torch.float32.itemsize
+        return self.num_layers * per_layer
+
+
+@dataclass(frozen=True)
+class StateMetadata(AttentionMetadata):
+    """The metadata of a step, with the slots of each sequence's state."""
+
+    state_slots: Tensor  # [num_seqs] int64, where the state after each chunk is written
+    state_sources: Tensor  # [num_seqs] int64, where the state before it is read: another slot if the chunk is a draft
+    is_first: Tensor  # [num_seqs] bool: the chunk begins its sequence, so it starts from a state of zeros
+    rounds: tuple[Tensor, ...] = ()  # decodes by the round that can compute them; none if no chunk is a draft
+
+
+def slot_tensors(slots: list[int], sources: list[int], device: torch.device | None = None) -> dict[str, Any]:
+    """Return the fields of `StateMetadata` for chunks that write to `slots` and read from `sources`."""
+    as_tensor = partial(torch.tensor, device=device)
+    rounds = tuple(map(as_tensor, find_rounds(slots, sources)))
+    return {"state_slots": as_tensor(slots), "state_sources": as_tensor(sources), "rounds": rounds}
+
+
+def with_states(batch: Batch) -> Batch:
+    """Return a batch whose metadata has the slots that its chunks write and read. A step without slots uses none."""
+    metadata, moves = batch.metadata, batch.copies
+    if not isinstance(moves, StateMoves):
+        moves = StateMoves([], [], [NULL_SLOT] * len(metadata.seq_lens))
+    lens = metadata.cu_seqlens_q.diff()  # [num_seqs], new tokens
+    fields = {"is_first": metadata.seq_lens == lens, **slot_tensors(moves.slots, moves.sources, lens.device)}
+    return replace(batch, metadata=StateMetadata(**vars(metadata), **fields))
+
+
+def find_rounds(slots: list[int], sources: list[int]) -> list[list[int]]:
+    """Group the rows of a step so that each one reads a state that an earlier group has written.
+
+    slots [4, 2, 5, 6], sources [4, 2, 2, 5] -> [[0, 1], [2], [3]]; no groups if each row reads its own slot
+    """
+    rounds: list[list[int]] = []
+    if slots == sources:
+        return rounds
+    depth = 0
+    for row, (slot, source) in enumerate(zip(slots, sources, strict=True)):
+        depth = 0 if slot == source else depth + 1
+        if depth == len(rounds):
+            rounds.append([])
+        rounds[depth].append(row)
+    return rounds
+
+
+class StateCaches(NamedTuple):
+    """All that the layers of a model read and write. A chunk that begins a sequence does not read its old state."""
+
+    kv: Tensor  # the KV cache of the layers with attention
+    conv: Tensor  # [num_state_layers, num_slots + 1, width - 1, num_channels]
+    recurrent: Tensor  # [num_state_layers, num_slots + 1, num_heads, key_dim, value_dim] float32
+
+
+class StateKVCache(KVCache):
+    """A KV cache with a pool of `num_slots` states. Until `num_slots` is set, the pool has only the null slot."""
+
+    def __init__(
+        self, backend: TorchAttention, num_layers: int, dtype: torch.dtype, device: torch.device, shape: StateShape
+    ) -> None:
+        self.state_shape = shape
+        self.num_slots = 0
+        self._kept: tuple[Tensor, ...] | None = None
+        super().__init__(backend, num_layers, dtype, device)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.state_shape.bytes_per_slot(self.dtype)
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of the pool of states."""
+        return (self.num_slots + 1) * self.bytes_per_slot
+
+    @property
+    def caches(self) -> StateCaches:
+        return StateCaches(self.tensor, self.conv, self.recurrent)
+
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        """The tensors of the pool, whose second dimension is the slots. Models may have no recurrent ones."""
+        return (self.conv, self.recurrent) if self.recurrent.numel() else (self.conv,)
+
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        shape, sizes = self.state_shape, (self.state_shape.num_layers, self.num_slots + 1)
+        # no slot is read before it is written; memory that was never written takes no space on a CPU
+        self.conv = torch.empty(*sizes, *shape.conv, dtype=self.dtype, device=self.device)
+        self.recurrent = torch.empty(*sizes, *shape.recurrent, dtype=torch.float32, device=self.device)
+        for states in (self.conv, self.recurrent):
+            states[:, NULL_SLOT] = 0
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, and the states that `StateMoves` names."""
+        if not isinstance(copies, StateMoves):
+            super().copy_blocks(copies)
+            return
+        super().copy_blocks(copies.block_moves)
+        self.copy_states(copies)
+        if copies.is_again:
+            self._bring_back(copies.slots)
+        else:
+            self._keep(copies.slots if copies.keeps_states else [])
+
+    def copy_states(self, copies: StateMoves) -> None:
+        """Write the states that a step reads to the slots of its sequences."""
+        for source, destination in copies.state_copies:
+            self.copy_state(source, destination)
+
+    def copy_state(self, source: int, destination: int) -> None:
+        for states in self.states:
+            states[:, destination] = states[:, source]
+
+    def _keep(self, slots: list[int]) -> None:
+        """Keep a copy of the states in `slots`, and forget what was kept before."""
+        self._kept = tuple(states[:, slots] for states in self.states) if slots else None
+
+    def _bring_back(self, slots: list[int]) -> None:
+        if self._kept is None:
+            raise RuntimeError("a step that has overwritten its states cannot be run again: no request asked for more "
+                               "than the model's own tokens, so the states before it were not kept")  # fmt: skip
+        for states, kept in zip(self.states, self._kept, strict=True):
+            states[:, slots] = kept

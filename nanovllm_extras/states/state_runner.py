@@ -1,0 +1,159 @@
+"""The runner of models whose layers keep states, and which options do not work with such models.
+
+`assembly.py` makes it when the network's config has a `state_shape`. All other models have the runners that they had.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nanovllm.batch import Batch
+from nanovllm.cuda_graphs import CudaGraphs
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.full_runner import MAX_DRAFTED_ROWS, ModelRunner
+from nanovllm_extras.speculation.speculation_options import read_options
+from nanovllm_extras.states.pool import StateKVCache, with_states
+
+logger = logging.getLogger(__name__)
+
+REFUSED = {  # option -> the values that work, of which the first is the default
+    "kv_cache_dtype": ("auto",),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "nnodes": (1,),
+}
+
+
+def check_options(config: Config) -> None:
+    """Raise ValueError for an option that would compute wrongly with states, or that nobody has tested with them."""
+    for name, allowed in REFUSED.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise ValueError(
+                f"{name} must be {' or '.join(map(repr, allowed))} for a model with recurrent states, got {value!r}. "
+                f"Leave it unset: other values are not supported with states"
+            )
+    if config.speculative_config is not None and read_options(config.speculative_config).model is not None:
+        raise ValueError(
+            "speculative_config['model'] must be None for a model with recurrent states, whose pool leaves no memory "
+            "for a draft model; take the method 'ngram' or 'mtp'"
+        )
+    if config.has_kv_store:
+        check_stored_states(config)
+
+
+def check_stored_states(config: Config) -> None:
+    """Raise ValueError for an option that does not work with a K/V store for models with states."""
+    from nanovllm_extras.kv_store.store_options import option_of
+
+    for name, allowed in (("speculative_config", None), ("tensor_parallel_size", 1)):
+        if (value := getattr(config, name)) != allowed:
+            raise ValueError(
+                f"{name} must be {allowed} for a model with recurrent states and a K/V store ({option_of(config)}), "
+                f"got {value!r}: states are stored by one rank without drafts. Leave out one of the two options"
+            )
+
+
+class StateRunner(ModelRunner):
+    """Runs steps as `ModelRunner` does. The model gets the pool of states, and the slots of the step's sequences.
+
+    The slots are added to the metadata of a batch before it is sent, so they are a part of the same copy.
+    """
+
+    kv_cache: StateKVCache
+
+    def __init__(self, config: Config, folder: Path, *arguments: Any, **options: Any) -> None:
+        check_options(config)
+        super().__init__(config, folder, *arguments, **options)
+
+    def prepare_layers(self) -> None:
+        self.model.register_forward_pre_hook(give_pool(self.kv_cache))
+        send = self.transfer
+        self.transfer = lambda record: send(with_states(record) if isinstance(record, Batch) else record)
+
+    @property
+    def more_inputs(self) -> Any:  # type: ignore[override]  # a constant of the parent
+        from nanovllm_extras.states.state_graphs import StateInputs, needs_rounds
+
+        return StateInputs(self.config.speculative_config is not None and not needs_rounds(self.model))
+
+    def make_graphs(self) -> CudaGraphs:
+        from nanovllm_extras.states.state_graphs import StateCudaGraphs
+
+        return StateCudaGraphs(self.model, self.kv_cache.tensor, *self.largest_decode, self.more_inputs)
+
+    def describe(self) -> str:
+        num_bytes = self.shape.state_shape.bytes_per_slot(self.dtype)
+        return f"a state of {num_bytes:,} bytes per sequence; {super().describe()}"
+
+    def make_kv_cache(self) -> StateKVCache:
+        shape: Any = self.shape
+        num_layers = shape.num_hidden_layers - shape.state_shape.num_layers
+        arguments: tuple[Any, ...] = (self.backend, num_layers, self.dtype, self.device, shape.state_shape)
+        kind: Any = StateKVCache
+        if self.config.swap_space_bytes:
+            from nanovllm_extras.states.host_states import SwappingStateKVCache as kind
+
+            arguments = (*arguments, self.config.swap_space_bytes, self.config.max_num_seqs)
+        if self.config.has_kv_store:
+            from nanovllm_extras.states.stored_states import loading_states
+
+            kind = loading_states(kind)
+        return kind(*arguments)  # type: ignore[no-any-return]
+
+    def start(self) -> None:
+        super().start()
+        self.description = f"{self.describe_slots()}; {self.description}"
+
+    def describe_slots(self) -> str:
+        """Return how many slots the pool has, and how many bytes it takes: one slot more, the null slot."""
+        return f"{self.kv_cache.num_slots:,} slots of states, which take {self.kv_cache.state_bytes:,} bytes"
+
+    def num_blocks_that_fit(self) -> int:
+        num_blocks = self.divide_memory()
+        logger.info(self.describe_slots())  # before they are allocated, which may fail
+        return num_blocks
+
+    def divide_memory(self) -> int:
+        """Return the number of blocks, and set the number of slots: for sequences that may run, snapshots and drafts.
+
+        Unless the number of blocks is configured, at most half of the memory is for states. If this is too little for
+        `max_num_seqs` states, fewer sequences run at the same time.
+        """
+        config, cache = self.config, self.kv_cache
+        wanted = config.max_num_seqs * (2 if config.enable_prefix_caching else 1) + num_draft_slots(config)
+        cache.num_slots = wanted
+        if config.num_kv_blocks is not None:
+            return config.num_kv_blocks
+        given, size = config.kv_cache_memory_bytes, cache.bytes_per_slot
+        num_bytes = self.free_bytes() if given is None else given
+        cache.num_slots = min(wanted, num_bytes // 2 // size - 1)  # one more is the null slot
+        if cache.num_slots < 1:
+            raise ValueError(f"{num_bytes} bytes are left for K, V and states, but states need half of it, and their "
+                             f"least size, two slots, takes {2 * size}: raise {self.memory_knob}")  # fmt: skip
+        max_num_seqs = min(config.max_num_seqs, cache.num_slots)
+        if max_num_seqs < config.max_num_seqs:
+            logger.info("max_num_seqs is %d instead of %d: a state takes %d bytes, and %d bytes are for states, half "
+                        "of the memory of the KV cache", max_num_seqs, config.max_num_seqs, size,
+                        num_bytes // 2)  # fmt: skip
+        left = num_bytes - (cache.num_slots + 1) * size
+        self.config = replace(config, max_num_seqs=max_num_seqs, kv_cache_memory_bytes=left)
+        num_blocks = super().num_blocks_that_fit()
+        if given is not None:  # the prefix cache may keep more than what runs
+            return num_blocks
+        return min(num_blocks, max_num_seqs * -(-self.max_model_len // self.backend.block_size))
+
+
+def num_draft_slots(config: Config) -> int:
+    """Return for how many drafts of a step there are slots in addition to those of sequences and snapshots."""
+    if config.speculative_config is None:
+        return 0
+    most: int = read_options(config.speculative_config).num_speculative_tokens
+    return min(config.max_num_seqs * most, MAX_DRAFTED_ROWS)
+
+
+def give_pool(pool: StateKVCache) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a hook that replaces the last argument of a model, the KV cache, by the KV cache and the states."""
+    return lambda _, arguments: (*arguments[:-1], pool.caches)

@@ -1,0 +1,141 @@
+"""`make_page` puts recordings into one HTML file, with the page's program, its libraries and their licences.
+
+The program is about twenty small modules in `viewer/`. `bundle` joins them in the order of their imports and removes
+their import and export lines. So no build step is needed, and the page works from `file://`, where browsers refuse to
+load modules. The libraries in `viewer/vendor/` are preact, htm and uPlot as they were published.
+
+For each event the page can show the engine's code that decided it. `DECIDED_BY` names the function, and `read_sources`
+finds it in the source files' text, so making a page needs neither the engine nor torch.
+"""
+
+import ast
+import base64
+import gzip
+import html
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PACKAGES = Path(__file__).parents[2]  # the folder of both packages
+VIEWER = Path(__file__).parent / "viewer"
+LIBRARIES = ("preact.js", "hooks.js", "htm.js", "uplot.js")
+LICENCES = ("LICENSE-preact", "LICENSE-htm", "LICENSE-uplot")
+IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w]+\.js)";\n', re.MULTILINE)
+EXPORTED = re.compile(r"^export (?=async function|function|class|const|let)", re.MULTILINE)
+EXPORT_LIST = re.compile(r"^export \{[^}]*\};\n", re.MULTILINE)
+
+DECIDED_BY = {  # code of an event, or what `sourceOf` of events.js returns -> a file, and the function or method in it
+    "start": "nanovllm/engine.py LLMEngine.reset",
+    "add": "nanovllm/scheduler.py Scheduler.add",
+    "fork": "nanovllm/scheduler.py Scheduler.fork",
+    "tokens": "nanovllm_extras/beam_search/search.py BeamSearch._go_on",
+    "finish": "nanovllm/scheduler.py Scheduler.finish",
+    "wait": "nanovllm/scheduler.py Scheduler.admit_waiting",
+    "idle": "nanovllm/scheduler.py Scheduler.schedule",
+    "admit": "nanovllm/block_manager.py BlockManager.try_admit",
+    "miss": "nanovllm_extras/prefix_misses.py PrefixHistory.explain",
+    "preempt": "nanovllm/scheduler.py Scheduler.make_room",
+    "draft": "nanovllm_extras/speculation/speculative_scheduler.py SpeculativeScheduler._draft",
+    "schedule": "nanovllm/scheduler.py Scheduler.schedule",
+    "verify": "nanovllm_extras/speculation/speculative_scheduler.py SpeculativeScheduler._verify",
+    "update": "nanovllm/scheduler.py Scheduler.update",
+    "roll_back": "nanovllm_extras/roll_back.py roll_back",
+    "take": "nanovllm/block_manager.py BlockManager._take",
+    "share": "nanovllm/block_manager.py BlockManager._share",
+    "copy": "nanovllm/block_manager.py BlockManager._copy_tail",
+    "load": "nanovllm_extras/kv_store/store.py StoreHooks._append",
+    "give_back": "nanovllm_extras/window_blocks.py WindowBlockManager._give_back",
+    "free": "nanovllm/block_manager.py BlockManager.free",
+    "register": "nanovllm/prefix_cache.py PrefixCache.register",
+    "forget": "nanovllm/prefix_cache.py PrefixCache.forget",
+    "reset": "nanovllm_extras/roll_back.py reset_prefix_cache",
+    "take.group": "nanovllm_extras/kv_groups/grouped_blocks.py GroupedBlockManager._take_in_groups",
+    "share.group": "nanovllm_extras/kv_groups/grouped_blocks.py GroupedBlockManager._share_windows",
+    "copy.group": "nanovllm_extras/kv_groups/grouped_blocks.py GroupedBlockManager._copy_tail",
+    "register.group": "nanovllm_extras/kv_groups/grouped_blocks.py GroupedPrefixCache.register",
+    "give_back.group": "nanovllm_extras/kv_groups/grouped_blocks.py GroupedBlockManager._give_back",
+    "admit.group": "nanovllm_extras/kv_groups/grouped_blocks.py GroupedBlockManager.try_admit",
+    "slot": "nanovllm_extras/states/slots.py StateBlockManager.try_admit",
+    "slot.in": "nanovllm_extras/states/slots.py StateBlockManager.copy_in",
+    "move": "nanovllm_extras/states/drafted_slots.py DraftedStateBlockManager.keep_state",
+    "move.out": "nanovllm_extras/states/slots.py StateBlockManager.copy_out",
+    "snapshot": "nanovllm_extras/states/slots.py StateBlockManager.take_snapshot",
+    "drop": "nanovllm_extras/states/slots.py SnapshotCache.drop",
+}
+
+
+def make_page(recordings: list[Path], is_live: bool = False) -> str:
+    """Return the page with up to two recordings. A live page has none: it reads the server's events."""
+    parts = {
+        "licences": "\n".join((VIEWER / "vendor" / name).read_text(encoding="utf-8") for name in LICENCES),
+        "style": (VIEWER / "vendor" / "uplot.css").read_text(encoding="utf-8") + read("style.css"),
+        "live": " data-live" if is_live else "",
+        "recordings": "\n".join(map(embed, recordings)),
+        "libraries": "\n".join((VIEWER / "vendor" / name).read_text(encoding="utf-8") for name in LIBRARIES),
+        "program": f"window.SOURCES = {to_script(read_sources())};\n{bundle('app.js')}",
+    }
+    parts["licences"] = parts["licences"].replace("--", "- -")  # "--" may not occur inside a comment
+    page = read("page.html").replace("<!--{{licences}}-->", "<!--\n{{licences}}\n-->")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
+
+
+def read(name: str) -> str:
+    return (VIEWER / name).read_text(encoding="utf-8")
+
+
+def to_script(value: object) -> str:
+    """Return `value` as JSON that can be put inside a script element."""
+    return json.dumps(value, ensure_ascii=False).replace("</", "<\\/").replace("<!--", "<\\!--")
+
+
+def bundle(name: str) -> str:
+    """Return the module `name` and all modules that it imports as one script, imported modules first."""
+    return "\n".join(in_order(name, set()))
+
+
+def in_order(name: str, seen: set[str]) -> Iterator[str]:
+    if name in seen:
+        return
+    seen.add(name)
+    text = read(name)
+    for imported in IMPORT.findall(text):
+        yield from in_order(imported, seen)
+    yield f"// {name}\n" + EXPORT_LIST.sub("", EXPORTED.sub("", IMPORT.sub("", text)))
+
+
+def embed(path: Path) -> str:
+    """Return a script element with the recording as base64 of gzip, which browsers can unpack."""
+    data = base64.b64encode(gzip.compress(path.read_bytes(), mtime=0)).decode()
+    name = html.escape(path.name, quote=True)
+    return f'<script type="application/x-nanovllm-trace" data-name="{name}">{data}</script>'
+
+
+# ---- the lines that decide an event
+
+
+def read_sources() -> dict[str, dict[str, Any]]:
+    """Return, for each code of an event, the symbol, its file, its first line, and its text.
+
+    Events of an extra that has been deleted are left out. Raises LookupError if a file has no such symbol.
+    """
+    sources = {}
+    for code, place in DECIDED_BY.items():
+        path, symbol = place.split()
+        if (PACKAGES / path).exists():
+            first, text = find_symbol((PACKAGES / path).read_text(encoding="utf-8"), place)
+            sources[code] = {"symbol": symbol, "path": path, "line": first, "text": text}
+    return sources
+
+
+def find_symbol(source: str, place: str) -> tuple[int, str]:
+    """Return the first line number and the text of the symbol that `place` names, dedented to its own column."""
+    found: Any = ast.parse(source)
+    for name in place.split()[1].split("."):
+        found = next((node for node in found.body if getattr(node, "name", None) == name), None)
+        if found is None:
+            raise LookupError(f"DECIDED_BY names {place}, and {name} is not there")
+    first = min(node.lineno for node in (found, *found.decorator_list))
+    lines = source.splitlines(keepends=True)[first - 1 : found.end_lineno]
+    return first, "".join(line[found.col_offset :] if line.strip() else "\n" for line in lines)

@@ -1,0 +1,576 @@
+"""`Recorder`: writes down each decision that scheduler and block manager tell their observer. `start_engine` adds one.
+
+An event is a short list that begins with a code: `["take", 3, 17, 0]` means that sequence 3 now owns block 17, which
+held nothing cached. All events up to the end of a step are one line of JSON. docs/trace.md lists the events;
+`replay.py` reads them back into the state of each step.
+
+A recording may begin in the middle of a run: its header then holds the state of that moment (`take_snapshot`).
+
+Tokens and blocks that do not change cause no event. A decode step with the sequences of the step before does not repeat
+their numbers. So a step of 256 decodes takes about 0.1 ms longer (benchmarks/trace_overhead.py).
+"""
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.scheduler import Chunk, Step
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.full_engine import LLMEngine
+from nanovllm_extras.full_observer import SchedulingStats
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.kv_groups.group_observer import GroupObserver
+from nanovllm_extras.prefix_misses import PrefixMiss
+from nanovllm_extras.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
+from nanovllm_extras.watching import Watching
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder(SchedulingStats, GroupObserver):
+    """Counts as its parent does, and writes events to `sink` once `begin` has been called.
+
+    decode: the text of a token id; each is noted when it first occurs. None records no texts.
+    """
+
+    def __init__(self, sink: Sink, decode: Callable[[int], str] | None = None) -> None:
+        super().__init__()
+        self.decode = decode
+        self._sink = sink
+        self._start = time.monotonic()
+        self._blocks: BlockManager | None = None
+        self._config: dict[str, Any] = {}
+        self._events: list[list] = []
+        self._seqs: dict[Sequence, int] = {}  # the numbers of all that have not finished
+        self._num_seqs = 0
+        self._drawn: list[tuple[Sequence, int, int]] = []  # place and token of the newest draws that may be replaced
+        self._running: set[Sequence] = set()
+        self._leaving: list[int] = []  # host blocks of the sequence that is being preempted
+        self._host_block_ids: dict[Sequence, list[int]] = {}  # of sequences that are swapped out
+        self._host_slots: dict[Sequence, int] = {}  # the same for their recurrent states
+        self._num_steps = 0
+        self._flights: deque[tuple[int, list[Sequence]]] = deque()  # steps in flight, and the sequences they sample
+        self._loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
+        self._snapshots: dict[int, tuple[int, int]] = {}  # slot -> the block at whose end the state was, its tokens
+        self._is_due: Callable[[Sequence], bool] | None = None  # of a block manager with slots of states
+        self._num_groups = 1  # of layers, each of which has block tables of its own
+        self._decodes: list[Sequence] = []  # of the step before
+        self._new_ids: set[int] = set()  # token ids whose text has to be noted
+        self._known_ids: set[int] = set()
+
+    # ---- lines
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Write the header; `config` are the limits that the scheduler keeps, and what else is to be shown."""
+        self._config = dict(config)
+        self._start = time.monotonic()
+        self._sink.begin(self._make_header())
+
+    def flush(self, seconds: Mapping[str, float] | None = None) -> None:
+        """Write what has happened since the last line; `seconds` are the times of the step that has ended."""
+        texts = {}
+        if self.decode is not None:
+            texts = {str(i): self.decode(i) for i in sorted(self._new_ids - self._known_ids)}
+        self._known_ids |= self._new_ids
+        self._new_ids.clear()
+        line: dict[str, Any] = {"t": self._now(), "events": self._events}
+        if texts:
+            line["texts"] = texts
+        if seconds is not None:
+            line["times"] = {name.removesuffix("_time_s"): round(1e6 * value) for name, value in seconds.items()}
+        self._sink.write(to_json(line))
+        self._events = []
+        if self._sink.is_full:
+            self._sink.begin(self._make_header())
+
+    def close(self) -> None:
+        """Write what is left. The sink takes no more lines."""
+        if self._events:
+            self.flush()
+        self._sink.close()
+
+    def _make_header(self) -> str:
+        assert self._blocks is not None, "a scheduler has begun"
+        self._known_ids.clear()
+        self._decodes = []
+        flights = [[step, [self._seqs.get(seq, 0) for seq in samples]] for step, samples in self._flights]
+        state = None
+        if self._num_seqs:
+            state = take_snapshot(self._blocks, self._seqs, self._running, self._host_block_ids, self._loaded)
+            if self._is_due is not None:
+                state |= describe_slots(self._blocks, self._seqs, self._snapshots, self._host_slots)
+            if self._num_groups > 1:
+                state |= describe_windows(self._blocks, self._seqs)
+            self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
+            self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
+            self._new_ids |= {i for seq in state["seqs"] for miss in seq["misses"] for i in miss.get("cached", ())}
+        blocks: Any = self._blocks
+        header = {
+            "format": FORMAT, "version": VERSION, "num_blocks": blocks.num_blocks,
+            "block_size": blocks.block_size, "num_steps_before": self._num_steps, "t": self._now(),
+            "config": self._config, "in_flight": flights, "state": state,
+        }  # fmt: skip
+        if self._is_due is not None:
+            header["num_slots"] = blocks.num_slots
+        if self._num_groups > 1:
+            header |= {"num_groups": blocks.num_groups, "group_window": blocks.window}
+        return to_json(header)
+
+    def _now(self) -> int:
+        """Return the microseconds since `begin`."""
+        return int(1e6 * (time.monotonic() - self._start))
+
+    # ---- sequences
+
+    def _number(self, seq: Sequence) -> int:
+        number = self._seqs.get(seq)
+        return self._name(seq) if number is None else number
+
+    def _name(self, seq: Sequence) -> int:
+        """Give `seq`, which has not been seen before, a number."""
+        self._num_seqs += 1
+        self._seqs[seq] = self._num_seqs
+        token_ids = seq.token_ids.view().tolist()
+        self._new_ids.update(token_ids)
+        about = {"request": seq.request_id, "sample": seq.sample_index, "tokens": token_ids}
+        about |= {"num_prompt_tokens": seq.num_prompt_tokens, "max_num_tokens": seq.max_num_tokens}
+        self._events.append(["add", self._num_seqs, self._now(), about])
+        return self._num_seqs
+
+    def _note_replaced(self) -> None:
+        """Record the tokens with which a beam search has replaced those that the newest step sampled for its beams."""
+        for i, (seq, place, token_id) in enumerate(self._drawn):
+            chosen = int(seq.token_ids.data[place])
+            if chosen != token_id and seq in self._seqs:
+                self._note_tokens(seq, place, [chosen])
+                self._drawn[i] = seq, place, chosen
+
+    def _note_tokens(self, seq: Sequence, first: int, token_ids: list[int]) -> None:
+        self._new_ids.update(token_ids)
+        self._events.append(["tokens", self._number(seq), first, token_ids])
+
+    def on_start(self, blocks: BlockManager) -> None:
+        super().on_start(blocks)
+        if self._blocks is not None:
+            self._events.append(["start", blocks.num_blocks])
+        self._blocks = blocks
+        self._is_due = getattr(blocks, "is_due", None)
+        self._num_groups = getattr(blocks, "num_groups", 1)
+        self._seqs.clear()
+        self._drawn = []
+        self._host_block_ids.clear()
+        self._host_slots.clear()
+        self._running.clear()
+        self._flights.clear()
+        self._loaded.clear()
+        self._snapshots.clear()
+        self._decodes = []
+
+    def on_add(self, seq: Sequence) -> None:
+        super().on_add(seq)
+        self._number(seq)
+
+    def on_fork(self, parent: Sequence, child: Sequence) -> None:
+        self._note_fork(parent, child, is_shared=True)
+        self._running.add(child)
+
+    def on_fork_apart(self, parent: Sequence, child: Sequence) -> None:
+        self._note_fork(parent, child, is_shared=False)
+
+    def _note_fork(self, parent: Sequence, child: Sequence, is_shared: bool) -> None:
+        self._note_replaced()
+        if parent not in self._seqs:  # it has finished
+            self._name(child)
+            return
+        number = self._number(parent)
+        self._num_seqs += 1
+        self._seqs[child] = self._num_seqs
+        num_known = child.num_known_tokens
+        place = [child.sample_index, num_known, parent.num_computed_tokens if is_shared else 0]
+        self._events.append(["fork", number, self._num_seqs, *place, self._now()])
+        newest = int(child.token_ids.data[num_known - 1])
+        if newest != parent.token_ids.data[num_known - 1]:
+            self._note_tokens(child, num_known - 1, [newest])
+
+    def on_finish(self, seq: Sequence) -> None:
+        super().on_finish(seq)
+        self._note_replaced()
+        self._running.discard(seq)
+        self._host_block_ids.pop(seq, None)
+        place = [seq.finish_reason, seq.stop_reason, seq.num_known_tokens, self._now()]
+        self._events.append(["finish", self._number(seq), *place])
+        del self._seqs[seq]
+        if seq.finish_reason == "abort":  # between two steps, and there may be no further step
+            self.flush()
+
+    # ---- decisions
+
+    def on_wait(self, seq: Sequence, has_place: bool, num_needed_blocks: int, num_reserved_blocks: int) -> None:
+        assert self._blocks is not None
+        num_free = self._blocks.num_free_blocks - num_reserved_blocks
+        code = "blocks" if has_place else "max_num_seqs"
+        self._events.append(["wait", self._number(seq), code, num_needed_blocks, num_free])
+
+    def on_admit(self, seq: Sequence) -> None:
+        super().on_admit(seq)
+        self._running.add(seq)
+        self._host_block_ids.pop(seq, None)
+        code = "new" if seq.num_cached_tokens is None else "again"
+        self._events.append(["admit", self._number(seq), code, seq.num_computed_tokens])
+
+    def on_miss(self, seq: Sequence, misses: list[PrefixMiss]) -> None:
+        self._new_ids.update(i for miss in misses for i in miss.cached_token_ids)
+        self._events.append(["miss", self._number(seq), describe_misses(misses)])
+
+    def on_swap_out(self, seq: Sequence, host_block_ids: list[int]) -> None:
+        super().on_swap_out(seq, host_block_ids)
+        self._leaving = host_block_ids
+
+    def on_preempt(self, seq: Sequence, needy: Sequence) -> None:
+        super().on_preempt(seq, needy)
+        host_block_ids, self._leaving = self._leaving, []
+        self._running.discard(seq)
+        self._host_block_ids[seq] = host_block_ids
+        place = [self._number(needy), seq.num_computed_tokens, host_block_ids]
+        self._events.append(["preempt", self._number(seq), *place])
+
+    def on_schedule(self, step: Step, running: list[Sequence], blocks: BlockManager) -> None:
+        super().on_schedule(step, running, blocks)
+        self._note_replaced()
+        self._note_idle(step, running)
+        self._note_drafts(step)
+        self._num_steps += 1
+        self._flights.append((self._num_steps, step.samples))
+        decodes, others = self._split(step)
+        named = 0 if decodes == self._decodes else self._numbers(decodes)
+        samples = 0 if step.samples == decodes else self._numbers(step.samples)
+        chunks = [self._describe(chunk) for chunk in others]
+        swaps = getattr(step.copies, "block_moves", step.copies)  # beside the copies of states, if there are any
+        moves = [getattr(swaps, "swap_outs", []), getattr(swaps, "swap_ins", [])]
+        if self._is_due is not None:
+            moves.append(step.copies.state_copies)  # type: ignore[attr-defined]
+        num_stored = self._in_flight[-1][0]
+        place = [named, chunks, samples, moves, blocks.num_free_blocks, num_stored]
+        self._events.append(["schedule", self._num_steps, self._now(), *place])
+        self._decodes = decodes
+
+    def _numbers(self, seqs: Collection[Sequence]) -> list[int]:
+        return [self._number(seq) for seq in seqs]
+
+    def _split(self, step: Step) -> tuple[list[Sequence], list[Chunk]]:
+        """Return the sequences that decode, and the other chunks, among them chunks of one token before a snapshot."""
+        singles, chunks = step.chunks[: step.num_decodes], step.chunks[step.num_decodes :]
+        cut = [chunk for chunk in singles if self._ends_at_snapshot(chunk)] if self._is_due is not None else []
+        return [chunk[0] for chunk in singles if chunk not in cut], cut + chunks
+
+    def _ends_at_snapshot(self, chunk: Chunk) -> bool:
+        seq, start, num_new_tokens = chunk
+        return self._is_due is not None and start + num_new_tokens < seq.num_known_tokens and self._is_due(seq)
+
+    def _describe(self, chunk: Chunk) -> list:
+        """Return [sequence, start, num_new_tokens, why no more]."""
+        seq, start, num_new_tokens = chunk
+        code = "threshold" if num_new_tokens == self._config.get("long_prefill_token_threshold") else "budget"
+        if start + num_new_tokens >= seq.num_known_tokens:
+            code = "all" if start + num_new_tokens == seq.num_known_tokens else "drafts"
+        elif self._ends_at_snapshot(chunk):
+            code = "snapshot"
+        return [self._number(seq), start, num_new_tokens, code]
+
+    def _note_drafts(self, step: Step) -> None:
+        """Record drafts: tokens after the known ones that a chunk computes. (Others belong to steps in flight.)"""
+        for seq, start, num_new_tokens in step.chunks[step.num_decodes :]:
+            drafts = seq.token_ids.data[seq.num_known_tokens : start + num_new_tokens].tolist()
+            if drafts:
+                self._new_ids.update(drafts)
+                self._events.append(["draft", self._number(seq), drafts])
+
+    def _note_idle(self, step: Step, running: list[Sequence]) -> None:
+        """Record why running sequences get no tokens, and why no waiting sequence was considered."""
+        has_waiting = len(self._seqs) > len(running)
+        if has_waiting and step.preempted and not step.admitted:
+            self._events.append(["wait", 0, "preemption", 0, 0])
+        elif has_waiting and step.num_scheduled_tokens == self._config.get("max_num_batched_tokens"):
+            self._events.append(["wait", 0, "budget", 0, 0])
+        if len(running) == len(step.chunks):
+            return
+        scheduled = {chunk[0] for chunk in step.chunks} | set(step.samples)
+        for seq in running:
+            if seq not in scheduled:
+                code = "caught_up" if seq.num_computed_tokens == seq.num_tokens else "budget"
+                self._events.append(["idle", self._number(seq), code])
+
+    def on_update(self, step: Step, new_token_ids: list[int]) -> None:
+        super().on_update(step, new_token_ids)
+        number, _ = self._flights.popleft()
+        self._new_ids.update(new_token_ids)
+        self._events.append(["update", number, self._now(), list(new_token_ids)])
+        newest = dict(zip(step.samples, new_token_ids, strict=True))  # of several, the last
+        self._drawn = [
+            (seq, seq.num_known_tokens - 1, token_id)
+            for seq, token_id in newest.items()
+            if seq.processors and seq in self._seqs
+        ]
+
+    def on_step_end(self, step: Step, seconds: Mapping[str, float]) -> None:
+        self._note_replaced()
+        self.flush(seconds)
+
+    def on_roll_back(self) -> None:
+        super().on_roll_back()
+        self._running.clear()
+        self._flights.clear()
+        self._events.append(["roll_back", self._now()])
+
+    # ---- blocks
+
+    def on_take_block(self, seq: Sequence, block_id: int, is_evicted: bool) -> None:
+        self._loaded.pop(block_id, None)
+        self._events.append(["take", self._number(seq), block_id, int(is_evicted)])
+
+    def on_share_block(self, seq: Sequence, block_id: int) -> None:
+        self._events.append(["share", self._number(seq), block_id])
+
+    def on_copy_block(self, seq: Sequence, source: int, destination: int) -> None:
+        self._events.append(["copy", self._number(seq), source, destination])
+
+    def on_load_blocks(self, seq: Sequence, by_tier: dict[str, list[int]], num_tokens: int) -> None:
+        super().on_load_blocks(seq, by_tier, num_tokens)
+        self._loaded |= {block_id: tier for tier, block_ids in by_tier.items() for block_id in block_ids}
+        self._events.append(["load", self._number(seq), num_tokens, by_tier])
+
+    def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
+        super().on_give_back(seq, block_ids)
+        self._events.append(["give_back", self._number(seq), list(block_ids)])
+
+    def on_take_in_group(self, seq: Sequence, group: int, place: int, block_id: int, is_evicted: bool) -> None:
+        self._events.append(["take", self._number(seq), block_id, int(is_evicted), group, place])
+
+    def on_share_in_group(self, seq: Sequence, group: int, place: int, block_id: int) -> None:
+        self._events.append(["share", self._number(seq), block_id, group, place])
+
+    def on_copy_in_group(self, seq: Sequence, group: int, source: int, destination: int) -> None:
+        self._events.append(["copy", self._number(seq), source, destination, group])
+
+    def on_register_in_group(self, seq: Sequence, group: int, block_id: int, block_hash: int, serial: int) -> None:
+        self._events.append(["register", self._number(seq), block_id, f"{block_hash:016x}", serial, group])
+
+    def on_forget_in_group(self, block_id: int) -> None:
+        self._events.append(["forget", block_id])
+
+    def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
+        super().on_verify(seq, num_drafts, num_accepted, block_ids)
+        self._events.append(["verify", self._number(seq), num_drafts, num_accepted, block_ids])
+
+    def on_take_slot(self, seq: Sequence, slot: int, source: int) -> None:
+        self._host_slots.pop(seq, None)
+        self._events.append(["slot", self._number(seq), slot, source])
+
+    def on_move_slot(self, seq: Sequence, slot: int) -> None:
+        if slot < 0:
+            self._host_slots[seq] = slot
+        self._events.append(["move", self._number(seq), slot])
+
+    def on_snapshot(self, seq: Sequence, slot: int, block_id: int) -> None:
+        self._snapshots[slot] = block_id, seq.num_computed_tokens
+        self._events.append(["snapshot", self._number(seq), slot, block_id, seq.num_computed_tokens])
+
+    def on_drop_snapshot(self, slot: int, why: str) -> None:
+        del self._snapshots[slot]
+        self._events.append(["drop", slot, why])
+
+    def on_free(self, seq: Sequence) -> None:
+        self._host_block_ids.pop(seq, None)
+        if seq not in self._running:  # else `seq` is being preempted, and keeps its slot in host memory
+            self._host_slots.pop(seq, None)
+        number = self._seqs.get(seq)
+        if number is not None:  # else it has finished: a failed step ends it once more
+            self._events.append(["free", number])
+
+    def on_register_block(self, seq: Sequence, block_id: int, block_hash: int, serial: int) -> None:
+        super().on_register_block(seq, block_id, block_hash, serial)
+        self._events.append(["register", self._number(seq), block_id, f"{block_hash:016x}", serial])
+
+    def on_forget_block(self, block_id: int) -> None:
+        self._events.append(["forget", block_id])
+
+    def on_reset_prefix_cache(self) -> None:
+        self._events.append(["reset"])
+
+
+def to_json(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, separators=(",", ":"), ensure_ascii=False)
+
+
+# ---- the state in a header
+
+
+def take_snapshot(
+    blocks: Any,
+    seqs: Mapping[Sequence, int],
+    running: Collection[Sequence],
+    host_block_ids: Mapping[Sequence, list[int]],
+    loaded: Mapping[int, str],
+) -> dict[str, Any]:
+    """Return the state of a `BlockManager` and of `seqs`, each with its number.
+
+    free      the free blocks, in the order in which they will be handed out
+    cached    [block id, hash, serial number, token ids] of each block that the prefix cache can find
+    loaded    [block id, name of the tier] of each block whose contents came from the K/V store
+    seqs      of each unfinished sequence: what `replay.py` keeps of it
+    """
+    cached = [
+        [one.block_id, f"{one.block_hash:016x}", one.serial, np.frombuffer(one.tokens, dtype=np.int32).tolist()]
+        for one in blocks.prefix_cache._by_id.values()
+    ]
+    return {
+        "free": list(blocks._free),
+        "cached": cached,
+        "loaded": list(loaded.items()),
+        "seqs": [
+            describe_sequence(seq, number, seq in running, host_block_ids.get(seq, [])) for seq, number in seqs.items()
+        ],
+    }
+
+
+def describe_slots(
+    blocks: Any,
+    seqs: Mapping[Sequence, int],
+    snapshots: Mapping[int, tuple[int, int]],
+    host_slots: Mapping[Sequence, int],
+) -> dict[str, Any]:
+    """Return what the slots of a `StateBlockManager` hold.
+
+    slots         [sequence, slot] of each sequence that owns one; a negative slot is in host memory
+    snapshots     [slot, block id, number of tokens] of each snapshot
+    state_copies  [source, destination] of the copies that the next step will do
+    """
+    return {
+        "slots": [[seqs[seq], slot] for seq, slot in [*blocks._slots.items(), *host_slots.items()]],
+        "snapshots": [[slot, *about] for slot, about in snapshots.items()],
+        "state_copies": [list(copy) for copy in blocks._copies_for_next],
+    }
+
+
+def describe_windows(blocks: Any, seqs: Mapping[Sequence, int]) -> dict[str, Any]:
+    """Return what a `GroupedBlockManager` has in the groups with a window.
+
+    window_tables   [sequence, its block table in each of these groups] of each sequence that owns blocks
+    window_cached   [serial number, block ids] of each cached block of group 0 that these groups have too
+    """
+    owners = [seq for seq in seqs if seq.block_table.length]
+    return {
+        "window_tables": [[seqs[seq], blocks.block_tables.windows_of(seq.block_table).tolist()] for seq in owners],
+        "window_cached": [[serial, list(block_ids)] for serial, block_ids in blocks.prefix_cache.windows.items()],
+    }
+
+
+def describe_sequence(seq: Sequence, number: int, is_running: bool, host_block_ids: list[int]) -> dict[str, Any]:
+    return {
+        "number": number,
+        "request": seq.request_id,
+        "sample": seq.sample_index,
+        "status": "running" if is_running else "waiting",
+        "tokens": seq.token_ids.view().tolist(),
+        "num_prompt_tokens": seq.num_prompt_tokens,
+        "max_num_tokens": seq.max_num_tokens,
+        "num_computed_tokens": seq.num_computed_tokens,
+        "block_table": seq.block_table.view().tolist(),
+        "host_block_ids": list(host_block_ids),
+        "misses": describe_misses(seq.prefix_misses or []),
+    }
+
+
+def describe_misses(misses: list[PrefixMiss]) -> list[dict[str, Any]]:
+    """Return the records as objects, without the details that a cause does not have."""
+    described = []
+    for miss in misses:
+        details: dict[str, Any] = {"cached": list(miss.cached_token_ids), "prompt": list(miss.prompt_token_ids)}
+        details |= {"step": miss.step, "request": miss.request_id}
+        about = {"start": miss.start, "end": miss.end, "cause": miss.cause}
+        described.append(about | {name: value for name, value in details.items() if value not in ([], None)})
+    return described
+
+
+# ---- engines that are recorded
+
+
+Engine = TypeVar("Engine", bound=LLMEngine)
+
+
+def start_engine(
+    config: Config, trace: str | Path | Sink | None, on_exit: ExitStack, engine_class: type[Engine]
+) -> Engine:
+    """Start an engine. Its run is recorded in the file or sink `trace`, until `on_exit` closes it.
+
+    Raises ValueError or TypeError, before the model is loaded, if the file cannot be written.
+    """
+    if trace is None:
+        return engine_class(config)
+    return start_recorded_engine(config, to_sink(trace), on_exit, engine_class)
+
+
+def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack, engine_class: type[Engine]) -> Engine:
+    """Start an engine whose run is written to `sink`, until `on_exit` closes it. The recording explains misses."""
+    recorder = Recorder(sink)
+    try:
+        engine = engine_class(replace(config, explain_prefix_misses=True), recorder)
+    except BaseException:
+        sink.close()
+        raise
+    if engine.tokenizer is not None:
+        recorder.decode = lambda token_id: engine_text(engine.tokenizer, token_id)
+    if isinstance(sink, Sinks) and isinstance(engine.observer, Watching):
+        sink.on_failure = engine.observer.count_failure
+    recorder.begin(describe_engine(engine))
+    on_exit.callback(close_recording, recorder)
+    return engine
+
+
+def close_recording(recorder: Recorder) -> None:
+    """Close the recording. An OSError is logged and not raised, so that the engine still ends."""
+    try:
+        recorder.close()
+    except OSError as error:
+        logger.error("the recording is not complete: %s", error)
+
+
+def engine_text(tokenizer: Any, token_id: int) -> str:
+    """Return the text of one token. Part of a character is shown as �."""
+    return tokenizer.decode([token_id])
+
+
+def describe_engine(engine: LLMEngine) -> dict[str, Any]:
+    """Return the scheduler's limits and the engine's description, for the header of a recording."""
+    config, policy = engine.config, engine.config.scheduling_policy
+    about = {
+        "model": Path(config.model).name,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": engine.parts.max_num_batched_tokens,
+        "max_model_len": engine.parts.max_model_len,
+        "long_prefill_token_threshold": config.long_prefill_token_threshold,
+        "sliding_window": engine.parts.model_config.widest_window,  # None if a layer sees all tokens
+        "scheduling_policy": policy if isinstance(policy, str) else getattr(policy, "__name__", repr(policy)),
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "preemption_mode": config.preemption_mode,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "num_swap_blocks": getattr(engine.runner.kv_cache, "num_swap_blocks", 0),
+        "enable_overlap": engine.parts.enable_overlap,
+        "description": engine.description,
+    }
+    states = getattr(engine.scheduler.block_manager, "state_stats", None)
+    if states is not None:  # the model has recurrent states
+        about |= {"state_snapshot_interval": config.state_snapshot_interval, "bytes_per_slot": states.bytes_per_slot}
+    groups: Any = getattr(engine.runner, "layer_groups", None)
+    if groups is not None:
+        about["layers_of_groups"] = groups.num_layers
+    return about
