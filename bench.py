@@ -1,7 +1,7 @@
 """Offline throughput: all requests arrive at once. How many tokens per second does the engine generate?
 
     python bench.py                      # on a CPU workload W (32 requests), on CUDA 256 longer random requests
-    python bench.py --core               # the core's own classes, without nanovllm_extras
+    python bench.py --extras             # the engine of nanovllm_extras; its own options imply it
     python bench.py --engine hf          # the same work through transformers' generate, in static padded batches
     python bench.py --model Qwen/Qwen3-0.6B --load-format safetensors --tensor-parallel-size 2
     python bench.py --num-requests 64 --input-len 100 500 --output-len 16 64 --json out.json
@@ -33,15 +33,16 @@ WORKLOADS = {  # tokens of each prompt, tokens of each output
           [81, 91, 125, 116, 51, 109, 67, 41, 99, 78, 38, 70, 122, 57, 64, 124,
            46, 94, 61, 65, 100, 52, 112, 128, 83, 119, 35, 39, 61, 110, 104, 32]),
     "W2": ([64], [64])}  # fmt: skip
-LLM_OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks",
-               "attention_backend", "quantization", "kv_cache_dtype", "tensor_parallel_size", "speculative_config",
-               "trace", "enforce_eager", "enable_prefix_caching", "enable_overlap", "enable_cuda_graphs")  # fmt: skip
+OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks",
+           "attention_backend", "enforce_eager", "enable_prefix_caching")  # fmt: skip
+OPTIONS_OF_EXTRAS = ("quantization", "kv_cache_dtype", "tensor_parallel_size", "speculative_config", "trace",
+                     "enable_overlap", "enable_cuda_graphs")  # fmt: skip
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         args = parse_args(Path(scratch))
-        report = run_hf(args) if args.engine == "hf" else run_nanovllm(args, Path(scratch))
+        report = run_hf(args) if args.engine == "hf" else run_nanovllm(args)
     for name, value in report.items():
         print(f"{name:<26} {value}")
     if args.json:
@@ -52,7 +53,7 @@ def parse_args(scratch: Path) -> argparse.Namespace:
     """Parse the command line, find the model, and make the requests: `prompts` and `output_lens`."""
     parser = argparse.ArgumentParser(description="Measure offline throughput.")
     parser.add_argument("--engine", choices=["nanovllm", "hf"], default="nanovllm")
-    parser.add_argument("--core", action="store_true", help="use the core's own classes, without nanovllm_extras")
+    parser.add_argument("--extras", action="store_true", help="use the engine of nanovllm_extras, not of nanovllm")
     parser.add_argument("--model", help="folder or hub id (default: the shape of Qwen3-0.6B)")
     parser.add_argument("--load-format", default="dummy", help="dummy (random weights, the default) or safetensors")
     parser.add_argument("--dtype", default="auto", help="auto (the model's), bfloat16, float16, float32")
@@ -65,11 +66,15 @@ def parse_args(scratch: Path) -> argparse.Namespace:
     parser.add_argument("--hf-batch-size", type=int, default=32, help="requests in a batch of hf (default: 32)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.add_argument_group("options of nanovllm's LLM; each value is JSON, a name, or left out for true")
-    for name in LLM_OPTIONS:
+    for name in (*OPTIONS, *OPTIONS_OF_EXTRAS):
         options.add_argument("--" + name.replace("_", "-"), type=parse_value, nargs="?", const=True, metavar="VALUE")
     args = parser.parse_args()
-    if args.engine == "hf" and (given := [name for name in LLM_OPTIONS if getattr(args, name) is not None]):
-        parser.error(f"--{given[0].replace('_', '-')} is for nanovllm, not for --engine hf")
+    args.options = {
+        name: value for name in (*OPTIONS, *OPTIONS_OF_EXTRAS) if (value := getattr(args, name)) is not None
+    }
+    if args.engine == "hf" and args.options:
+        parser.error(f"--{next(iter(args.options)).replace('_', '-')} is for nanovllm, not for --engine hf")
+    args.extras = args.extras or not args.options.keys().isdisjoint(OPTIONS_OF_EXTRAS)
     args.model_name = Path(args.model or "qwen3-0.6b").name
     try:
         if args.model is None:
@@ -98,23 +103,19 @@ def parse_value(text: str) -> Any:
     return json.loads(text) if text[0] in "0123456789{" or text in ("true", "false") else text
 
 
-def run_nanovllm(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    nanovllm = import_module("nanovllm.llm" if args.core else "nanovllm")
-    options = {name: getattr(args, name) for name in LLM_OPTIONS if getattr(args, name) is not None}
-    if not args.core:
-        options["load_format"] = args.load_format
-    elif args.load_format == "dummy":  # the core reads weights only from files
-        load_hf(args).save_pretrained(scratch)
-        args.model = scratch
-    llm = nanovllm.LLM(args.model, dtype=args.dtype, device=args.device, seed=args.seed, **options)
+def run_nanovllm(args: argparse.Namespace) -> dict[str, Any]:
+    nanovllm = import_module("nanovllm_extras" if args.extras else "nanovllm")
+    options = {"dtype": args.dtype, "device": args.device, "seed": args.seed, "load_format": args.load_format}
+    llm = nanovllm.LLM(args.model, **options, **args.options | {"max_model_len": args.max_model_len})
     params = [nanovllm.SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (4, *args.output_lens)]
     # Compile kernels first, on reversed prompts, so that the prefix cache has no prompt of the measured run.
     llm.generate([p[::-1] for p in args.prompts[: 2 if args.device == "cpu" else None]], params[0], use_tqdm=False)
     start = time.perf_counter()
     outputs = llm.generate(args.prompts, params[1:])
-    report = make_report(args, time.perf_counter() - start, [] if args.core else [one.metrics for one in outputs])
+    elapsed_s = time.perf_counter() - start
     assert [len(output.outputs[0].token_ids) for output in outputs] == args.output_lens
-    return report
+    metrics = [output.metrics for output in outputs] if args.extras else []  # only the extras record times
+    return {"computed_by": llm.engine.description.split("; ")[-1]} | make_report(args, elapsed_s, metrics)
 
 
 def load_hf(args: argparse.Namespace) -> Any:

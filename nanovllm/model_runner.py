@@ -116,6 +116,10 @@ class ModelRunner:
         for kind in kinds:
             yield kind(*heads, config.block_size, self.dtype)
 
+    def make_backend(self) -> TorchAttention:
+        """Make the best attention backend."""
+        return next(self.make_backends())
+
     def make_model(self) -> nn.Module:
         """Make the network on the device, load its weights, and let the backend replace layers by faster ones."""
         with torch.device("meta"):

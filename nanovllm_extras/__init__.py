@@ -11,30 +11,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import TINY_QWEN3
-from nanovllm_extras.all_options import Config
-from nanovllm_extras.full_engine import LLMEngine
-from nanovllm_extras.full_llm import LLM
-from nanovllm_extras.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput
-from nanovllm_extras.request_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm_extras.all_options import Config
     from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
     from nanovllm_extras.beam_search.beam_params import BeamSearchParams
     from nanovllm_extras.bundled import TINY_QWEN3_5
-    from nanovllm_extras.commands import run_command as run_command
     from nanovllm_extras.embedding.embedding_outputs import EmbeddingOutput, EmbeddingRequestOutput
     from nanovllm_extras.embedding.pooling_params import PoolingParams
     from nanovllm_extras.engine_stats import EngineStats
+    from nanovllm_extras.full_engine import LLMEngine
+    from nanovllm_extras.full_llm import LLM
+    from nanovllm_extras.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput
     from nanovllm_extras.logprobs import Logprob
     from nanovllm_extras.prompt_forms import PromptType, TextPrompt, TokensPrompt
+    from nanovllm_extras.request_params import RequestOutputKind, SamplingParams
     from nanovllm_extras.structured.structured_params import StructuredOutputsParams
     from nanovllm_extras.vllm.engine_args import AsyncEngineArgs, EngineArgs
 
 LAZY = {
+    "all_options": ("Config",),
+    "full_engine": ("LLMEngine",),
+    "full_llm": ("LLM",),
+    "lazy_outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput", "StepOutput"),
+    "request_params": ("RequestOutputKind", "SamplingParams"),
     "beam_search.beam_outputs": ("BeamSearchOutput", "BeamSearchSequence"),
     "beam_search.beam_params": ("BeamSearchParams",),
     "bundled": ("TINY_QWEN3_5",),
-    "commands": ("run_command",),
     "embedding.embedding_outputs": ("EmbeddingOutput", "EmbeddingRequestOutput"),
     "embedding.pooling_params": ("PoolingParams",),
     "engine_stats": ("EngineStats",),
@@ -43,7 +46,8 @@ LAZY = {
     "structured.structured_params": ("StructuredOutputsParams",),
     "vllm.engine_args": ("AsyncEngineArgs", "EngineArgs"),
 }
-"""Module in this folder -> its names that the package exports, imported when they are used."""
+"""Module in this folder -> its names that the package exports, imported when they are used: `nanovllm.LLM` imports
+kernels without the rest."""
 
 __all__ = [
     "LLM",

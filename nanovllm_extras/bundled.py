@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-EXTRAS = Path(__file__).parent
-TINY_QWEN3_5 = EXTRAS / "assets" / "tiny-qwen3.5"
+from nanovllm import TINY_QWEN3
+
+TINY_QWEN3_5 = Path(__file__).parent / "assets" / "tiny-qwen3.5"
 """A Qwen3.5 of 3.5 million parameters, trained like the bundled Qwen3. Three of its four layers keep states."""
 
-BUNDLED = {"tiny-qwen3": EXTRAS.parent / "assets" / "tiny-qwen3", "tiny-qwen3.5": TINY_QWEN3_5}
+BUNDLED = {"tiny-qwen3": TINY_QWEN3, "tiny-qwen3.5": TINY_QWEN3_5}
 """Name -> folder."""

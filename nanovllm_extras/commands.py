@@ -6,6 +6,7 @@ The module has a function `main(arguments: list[str]) -> int | None`, which retu
 
 import importlib
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 from nanovllm_extras.printing import escape_unprintable, flush_output, say
@@ -35,12 +36,10 @@ COMMANDS: dict[str, Command] = {
     "check": Command(
         "nanovllm_extras.self_check.check_command", "", "check what computes on this machine, and what is missing"
     ),
-    "learn": Command(
-        "nanovllm_extras.learn.learn_command", "learn", "exercises: write an engine's parts, with a checker"
-    ),
+    "learn": Command("labs.learn.learn_command", "learn", "exercises: write an engine's parts, with a checker"),
     "view": Command("nanovllm_extras.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
 }
-"""Name of a command, one or two words -> the command."""
+"""Name of a command, one or two words -> the command. `labs` is not installed: it is found in a checkout."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,16 +89,36 @@ def run_words(arguments: list[str]) -> int:
 
 
 def run(name: str, command: Command, arguments: list[str]) -> int:
-    """Import and run a command, and return its exit status: 1 if a package is missing."""
+    """Import and run a command, and return its exit status: 1 if a package or the checkout is missing."""
+    if command.module.startswith("labs.") and not find_labs():
+        print(
+            f"nanovllm {name}: the exercises are part of a checkout, and not installed: `git clone` the repository, "
+            f"then run `nanovllm {name}` or `python -m labs.{name}` in its folder",
+            file=sys.stderr,
+        )
+        return 1
     try:
         module = importlib.import_module(command.module)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] in ("nanovllm", "nanovllm_extras"):
+        if error.name is None or error.name.split(".")[0] in ("nanovllm", "nanovllm_extras", "labs"):
             raise
         install = f"pip install 'nanovllm[{command.extra}]'"
         print(f"nanovllm {name} needs the package {error.name}: run {install}", file=sys.stderr)
         return 1
     return module.main(arguments) or 0
+
+
+def find_labs() -> bool:
+    """Let Python import `labs` from the checkout that holds this package, or from the current folder.
+
+    Returns False if neither has it.
+    """
+    for folder in (Path(__file__).resolve().parents[1], Path.cwd()):
+        if (folder / "labs" / "learn" / "learn_command.py").exists():
+            if str(folder) not in sys.path:
+                sys.path.insert(0, str(folder))
+            return True
+    return False
 
 
 def usage() -> str:

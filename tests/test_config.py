@@ -22,6 +22,7 @@ DEFAULTS = {
     "enable_prefix_caching": True,
     "attention_backend": "auto",
     "enforce_eager": False,
+    "load_format": "auto",
     "seed": 0,
 }
 
@@ -35,7 +36,8 @@ GOOD = [
     ("num_kv_blocks", [None, 1]),
     ("gpu_memory_utilization", [0.01, 0.5, 1, 1.0]),
     ("enable_prefix_caching", [True, False]),
-    ("attention_backend", ["auto", "torch", "flash_attn"]),
+    ("attention_backend", ["auto", "torch", "flash_attn", "a-plug-in", "module:Class"]),
+    ("load_format", ["auto", "safetensors", "dummy"]),
     ("enforce_eager", [True, False]),
     ("seed", [0, 1, 2**63, 2**64 - 1]),
 ]
@@ -44,6 +46,7 @@ NO_INTEGERS = [1.5, "16", True, [1], math.nan]
 BAD_TYPES = [
     ("model", [None, 3, b"Qwen/Qwen3-0.6B", ["a"]]),
     ("device", [None, 0, torch.device("cpu")]),
+    ("attention_backend", ["", None, 1]),
     ("max_model_len", NO_INTEGERS),
     ("max_num_seqs", [None, *NO_INTEGERS]),
     ("max_num_batched_tokens", NO_INTEGERS),
@@ -62,7 +65,7 @@ BAD_VALUES = [
     ("block_size", [0, -16]),
     ("num_kv_blocks", [0, -1]),
     ("gpu_memory_utilization", [0, 0.0, -0.1, 1.01, 90, math.nan, math.inf, -math.inf, 10**400]),
-    ("attention_backend", ["flash", "triton", "cpu", "FLASH_ATTN", "", None, 1]),
+    ("load_format", ["", "gguf", None, 1]),
     ("seed", [-1, 2**64]),  # torch's generators take 64 bits
 ]
 

@@ -1,6 +1,6 @@
 """`from nanovllm import …` without extras: the package exports the core's own classes.
 
-Oracle: a copy of the package without `nanovllm_extras/`, imported in a process of its own. `tests/extras/test_exported_names.py`
+Oracle: a copy of the package alone, imported in a process of its own. `tests/extras/test_exported_names.py`
 has the names that extras add.
 """
 

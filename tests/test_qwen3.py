@@ -220,7 +220,7 @@ def test_the_network_is_found_by_its_name():
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], None])
 def test_other_architectures_are_refused(architectures):
-    with pytest.raises(ValueError, match="architectures must name one of Qwen3ForCausalLM, got") as error:
+    with pytest.raises(ValueError, match="architectures must name one of .*Qwen3ForCausalLM.*, got") as error:
         find_architecture({**QWEN3_0_6B, "architectures": architectures})
     assert str(architectures) in str(error.value)
 

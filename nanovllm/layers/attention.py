@@ -86,7 +86,7 @@ class LoadedModel:
 class TorchAttention:
     """The attention backend in PyTorch. A backend defines the layout of the cache, and computes with it.
 
-    Other backends are subclasses, or classes with the same methods: `FlashAttention`, and those that `plugins.py` finds.
+    Other backends are subclasses, or classes with the same methods: `FlashAttention`, and what `plugins.py` finds.
     `nanovllm_extras` registers faster ones there, which replace other layers too.
 
     `num_kv_heads` divides `num_heads`: a group of query heads shares one K and V head

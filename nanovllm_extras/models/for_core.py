@@ -4,16 +4,14 @@ The engine in `nanovllm/` serves networks whose layers all have K and V of one s
 latents, two shapes of K and V, quantised weights) raises ValueError and names `nanovllm_extras.LLM`.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import nn
 
 from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.kernels.backend import KernelBackend
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.weights import load_weights
@@ -26,39 +24,18 @@ ONLY_EXTRAS = {  # field of the shape -> what a network has if it is set
 }
 
 
-@dataclass(frozen=True)
-class ServedShape(NetworkConfig):
-    """A network's shape, with its class."""
-
-    network: Any = None
-
-    def why_not(self, backend: type, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why a backend cannot compute the layers' windows, soft caps and sinks, or None."""
-        options = tuple(dict.fromkeys(self.attention_options))
-        if not options or backend is TorchAttention:  # PyTorch's attention calls the options
-            return None
-        if not issubclass(backend, KernelBackend):
-            return "it attends to all tokens alike, and layers of this network have windows, soft caps or sinks"
-        return backend.why_not_any(options, device, dtype, self.head_dim)
-
-    @property
-    def supports_graphs(self) -> bool:
-        """Whether decodes can be recorded: the choice of experts is read on the host."""
-        return not self.num_experts
-
-
 class Networks:
     """All networks of this package. config.json says which one is made."""
 
-    def read_config(self, raw: dict[str, Any]) -> ServedShape:
+    def read_config(self, raw: dict[str, Any]) -> NetworkConfig:
         """Return the shape that config.json describes. ValueError if `nanovllm.LLM` cannot serve the network."""
         network, shape = find_architecture(raw)
         for field, what in ONLY_EXTRAS.items():
             if getattr(shape, field):
                 raise ValueError(f"{network.__name__} has {what}: nanovllm_extras.LLM serves it, nanovllm.LLM does not")
-        return ServedShape(**vars(shape), network=network)
+        return replace(shape, network=network)
 
-    def __call__(self, shape: ServedShape, backend: TorchAttention) -> nn.Module:
+    def __call__(self, shape: NetworkConfig, backend: TorchAttention) -> nn.Module:
         model: nn.Module = shape.network(shape, backend)
         return model
 

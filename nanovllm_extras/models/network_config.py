@@ -1,8 +1,11 @@
 """The shape of a network, with what others than the core's Qwen3 have. `read_config.py` reads it from config.json."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from nanovllm.layers.attention import TorchAttention
 from nanovllm.models.config import ModelConfig
 
 
@@ -37,7 +40,25 @@ class NetworkConfig(ModelConfig):
     has_head: bool = True  # False if the checkpoint has no output layer: the network only computes embeddings
     initializer_range: float = 0.02
     quantization_config: Any = None  # how the checkpoint's weights are quantised; None if they are not
+    network: Any = field(default=None, compare=False, repr=False)
+    """The class of the network, if `nanovllm.LLM` makes it (`for_core.py`)."""
 
     def options(self, layer: int) -> tuple[Any, ...]:
         """Return the options of attention in this layer: one, or none."""
         return self.attention_options[layer : layer + 1]
+
+    def why_not(self, backend: type, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why a backend cannot compute the layers' windows, soft caps and sinks, or None. For `nanovllm.LLM`."""
+        options = tuple(dict.fromkeys(self.attention_options))
+        if not options or backend is TorchAttention:  # PyTorch's attention calls the options
+            return None
+        why_not_any = getattr(backend, "why_not_any", None)
+        if why_not_any is None:
+            return "it attends in one way only, and layers of this network have windows, soft caps or sinks"
+        reason: str | None = why_not_any(options, device, dtype, self.head_dim)
+        return reason
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether the core's CUDA graphs can record decodes: the choice of experts is read on the host."""
+        return not self.num_experts

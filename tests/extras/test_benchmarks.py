@@ -499,11 +499,11 @@ def test_requests_are_as_long_as_the_model_allows_or_4096(parse):
     assert parse("--max-model-len", 5000).max_model_len == 5000
 
 
-@pytest.mark.parametrize("options", [[], ["--core"], ["--core", "--load-format", "safetensors"], ["--engine", "hf"]])
+@pytest.mark.parametrize("options", [["--extras"], [], ["--load-format", "safetensors"], ["--engine", "hf"]])
 def test_bench_serves_the_work(run_main, tmp_path, options):
     report = run_tiny(run_main, bench, tmp_path / "out.json", *options)
     assert (report["workload"], report["model"]) == ("random", "tiny-qwen3")
-    assert ("ttft_s" in report) == (options == [])  # the core and transformers have no times of requests
+    assert ("ttft_s" in report) == (options == ["--extras"])  # the others record no times of requests
 
 
 def test_bench_runs_from_any_folder(tmp_path):
@@ -511,8 +511,9 @@ def test_bench_runs_from_any_folder(tmp_path):
     shutil.copy(bench.__file__, tmp_path)
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "packages")}
     (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "nanovllm").symlink_to(ROOT / "nanovllm")
-    command = [sys.executable, "bench.py", "--model", str(TINY_QWEN3), "--core", "--device", "cpu", *TINY_WORK]
+    for package in ("nanovllm", "nanovllm_extras"):
+        (tmp_path / "packages" / package).symlink_to(ROOT / package)
+    command = [sys.executable, "bench.py", "--model", str(TINY_QWEN3), "--device", "cpu", *TINY_WORK]
     done = subprocess.run(
         [*command, "--load-format", "safetensors"], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
@@ -538,6 +539,9 @@ def test_bench_passes_options_of_the_engine_on(monkeypatch, tmp_path, capsys):
     args = bench.parse_args(tmp_path)
     assert (args.block_size, args.quantization, args.speculative_config) == (32, "int8", {"method": "ngram"})
     assert (args.enforce_eager, args.enable_overlap, args.enable_cuda_graphs) == (True, False, None)
+    assert args.extras, "options that only the extras have imply them"
+    monkeypatch.setattr(sys, "argv", ["bench.py", *options[:2]])
+    assert not bench.parse_args(tmp_path).extras
     monkeypatch.setattr(sys, "argv", ["bench.py", "--engine", "hf", "--quantization", "int8"])
     with pytest.raises(SystemExit):
         bench.parse_args(tmp_path)

@@ -16,6 +16,7 @@ import pytest
 
 from nanovllm_extras import commands as entrance
 from nanovllm_extras.printing import say
+from tests.core_alone import ROOT
 
 
 @pytest.fixture
@@ -68,12 +69,28 @@ def test_a_missing_package_is_named_with_its_extra(name, monkeypatch, capsys):
         "nanovllm_extras.terminal",
         "nanovllm_extras.bench",
         "nanovllm_extras.event_stream",
-        "nanovllm_extras.learn",
+        "labs.learn",
     )
     for loaded in [module for module in sys.modules if module.startswith(rooms)]:
         monkeypatch.delitem(sys.modules, loaded)
     assert entrance.run_command([*name.split(), "--help"]) == 1
     assert f"run pip install 'nanovllm[{command.extra}]'" in capsys.readouterr().err
+
+
+def test_exercises_are_found_beside_the_package_or_in_the_current_folder(monkeypatch, tmp_path, capsys):
+    """An installed package has none: a line says so. `labs` is found again in the folder of a checkout."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(ROOT))])
+    monkeypatch.setattr(entrance, "__file__", str(tmp_path / "site-packages" / "nanovllm_extras" / "commands.py"))
+    monkeypatch.chdir(tmp_path)
+    assert entrance.run_command(["learn", "list"]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert "git clone" in printed.err
+    assert str(ROOT) not in sys.path
+    monkeypatch.chdir(ROOT)
+    assert entrance.run_command(["learn", "list", "--folder", str(tmp_path)]) == 0
+    assert "remove_one_line" in capsys.readouterr().out
+    assert sys.path[0] == str(ROOT)
 
 
 def test_a_fault_of_our_own_is_not_taken_for_a_missing_package(monkeypatch):

@@ -34,11 +34,7 @@ found["preemptions"], found["hits"] = stats.num_preemptions, stats.prefix_cache_
 print(json.dumps(found))
 """
 
-CORE_ONLY = ANSWERS.replace('attention_backend="torch", enforce_eager=True, ', "").replace(
-    "from nanovllm import LLM, TINY_QWEN3, SamplingParams",
-    "from nanovllm import TINY_QWEN3\n"
-    "from nanovllm.llm import LLM\nfrom nanovllm.sampling_params import SamplingParams",
-)
+CORE_ONLY = ANSWERS.replace("nanovllm_extras", "nanovllm").replace("enforce_eager=True, ", "")
 
 EXAMPLE = """
 import runpy, sys

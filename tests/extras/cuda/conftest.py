@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 
+from nanovllm.plugins import OWN_BACKENDS
 from nanovllm_extras import Config, LLMEngine
 from tests.extras.recorded_operations import GatherAttention
 
@@ -90,7 +91,7 @@ def fake_cuda(monkeypatch):
 @pytest.fixture
 def runner(monkeypatch, tiny_checkpoint):
     """Of an engine whose attention can be recorded."""
-    monkeypatch.setattr("nanovllm.model_runner.TorchAttention", GatherAttention)
+    monkeypatch.setitem(OWN_BACKENDS, "torch", GatherAttention)
     options = {"attention_backend": "torch", "num_kv_blocks": 8, "enforce_eager": True, "enable_cuda_graphs": False}
     runner = LLMEngine(Config(tiny_checkpoint[0], device="cpu", dtype="float32", **options)).runner
     assert isinstance(runner.backend, GatherAttention)

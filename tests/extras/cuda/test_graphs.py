@@ -19,6 +19,7 @@ import torch
 
 from nanovllm.batch import SamplingBatch
 from nanovllm.layers.attention import TorchAttention
+from nanovllm.plugins import OWN_BACKENDS
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras import BeamSearchParams, Config, LLMEngine, SamplingParams
 from nanovllm_extras.cuda.graphs import (
@@ -195,7 +196,7 @@ def draw_plainly(logits, temperatures, uniforms, *_):
 
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     """The same engine with and without graphs, both with the same attention."""
-    monkeypatch.setattr("nanovllm.model_runner.TorchAttention", GatherAttention)
+    monkeypatch.setitem(OWN_BACKENDS, "torch", GatherAttention)
     monkeypatch.setattr("nanovllm_extras.cuda.graphs.wants_only_tokens", wants_no_truncation)
     recorder = OperationRecorder()
 

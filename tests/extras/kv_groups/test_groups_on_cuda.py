@@ -178,7 +178,7 @@ def test_flash_attn_gets_the_tables_of_each_group(grouped, monkeypatch, flash_at
     monkeypatch.setattr(ModelRunner, "make_backend", make_backend)
     monkeypatch.setattr(ShapesRunner, "make_backend", make_backends(FlashAttention, 4))
     monkeypatch.setattr(ModelRunner, "make_device", lambda runner: EagerDevice())
-    monkeypatch.setattr(FlashAttention, "replace_layers", lambda *_: None)
+    monkeypatch.setattr(FlashAttention, "make_fast", lambda *_: None)
     folder, prompts, expected = requests_of(grouped, name, True, 12)
     options = {"num_kv_blocks": 120, "max_num_batched_tokens": 13, "self_check": "off"}
     engine = LLMEngine(Config(folder, device="cpu", dtype="float32", **options))

@@ -70,7 +70,9 @@ def test_the_example_answers(checkpoints, hub_cache, monkeypatch, capsys, name):
     folder, model, tokenizer = make(checkpoints, name, TEMPLATE)
     put_into_cache(hub_cache, f"org/{name}", folder)
     asked = [argument for prompt in PROMPTS for argument in ("--prompt", prompt)]
-    printed = run_main(monkeypatch, capsys, example, "--model", f"org/{name}", "--max-tokens", MAX_TOKENS, *asked)
+    printed = run_main(
+        monkeypatch, capsys, example, "--model", f"org/{name}", "--extras", "--max-tokens", MAX_TOKENS, *asked
+    )
     answers, lens = zip(*(answer(model, tokenizer, prompt, TEMPLATE) for prompt in PROMPTS), strict=True)
     for one in answers:
         assert one in printed
@@ -89,7 +91,7 @@ def test_the_benchmark_measures(checkpoints, hub_cache, monkeypatch, capsys, nam
     report = json.loads((hub_cache / "out.json").read_text())
     assert (report["model"], report["requests"]) == (name, 3)
     assert report["roofline"]["decode_bytes"] > 0
-    run_main(monkeypatch, capsys, bench, "--model", f"org/{name}", *work, "--load-format", load_format)
+    run_main(monkeypatch, capsys, bench, "--model", f"org/{name}", "--extras", *work, "--load-format", load_format)
 
 
 @pytest.mark.parametrize("flags", [[], ["--stream"]], ids=["", "stream"])

@@ -11,6 +11,7 @@ import itertools
 import pytest
 import torch
 
+from nanovllm.plugins import OWN_BACKENDS
 from nanovllm_extras import Config, LLMEngine, PoolingParams, SamplingParams
 from nanovllm_extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
 from nanovllm_extras.cuda.warm_up import draws, null_batch
@@ -94,7 +95,7 @@ def recorders(quick_ranks, monkeypatch):
         graphs.record_all()
         return graphs
 
-    monkeypatch.setattr("nanovllm.model_runner.TorchAttention", GatherAttention)
+    monkeypatch.setitem(OWN_BACKENDS, "torch", GatherAttention)
     monkeypatch.setattr("nanovllm_extras.cuda.graphs.record_graphs", record)
     monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice())
     monkeypatch.setattr(start, "connect", lambda *args: RecordedCommunicator(connect(*args), next(numbers)))

@@ -364,7 +364,7 @@ def test_layers_are_called_with_random_weights(monkeypatch, tmp_path, capsys, na
         def put_failing(self, model, max_model_len):
             model.model.layers[-1] = FailingLayer()
 
-        patch.setattr(type(backend), "replace_layers", put_failing)
+        patch.setattr(type(backend), "make_fast", put_failing)
         with pytest.raises(SystemExit) as ended:
             crash_test.call_kernels(*arguments)
         assert ended.value.code == crash_test.FAILED

@@ -258,13 +258,13 @@ def test_a_compiler_that_crashes_is_no_disaster(fresh_cache, monkeypatch, tmp_pa
 
 def plant(monkeypatch, change):
     """Let `change` work on the model when its fast layers are in place."""
-    replace_layers = CpuAttention.replace_layers
+    replace_layers = CpuAttention.make_fast
 
     def replace_and_change(self, model, max_model_len):
         replace_layers(self, model, max_model_len)
         change(model)
 
-    monkeypatch.setattr(CpuAttention, "replace_layers", replace_and_change)
+    monkeypatch.setattr(CpuAttention, "make_fast", replace_and_change)
 
 
 class Wrong(torch.nn.Module):
@@ -384,7 +384,7 @@ def test_an_exception_in_a_replacement_is_found(fresh_cache, monkeypatch, caplog
     def fail(self, model, max_model_len):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(CpuAttention, "replace_layers", fail)
+    monkeypatch.setattr(CpuAttention, "make_fast", fail)
     with caplog.at_level(logging.WARNING):
         assert way_of(make_llm()) == "attention only"
     assert "the self-check of C kernels has failed: RuntimeError: no such kernel; please report" in caplog.text
@@ -398,7 +398,7 @@ def test_memory_that_is_missing_is_not_a_fault(fresh_cache, monkeypatch):
     def fail(self, model, max_model_len):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(CpuAttention, "replace_layers", fail)
+    monkeypatch.setattr(CpuAttention, "make_fast", fail)
     with pytest.raises(MemoryError, match="no memory"):
         make_llm()
     assert not list(fresh_cache.glob("checked-*"))

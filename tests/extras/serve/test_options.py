@@ -71,7 +71,7 @@ def test_ping_and_suffix(client, new_client):
 
 
 def test_no_line_for_each_request(new_client, caplog):
-    caplog.set_level(logging.INFO, "nanovllm")
+    caplog.set_level(logging.INFO, "nanovllm_extras")
     body = {"messages": MESSAGES, "max_tokens": 2}
     new_client(log_requests=False).ask(CHAT, **body)
     assert "tokens in" not in caplog.text

@@ -351,7 +351,8 @@ def test_buckets_count_the_values_up_to_their_bounds(source):
     ("flags", "says"),
     [
         (["--temperature", "-1"], "temperature must be"),
-        (["--model", "no/such/model"], "'no/such/model' is not a folder"),
+        (["--model", "no/such/model"], "nanovllm_extras.LLM takes hub ids too"),
+        (["--model", "no/such/model", "--extras"], "'no/such/model' is not a folder"),
     ],
 )
 def test_the_example_answers_a_bad_argument_in_one_line(flags, says, monkeypatch, capsys):
