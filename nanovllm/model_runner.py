@@ -69,7 +69,7 @@ class ModelRunner:
                     raise
                 failed = type(backend).__name__
                 logger.warning("%s is not used: %s. The next backend may be much slower", failed, error)
-                self.reasons.append(f"not {failed}: {error}")
+                self.rejected.append(f"not {failed}: {error}")
 
     # ---- a step
 
@@ -109,7 +109,7 @@ class ModelRunner:
     def make_backends(self) -> Iterator[TorchAttention]:
         """Make the attention backends that this machine can use, best first, each when it is needed."""
         config, shape = self.config, self.shape
-        kinds, self.reasons = choose_backends(
+        kinds, self.rejected = choose_backends(
             config.attention_backend, self.device, self.dtype, shape, config.block_size
         )
         heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
@@ -139,7 +139,7 @@ class ModelRunner:
         kind = type(self.backend)
         instructions = getattr(self.backend, "instructions", "PyTorch")
         where = f"{self.device}, {self.dtype}, blocks of {self.backend.block_size}"
-        return "; ".join([*self.reasons, f"{kind.__module__}.{kind.__name__} ({instructions}) on {where}"])
+        return "; ".join([*self.rejected, f"{kind.__module__}.{kind.__name__} ({instructions}) on {where}"])
 
     def make_kv_cache(self) -> KVCache:
         return KVCache(self.backend, self.shape.num_hidden_layers, self.dtype, self.device)

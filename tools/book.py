@@ -76,8 +76,8 @@ def exercises() -> None:
     """Print the exercises of `nanovllm learn` that belong to the page's chapter, in the page's language."""
     import cog
 
-    from nanovllm_extras.learn.catalog import list_exercises
-    from nanovllm_extras.learn.texts import Language
+    from labs.learn.catalog import list_exercises
+    from labs.learn.texts import Language
 
     page = Path(cog.inFile)
     language: Language = "zh" if page.parent.name == "zh" else "en"

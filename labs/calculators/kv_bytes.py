@@ -12,7 +12,7 @@ latent_rank + rope_dim with MLA. If every layer has a window, the widest window 
 If some layers have no window, all layers are counted with all tokens; with groups of layers, an engine keeps fewer. The
 last columns are for whole sequences. No model runs.
 Models whose layers keep states are refused: `state_bytes.py` is for them.
-`tests/repository/labs/test_kv_bytes.py` compares these figures with the caches that engines allocate.
+`tests/labs/test_kv_bytes.py` compares these figures with the caches that engines allocate.
 """
 
 import argparse

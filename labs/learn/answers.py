@@ -7,11 +7,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nanovllm_extras.learn.seen import Seen
-from nanovllm_extras.learn.texts import Text
+from labs.learn.seen import Seen
+from labs.learn.texts import Text
 
 if TYPE_CHECKING:
-    from nanovllm_extras.learn.exercise import Build
+    from labs.learn.exercise import Build
 
 EXITED = Text("The code ended the program (`exit`).", "代码结束了程序（`exit`）。")
 OUT_OF_MEMORY = Text("The code ran out of memory.", "代码耗尽了内存。")

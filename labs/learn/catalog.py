@@ -2,8 +2,8 @@
 
 from importlib import import_module
 
-from nanovllm_extras.learn.exercise import Exercise
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Exercise
+from labs.learn.texts import Text
 
 MODULES = (
     "remove_one_line",
@@ -75,7 +75,7 @@ def list_exercises() -> list[Exercise]:
     """Return all exercises in their order."""
     found: list[Exercise] = []
     for name in MODULES:
-        found += import_module(f"nanovllm_extras.learn.exercises.{name}").EXERCISES
+        found += import_module(f"labs.learn.exercises.{name}").EXERCISES
     return found
 
 

@@ -13,11 +13,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from nanovllm_extras.learn.answers import EXITED, OUT_OF_MEMORY, Stopped
-from nanovllm_extras.learn.catalog import find_exercise
-from nanovllm_extras.learn.findings import Report
-from nanovllm_extras.learn.limits import Printed, limit
-from nanovllm_extras.learn.texts import Language, Text
+from labs.learn.answers import EXITED, OUT_OF_MEMORY, Stopped
+from labs.learn.catalog import find_exercise
+from labs.learn.findings import Report
+from labs.learn.limits import Printed, limit
+from labs.learn.texts import Language, Text
 
 CODE_S = 3.0  # for the learner's code, with all cases that are tried
 START_S = 20.0  # more for the process: a new interpreter imports everything on a slow machine

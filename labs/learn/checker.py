@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
 
-from nanovllm_extras.learn.answers import Raised, Stopped, load, observe
-from nanovllm_extras.learn.differences import colon, draw_difference, mark_rows, shorten, show, unwrap
-from nanovllm_extras.learn.findings import Drawing, Report
-from nanovllm_extras.learn.limits import TimeIsOver, at_most, capture
-from nanovllm_extras.learn.seen import Mistake, Seen, combine
-from nanovllm_extras.learn.texts import Language, Text
-from nanovllm_extras.learn.traffic import Traffic, drop_requests
+from labs.learn.answers import Raised, Stopped, load, observe
+from labs.learn.differences import colon, draw_difference, mark_rows, shorten, show, unwrap
+from labs.learn.findings import Drawing, Report
+from labs.learn.limits import TimeIsOver, at_most, capture
+from labs.learn.seen import Mistake, Seen, combine
+from labs.learn.texts import Language, Text
+from labs.learn.traffic import Traffic, drop_requests
 
 if TYPE_CHECKING:
-    from nanovllm_extras.learn.exercise import Build
+    from labs.learn.exercise import Build
 
 NUM_RANDOM = 150  # random cases
 SEARCH_S = 1.2  # how long random cases are tried

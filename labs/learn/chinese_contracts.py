@@ -8,7 +8,7 @@ import io
 import textwrap
 import tokenize
 
-from nanovllm_extras.learn.texts import Language
+from labs.learn.texts import Language
 
 DOCSTRINGS = {
     "Return the prompt and `num_tokens` new tokens. `next_token(tokens)` is the model: it returns one token.": (

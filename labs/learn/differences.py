@@ -4,10 +4,10 @@ import re
 from difflib import SequenceMatcher
 from typing import Any
 
-from nanovllm_extras.learn.answers import Raised
-from nanovllm_extras.learn.findings import Drawing
-from nanovllm_extras.learn.seen import Seen
-from nanovllm_extras.learn.texts import Language, Text
+from labs.learn.answers import Raised
+from labs.learn.findings import Drawing
+from labs.learn.seen import Seen
+from labs.learn.texts import Language, Text
 
 MOST = 160  # characters of a value in a line
 NUM_NOTES = 4  # sentences about wrong blocks

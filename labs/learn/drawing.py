@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm_extras.learn.texts import count
+from labs.learn.texts import count
 
 
 def draw_pool(blocks: Any, seqs: Mapping[str, Any]) -> str:

@@ -17,13 +17,16 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from nanovllm_extras.learn.checker import check_answer
-from nanovllm_extras.learn.chinese_contracts import translate
-from nanovllm_extras.learn.findings import Report
-from nanovllm_extras.learn.given_names import list_names
-from nanovllm_extras.learn.seen import Mistake, Seen
-from nanovllm_extras.learn.texts import Language, Text
+from labs.learn.checker import check_answer
+from labs.learn.chinese_contracts import translate
+from labs.learn.findings import Report
+from labs.learn.given_names import list_names
+from labs.learn.seen import Mistake, Seen
+from labs.learn.texts import Language, Text
 
+CHECKOUT = Path(__file__).resolve().parents[2]
+FIND_LABS = f"import site\n\nsite.addsitedir({str(CHECKOUT)!r})  # finds labs\n\n"
+"""What lets a learner's file be run by itself, from any folder."""
 NOT_WRITTEN = "raise NotImplementedError  # write this function"
 
 
@@ -96,7 +99,10 @@ class Build(Exercise):
 
 
 def make_header(exercise: Exercise, language: Language) -> str:
-    """Return the docstring that a learner's file begins with: the task, and how to check the answer."""
+    """Return what a learner's file begins with: a docstring with the task and how to check the answer.
+
+    If the answer continues a program of `labs/`, two lines below the docstring let Python find it.
+    """
     check = Text("Check it with", "检查：").show(language)
     lines = [
         exercise.title.show(language),
@@ -109,7 +115,8 @@ def make_header(exercise: Exercise, language: Language) -> str:
         f"{check} nanovllm learn check {exercise.name}",
     ]
     text = "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
-    return f'"""{text}\n"""\n\n'
+    find_labs = translate(FIND_LABS, language) if "from labs." in exercise.solution else ""
+    return f'"""{text}\n"""\n\n{find_labs}'
 
 
 def show_names(exercise: Exercise, language: Language) -> list[str]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen, make_header
-from nanovllm_extras.learn.given import read_program
-from nanovllm_extras.learn.near_repairs import NEAR_REPAIRS
-from nanovllm_extras.learn.simulation import EXAMPLES, Parts, Request, Simulation, Traffic, describe_traffic, traffics
-from nanovllm_extras.learn.texts import Language, Text
+from labs.learn.exercise import Build, Mistake, Seen, make_header
+from labs.learn.given import read_program
+from labs.learn.near_repairs import NEAR_REPAIRS
+from labs.learn.simulation import EXAMPLES, Parts, Request, Simulation, Traffic, describe_traffic, traffics
+from labs.learn.texts import Language, Text
 
 WITH_ANSWERS = (  # several answers to a prompt: forks, copies, and the last owner, who needs none
     Traffic(8, 4, 8, (Request((0, 1, 2, 1, 1, 1), 5, n=3),)),
@@ -63,11 +63,10 @@ class FindBug(Build):
 
 
 def read_engine() -> str:
-    """Return `labs/one_file.py` without its docstring, and able to find `labs/model.py` from anywhere."""
+    """Return `labs/one_file.py` without its docstring."""
     source = read_program("one_file")
     docstring = ast.parse(source).body[0]
-    code = "\n".join(source.split("\n")[docstring.end_lineno :]).lstrip("\n")
-    return code.replace("from labs.model", "import nanovllm_extras.learn.given  # finds labs\nfrom labs.model")
+    return "\n".join(source.split("\n")[docstring.end_lineno :]).lstrip("\n")
 
 
 ENGINE = read_engine()

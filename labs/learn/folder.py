@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm_extras.learn.catalog import list_exercises
-from nanovllm_extras.learn.exercise import Exercise
-from nanovllm_extras.learn.findings import Report
-from nanovllm_extras.learn.texts import LANGUAGES, Language, Text
+from labs.learn.catalog import list_exercises
+from labs.learn.exercise import Exercise
+from labs.learn.findings import Report
+from labs.learn.texts import LANGUAGES, Language, Text
 
 DEFAULT = "nanovllm-exercises"
 PROGRESS = "progress.ini"

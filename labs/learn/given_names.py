@@ -5,7 +5,7 @@ You can use:
   seq.block_table      a list: the blocks of the sequence, in the order of its tokens
 """
 
-from nanovllm_extras.learn.texts import Language, Text
+from labs.learn.texts import Language, Text
 
 MEANINGS = {
     "self.num_blocks": Text("the number of blocks in the pool", "池里的块数"),

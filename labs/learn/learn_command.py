@@ -25,14 +25,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nanovllm_extras.learn.catalog import find_exercise, list_exercises
-from nanovllm_extras.learn.check_process import check_in_process
-from nanovllm_extras.learn.exercise import Build, Exercise
-from nanovllm_extras.learn.folder import Folder, number_of
-from nanovllm_extras.learn.predict import Predict
-from nanovllm_extras.learn.report_printing import print_list, print_report, print_solution, print_status
-from nanovllm_extras.learn.texts import LANGUAGES, Language, Text
-from nanovllm_extras.learn.traffic import Traffic
+from labs.learn.catalog import find_exercise, list_exercises
+from labs.learn.check_process import check_in_process
+from labs.learn.exercise import Build, Exercise
+from labs.learn.folder import Folder, number_of
+from labs.learn.predict import Predict
+from labs.learn.report_printing import print_list, print_report, print_solution, print_status
+from labs.learn.texts import LANGUAGES, Language, Text
+from labs.learn.traffic import Traffic
 
 ACTIONS = ("list", "start", "check", "watch", "hint", "view", "show", "reset", "status")
 
@@ -171,7 +171,7 @@ class Lesson:
         failing = self.folder.failing_run(exercise)
         if failing is None:
             raise ValueError(f"the last check of {exercise.name} found no run that failed; `view` shows such a run")
-        from nanovllm_extras.learn.recorded_run import record
+        from labs.learn.recorded_run import record
         from nanovllm_extras.trace.page import make_page
 
         recording = Path(tempfile.mkdtemp(prefix="nanovllm-learn-")) / f"{exercise.name}.jsonl"

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from types import FrameType
 
-from nanovllm_extras.learn.answers import Stopped
-from nanovllm_extras.learn.texts import Text
+from labs.learn.answers import Stopped
+from labs.learn.texts import Text
 
 MAX_PRINTED = 4_000  # characters
 MEMORY_BYTES = 1 << 30  # more than the process has at the start

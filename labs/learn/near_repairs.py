@@ -1,7 +1,7 @@
 """What people write first to mend the bugs of `find_the_bug`, and what is still wrong then."""
 
-from nanovllm_extras.learn.seen import Mistake
-from nanovllm_extras.learn.texts import Text
+from labs.learn.seen import Mistake
+from labs.learn.texts import Text
 
 CHECK = "        if num_new > len(self.free) - num_free_hits:\n            return False\n"
 SHARE = """\

@@ -16,15 +16,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from labs.learn.answers import describe_error, find_line, load
+from labs.learn.chinese_contracts import translate
+from labs.learn.exercise import Exercise, dig_holes, make_header
+from labs.learn.findings import Drawing, Report
+from labs.learn.texts import Language, Text
 from nanovllm.block_manager import BlockManager
 from nanovllm_extras import SamplingParams
 from nanovllm_extras.extended_scheduler import ExtendedScheduler
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.learn.answers import describe_error, find_line, load
-from nanovllm_extras.learn.chinese_contracts import translate
-from nanovllm_extras.learn.exercise import Exercise, dig_holes, make_header
-from nanovllm_extras.learn.findings import Drawing, Report
-from nanovllm_extras.learn.texts import Language, Text
 
 MAX_NUM_SEQS, BUDGET, NUM_BLOCKS, BLOCK_SIZE = 4, 64, 128, 16
 MAX_WAIT = 50  # steps

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanovllm_extras.learn.answers import load
-from nanovllm_extras.learn.exercise import Exercise, make_header
-from nanovllm_extras.learn.findings import Report
-from nanovllm_extras.learn.texts import Language, Text
+from labs.learn.answers import load
+from labs.learn.exercise import Exercise, make_header
+from labs.learn.findings import Report
+from labs.learn.texts import Language, Text
 
 
 @dataclass(frozen=True)

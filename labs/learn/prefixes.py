@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.drawing import compare_fields, draw_slots
-from nanovllm_extras.learn.exercise import Seen
-from nanovllm_extras.learn.given import one_file, slot_of
-from nanovllm_extras.learn.texts import Text, count
+from labs import one_file
+from labs.learn.drawing import compare_fields, draw_slots
+from labs.learn.exercise import Seen
+from labs.learn.given import slot_of
+from labs.learn.texts import Text, count
 
 
 class Visit(NamedTuple):

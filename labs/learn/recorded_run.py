@@ -7,8 +7,8 @@ same requests with the same pool and budget, so it shows what should happen.
 from pathlib import Path
 from typing import Any
 
+from labs.learn.traffic import Request
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
-from nanovllm_extras.learn.traffic import Request
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "self_check": "off"}
 

@@ -9,11 +9,11 @@ from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.text import Text as RichText
 
-from nanovllm_extras.learn.catalog import CHAPTERS
-from nanovllm_extras.learn.exercise import Exercise
-from nanovllm_extras.learn.findings import Drawing, Report
-from nanovllm_extras.learn.folder import Folder
-from nanovllm_extras.learn.texts import Language, Text
+from labs.learn.catalog import CHAPTERS
+from labs.learn.exercise import Exercise
+from labs.learn.findings import Drawing, Report
+from labs.learn.folder import Folder
+from labs.learn.texts import Language, Text
 
 MAX_WIDTH = 100  # of a report
 NUM_PRINTED = 10  # lines that the learner's code has printed

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nanovllm_extras.learn.texts import Text
+from labs.learn.texts import Text
 
 
 class Seen(NamedTuple):

@@ -11,11 +11,12 @@ simulation also says which slot holds what belongs to another sequence.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from nanovllm_extras.learn.drawing import draw_pool
-from nanovllm_extras.learn.exercise import Seen
-from nanovllm_extras.learn.given import one_file, slot_of
-from nanovllm_extras.learn.texts import Language, Text, count
-from nanovllm_extras.learn.traffic import Request, Traffic, describe_traffic, traffics
+from labs import one_file
+from labs.learn.drawing import draw_pool
+from labs.learn.exercise import Seen
+from labs.learn.given import slot_of
+from labs.learn.texts import Language, Text, count
+from labs.learn.traffic import Request, Traffic, describe_traffic, traffics
 
 __all__ = ["EXAMPLES", "Parts", "Request", "Simulation", "Step", "Traffic", "describe_traffic", "traffics"]
 

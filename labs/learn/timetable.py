@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.exercise import Seen
-from nanovllm_extras.learn.tensors import draw_table
-from nanovllm_extras.learn.texts import Text, count
+from labs.learn.exercise import Seen
+from labs.learn.tensors import draw_table
+from labs.learn.texts import Text, count
 
 MAX_STEPS = 60
 

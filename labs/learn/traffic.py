@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.texts import Text, count
+from labs.learn.texts import Text, count
 
 
 class Request(NamedTuple):

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from nanovllm_extras.learn.exercise import Seen
-from nanovllm_extras.learn.simulation import Parts, Simulation, Step, Traffic
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Seen
+from labs.learn.simulation import Parts, Simulation, Step, Traffic
+from labs.learn.texts import Text
 
 NUM_LINES = 9  # of a timetable, at most
 

@@ -14,7 +14,7 @@ from nanovllm_extras import LLM, TINY_QWEN3_5
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.hub_cache import put_into_cache
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def save_config(folder, name, variant):

@@ -14,4 +14,4 @@ def test_every_licence_is_named_in_the_metadata():
 
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["license-files"]
     named = {path for pattern in patterns for path in ROOT.glob(pattern)}
-    assert named == {ROOT / "LICENSE", *(ROOT / "nanovllm").rglob("LICENSE*")}
+    assert named == {ROOT / "LICENSE", *(ROOT / "nanovllm_extras").rglob("LICENSE*")}

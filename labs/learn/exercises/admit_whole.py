@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.drawing import compare_fields, draw_account
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.given import one_file, subclass_of
-from nanovllm_extras.learn.texts import Text, count
+from labs import one_file
+from labs.learn.drawing import compare_fields, draw_account
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.given import subclass_of
+from labs.learn.texts import Text, count
 
 
 class Admitted(NamedTuple):

@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.tensors import Numbers, draw_table, is_close, read_tensor
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.tensors import Numbers, draw_table, is_close, read_tensor
+from labs.learn.texts import Text
 
 HEAD_DIM = 2
 

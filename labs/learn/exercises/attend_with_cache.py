@@ -12,9 +12,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.tensors import Numbers, draw_matrix, first_cell, is_close, read_tensor
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.tensors import Numbers, draw_matrix, first_cell, is_close, read_tensor
+from labs.learn.texts import Text
 
 MAX_LEN = 6
 OLD, KV_HEAD, HEAD_DIM = MAX_LEN, MAX_LEN + 1, MAX_LEN + 2  # two dimensions of V: old data; the number of the KV head

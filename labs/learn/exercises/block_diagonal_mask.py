@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.tensors import Numbers, first_cell, is_close, read_tensor
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.tensors import Numbers, first_cell, is_close, read_tensor
+from labs.learn.texts import Text
 
 SOLUTION = '''
 def make_mask(chunks):

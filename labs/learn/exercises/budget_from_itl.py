@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.tensors import draw_table
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.tensors import draw_table
+from labs.learn.texts import Text
 
 SOLUTION = '''
 def choose_budget(target_us, fixed_us, token_us, num_decodes):

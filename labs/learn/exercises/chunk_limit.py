@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.chinese_contracts import translate
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen, make_header
-from nanovllm_extras.learn.exercises import schedule
-from nanovllm_extras.learn.tensors import draw_table
-from nanovllm_extras.learn.texts import Language, Text
-from nanovllm_extras.learn.timetable import RUNNING, Request, Step, describe_requests, run_scheduler
+from labs.learn.chinese_contracts import translate
+from labs.learn.exercise import Build, Mistake, Seen, make_header
+from labs.learn.exercises import schedule
+from labs.learn.tensors import draw_table
+from labs.learn.texts import Language, Text
+from labs.learn.timetable import RUNNING, Request, Step, describe_requests, run_scheduler
 
 FIXED_MS, TOKEN_MS = 5, 1  # a step of n tokens takes 5 + n milliseconds
 

@@ -1,9 +1,9 @@
 """Chapter 7: a block with several owners is copied before one of them writes to it."""
 
-from nanovllm_extras.learn.exercise import Build, Mistake
-from nanovllm_extras.learn.given import subclass_of
-from nanovllm_extras.learn.samples import EXAMPLES, describe_samples, draw_overwrites, run_samples, samples
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Build, Mistake
+from labs.learn.given import subclass_of
+from labs.learn.samples import EXAMPLES, describe_samples, draw_overwrites, run_samples, samples
+from labs.learn.texts import Text
 
 IS_SHARED = "i < len(seq.block_table) and self.num_owners[seq.block_table[i]] > 1"
 COPIES = "                self.copies.append((source, block_id))\n"

@@ -1,7 +1,7 @@
 """Twelve bugs that engines really had, each in the engine in one file. Find it by its symptom, and mend it."""
 
-from nanovllm_extras.learn.find_bug import FindBug, make_bug
-from nanovllm_extras.learn.texts import Text
+from labs.learn.find_bug import FindBug, make_bug
+from labs.learn.texts import Text
 
 RULES = Text(
     "The file is `labs/one_file.py` with one bug, which an engine really had. Find it and mend it; a few lines\n"

@@ -1,9 +1,9 @@
 """Chapter 7: another sample shares all blocks of the sequence that has computed the prompt."""
 
-from nanovllm_extras.learn.exercise import Build, Mistake
-from nanovllm_extras.learn.given import subclass_of
-from nanovllm_extras.learn.samples import EXAMPLES, describe_samples, draw_overwrites, run_samples, samples
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Build, Mistake
+from labs.learn.given import subclass_of
+from labs.learn.samples import EXAMPLES, describe_samples, draw_overwrites, run_samples, samples
+from labs.learn.texts import Text
 
 LOOP = "        for block_id in parent.block_table:\n            self.num_owners[block_id] += 1\n"
 TABLE = "        child.block_table = parent.block_table.copy()\n"

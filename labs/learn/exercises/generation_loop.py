@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.texts import Text
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "END", "STOP")
 END_TOKENS = (6, 7)

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.given import one_file, slot_of
-from nanovllm_extras.learn.simulation import VOCABULARY, mix
-from nanovllm_extras.learn.texts import Text
+from labs import one_file
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.given import slot_of
+from labs.learn.simulation import VOCABULARY, mix
+from labs.learn.texts import Text
 
 KIB_PER_TOKEN = 128  # K and V of one token: Llama 3.1 8B in bfloat16
 MAX_TICKS = 60

@@ -1,9 +1,9 @@
 """Chapter 7: the hash of a block, of its tokens and of everything before it."""
 
-from nanovllm_extras.learn.exercise import Build, Mistake
-from nanovllm_extras.learn.given import subclass_of
-from nanovllm_extras.learn.prefixes import Texts, describe_texts, draw_wrong_blocks, run_texts, texts
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Build, Mistake
+from labs.learn.given import subclass_of
+from labs.learn.prefixes import Texts, describe_texts, draw_wrong_blocks, run_texts, texts
+from labs.learn.texts import Text
 
 ANSWER = "from hashlib import sha256\n\n" + subclass_of(
     "one_file", "BlockManager", "Blocks", ("hash_block",), ("Sequence",)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.tensors import draw_table, is_close, read_tensor
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.tensors import draw_table, is_close, read_tensor
+from labs.learn.texts import Text
 
 SOLUTION = '''
 import math

@@ -1,7 +1,7 @@
 """Chapter 9: a scheduling policy of your own."""
 
-from nanovllm_extras.learn.policy import MAX_SCORE, MAX_WAIT, WritePolicy
-from nanovllm_extras.learn.texts import Text
+from labs.learn.policy import MAX_SCORE, MAX_WAIT, WritePolicy
+from labs.learn.texts import Text
 
 ANSWER = '''
 def my_policy(request):

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.given import one_file
-from nanovllm_extras.learn.simulation import VOCABULARY, mix
-from nanovllm_extras.learn.texts import Text
+from labs import one_file
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.simulation import VOCABULARY, mix
+from labs.learn.texts import Text
 
 END = 4
 

@@ -2,10 +2,10 @@
 
 import torch
 
+from labs.learn.predict import Predict, WrongNumber
+from labs.learn.texts import Text
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.learn.predict import Predict, WrongNumber
-from nanovllm_extras.learn.texts import Text
 
 NUM_TOKENS = 2000
 NUM_WEIGHTS = 0.6e9

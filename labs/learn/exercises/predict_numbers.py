@@ -2,13 +2,13 @@
 
 import torch
 
+from labs import one_file
+from labs.learn.answers import load
+from labs.learn.exercises import step_time
+from labs.learn.predict import Predict, WrongNumber
+from labs.learn.texts import Text
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.learn.answers import load
-from nanovllm_extras.learn.exercises import step_time
-from nanovllm_extras.learn.given import one_file
-from nanovllm_extras.learn.predict import Predict, WrongNumber
-from nanovllm_extras.learn.texts import Text
 
 BLOCK_SIZE = 16
 

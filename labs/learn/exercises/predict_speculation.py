@@ -2,11 +2,11 @@
 
 from itertools import product
 
-from nanovllm_extras.learn.answers import load
-from nanovllm_extras.learn.exercises.verify_draft import SOLUTION
-from nanovllm_extras.learn.given import one_file
-from nanovllm_extras.learn.predict import Predict, WrongNumber
-from nanovllm_extras.learn.texts import Text
+from labs import one_file
+from labs.learn.answers import load
+from labs.learn.exercises.verify_draft import SOLUTION
+from labs.learn.predict import Predict, WrongNumber
+from labs.learn.texts import Text
 
 NUM_DRAFTS = 4
 ACCEPTANCE = 0.6

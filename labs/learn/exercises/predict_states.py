@@ -2,10 +2,10 @@
 
 import torch
 
+from labs.learn.predict import Predict, WrongNumber
+from labs.learn.texts import Text
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.learn.predict import Predict, WrongNumber
-from nanovllm_extras.learn.texts import Text
 from nanovllm_extras.states.pool import StateShape
 
 STATE = 18 * (16 * 128 * 128 * 4 + 3 * 6144 * 2)  # bytes

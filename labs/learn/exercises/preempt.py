@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.given import one_file
-from nanovllm_extras.learn.simulation import (
+from labs import one_file
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.simulation import (
     EXAMPLES,
     Parts,
     Request,
@@ -14,11 +14,10 @@ from nanovllm_extras.learn.simulation import (
     describe_traffic,
     traffics,
 )
-from nanovllm_extras.learn.texts import Text
-from nanovllm_extras.learn.whole_runs import explain_difference, is_same_step, simulate
+from labs.learn.texts import Text
+from labs.learn.whole_runs import explain_difference, is_same_step, simulate
 
 ANSWER = '''
-import nanovllm_extras.learn.given  # finds labs
 from labs.one_file import Scheduler, Sequence
 
 
@@ -62,14 +61,14 @@ POP = "            last = self.running.pop()\n"
 RETURN = "            if last is seq:\n                return False\n"
 
 
-class BlockManager(one_file.BlockManager):  # type: ignore[misc, name-defined]
+class BlockManager(one_file.BlockManager):
     """Leaves it to the scheduler to reset `num_computed_tokens`."""
 
     def try_admit(self, seq: Any) -> bool:
         num_computed_tokens = seq.num_computed_tokens
         is_admitted = super().try_admit(seq)
         seq.num_computed_tokens = max(num_computed_tokens, seq.num_computed_tokens if is_admitted else 0)
-        return bool(is_admitted)
+        return is_admitted
 
 
 def run(answer: ModuleType, case: Traffic) -> Iterator[Seen]:

@@ -1,8 +1,8 @@
 """Chapter 7: the prefix cache learns full blocks, and forgets a block that is taken for other text."""
 
-from nanovllm_extras.learn.exercise import Build, Mistake
-from nanovllm_extras.learn.given import subclass_of
-from nanovllm_extras.learn.prefixes import (
+from labs.learn.exercise import Build, Mistake
+from labs.learn.given import subclass_of
+from labs.learn.prefixes import (
     Visit,
     Visits,
     describe_visits,
@@ -11,7 +11,7 @@ from nanovllm_extras.learn.prefixes import (
     run_visits,
     visits,
 )
-from nanovllm_extras.learn.texts import Text
+from labs.learn.texts import Text
 
 ANSWER = subclass_of("one_file", "BlockManager", "Blocks", ("take", "register"), ("Sequence",))
 FORGET = """        if block_id in self.hash_of_block:

@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.texts import Text
 
 SOLUTION = '''
 def draw(probs, u):

@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.chinese_contracts import translate
-from nanovllm_extras.learn.exercise import NOT_WRITTEN, Build, Mistake, Seen, make_header
-from nanovllm_extras.learn.texts import Language, Text
+from labs.learn.chinese_contracts import translate
+from labs.learn.exercise import NOT_WRITTEN, Build, Mistake, Seen, make_header
+from labs.learn.texts import Language, Text
 
 SOLUTION = '''
 def generate(next_token, prompt, num_tokens):

@@ -1,8 +1,8 @@
 """Chapter 7: admission with a prefix cache: found blocks that are free get an owner again."""
 
-from nanovllm_extras.learn.exercise import Build, Mistake
-from nanovllm_extras.learn.given import subclass_of
-from nanovllm_extras.learn.prefixes import (
+from labs.learn.exercise import Build, Mistake
+from labs.learn.given import subclass_of
+from labs.learn.prefixes import (
     Visit,
     Visits,
     describe_visits,
@@ -11,7 +11,7 @@ from nanovllm_extras.learn.prefixes import (
     run_visits,
     visits,
 )
-from nanovllm_extras.learn.texts import Text
+from labs.learn.texts import Text
 
 LAST = "(len(seq.token_ids) - 1) // self.block_size"
 BREAK = "                break\n"

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.texts import Text
-from nanovllm_extras.learn.timetable import RUNNING, Request, describe_requests, request_lists, run_scheduler
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.texts import Text
+from labs.learn.timetable import RUNNING, Request, describe_requests, request_lists, run_scheduler
 
 SOLUTION = '''
 from collections import deque

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.texts import Language, Text
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.texts import Language, Text
 
 SOLUTION = '''
 class Output:

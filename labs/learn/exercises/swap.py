@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.given import mixed_batches
-from nanovllm_extras.learn.simulation import (
+from labs import mixed_batches
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.simulation import (
     Parts,
     Request,
     Simulation,
@@ -17,11 +17,10 @@ from nanovllm_extras.learn.simulation import (
     describe_traffic,
     traffics,
 )
-from nanovllm_extras.learn.texts import Text
-from nanovllm_extras.learn.whole_runs import explain_difference, is_same_step, run_whole
+from labs.learn.texts import Text
+from labs.learn.whole_runs import explain_difference, is_same_step, run_whole
 
 ANSWER = '''
-import nanovllm_extras.learn.given  # finds labs
 from labs.mixed_batches import BlockManager, Sequence
 
 
@@ -67,8 +66,10 @@ class Case(NamedTuple):
     traffic: Traffic
 
 
-class Scheduler(mixed_batches.Scheduler):  # type: ignore[misc, name-defined]
+class Scheduler(mixed_batches.Scheduler):
     """Swaps the preempted sequence out if host memory has enough free blocks; otherwise it is computed again."""
+
+    block_manager: Any  # the answer's
 
     def make_room(self, seq: Any) -> bool:
         while not self.block_manager.try_grow(seq):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen
-from nanovllm_extras.learn.texts import Text
+from labs.learn.exercise import Build, Mistake, Seen
+from labs.learn.texts import Text
 
 SOLUTION = '''
 import torch

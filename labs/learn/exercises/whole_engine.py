@@ -8,10 +8,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nanovllm_extras.learn.exercise import Build, Mistake, Seen, find_functions, make_header
-from nanovllm_extras.learn.find_bug import ENGINE, EXAMPLES_OF_ENGINE, run
-from nanovllm_extras.learn.simulation import Traffic, describe_traffic, traffics
-from nanovllm_extras.learn.texts import Language, Text
+from labs.learn.exercise import Build, Mistake, Seen, find_functions, make_header
+from labs.learn.find_bug import ENGINE, EXAMPLES_OF_ENGINE, run
+from labs.learn.simulation import Traffic, describe_traffic, traffics
+from labs.learn.texts import Language, Text
 
 QUESTIONS = "questions to the bundled model"
 
@@ -29,7 +29,7 @@ class WholeEngine(Build):
 
 def find_parts() -> dict[str, tuple[str, str]]:
     """Return method of the engine -> (exercise, function of its answer). The last exercise for a method counts."""
-    from nanovllm_extras.learn.catalog import list_exercises
+    from labs.learn.catalog import list_exercises
 
     found = {}
     for exercise in list_exercises():

@@ -4,7 +4,8 @@
 """
 
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,9 +76,18 @@ class CpuAttention(KernelBackend):
         fuse_layers(model, self)
         fuse_head_norms(model)
 
-    def step_context(self) -> AbstractContextManager[None]:
-        """Keep PyTorch's threads out of the steps of `nanovllm.LLM`: the kernels have a team of their own."""
-        return one_thread()
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        """Keep PyTorch's threads out of the steps of `nanovllm.LLM`: the kernels have a team of their own.
+
+        After an operation with threads, those of PyTorch spin for some time on the cores that the kernels need.
+        """
+        self.library.keep_threads(torch.get_num_threads())
+        try:
+            with one_thread():
+                yield
+        finally:
+            self.library.keep_threads(0)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         if logits.dtype != torch.float32 or not logits.is_contiguous() or not logits.shape[1]:

@@ -72,6 +72,7 @@ FUNCTIONS_OF_LAYERS = {  # argument types: pointers, then sizes, then the rest
     "broadcast": [c_void_p] * 2 + [c_long],
     "gather": [c_void_p] * 3 + [c_long] * 2,
     "abort_ranks": [c_void_p],
+    "keep_threads": [c_int],
 }
 FUNCTIONS_OF_QUANTISED = {
     "quantised_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
@@ -84,7 +85,8 @@ FUNCTIONS: dict[Path, dict[str, Any]] = {
     INT8_KV: {name: FUNCTIONS_OF_LAYERS[name] for name in ("store_kv", "attend")},
 }
 WITHOUT_STATUS = {  # all other functions return a status
-    *("store_kv", "rms_norm", "gate_and_mul", "argmax", "sigmoid", "store_latents", "abort_ranks", "quantised_rows")
+    *("store_kv", "rms_norm", "gate_and_mul", "argmax", "sigmoid", "store_latents", "abort_ranks", "keep_threads"),
+    "quantised_rows",
 }
 NO_MEMORY = 2  # of `enum status` in allocate.h; 1 is that the ranks were aborted
 

@@ -221,8 +221,15 @@ static void create_workers(struct team *t, int count) {
     pthread_attr_destroy(&attributes);
 }
 
+static _Thread_local int kept_threads;  // of the calling thread; 0 asks PyTorch at each loop
+
+// Let the loops of the calling thread use `count` threads, whatever PyTorch's number is; 0 asks PyTorch again.
+void keep_threads(int count) { kept_threads = count; }
+
 // Return the most threads that a loop of the calling thread uses.
-static inline int count_threads(void) { return team->count_threads ? team->count_threads() : 1; }
+static inline int count_threads(void) {
+    return kept_threads ? kept_threads : team->count_threads ? team->count_threads() : 1;
+}
 
 // Return how many items of `size` numbers are worth waking another thread.
 static inline long items_of(long size) { return size < 1 << 13 ? (1 << 13) / size : 1; }

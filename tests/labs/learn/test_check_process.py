@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from nanovllm_extras.learn import check_process
-from nanovllm_extras.learn.check_process import check_in_process
-from nanovllm_extras.learn.report_printing import cut_printed
+from labs.learn import check_process
+from labs.learn.check_process import check_in_process
+from labs.learn.report_printing import cut_printed
 
 BEGINNING = "def generate(next_token, prompt, num_tokens):\n"
 RIGHT = """    tokens = list(prompt)

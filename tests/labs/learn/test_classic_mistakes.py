@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm_extras.learn.answers import load
-from nanovllm_extras.learn.catalog import find_exercise
-from nanovllm_extras.learn.checker import Comparison, find_failing_case
-from nanovllm_extras.learn.exercise import Build, Mistake
-from nanovllm_extras.learn.exercises.find_the_bug import EXERCISES as BUGS
-from nanovllm_extras.learn.exercises.whole_engine import QUESTIONS
-from nanovllm_extras.learn.texts import Text
+from labs.learn.answers import load
+from labs.learn.catalog import find_exercise
+from labs.learn.checker import Comparison, find_failing_case
+from labs.learn.exercise import Build, Mistake
+from labs.learn.exercises.find_the_bug import EXERCISES as BUGS
+from labs.learn.exercises.whole_engine import QUESTIONS
+from labs.learn.texts import Text
 
 ADMIT = "            self.running.append(self.waiting.popleft())\n"
 MISTAKES = {

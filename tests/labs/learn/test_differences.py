@@ -6,18 +6,18 @@ from typing import NamedTuple
 import pytest
 from rich.console import Console
 
-from nanovllm_extras.learn.answers import Raised
-from nanovllm_extras.learn.catalog import find_exercise
-from nanovllm_extras.learn.checker import check_answer
-from nanovllm_extras.learn.differences import draw_difference
-from nanovllm_extras.learn.drawing import draw_pool
-from nanovllm_extras.learn.findings import Drawing, Report
-from nanovllm_extras.learn.given import one_file
-from nanovllm_extras.learn.report_printing import draw_lines, print_report
-from nanovllm_extras.learn.seen import Seen
-from nanovllm_extras.learn.simulation import find_wrong_blocks
-from nanovllm_extras.learn.tensors import read_tensor
-from nanovllm_extras.learn.texts import LANGUAGES, Text
+from labs import one_file
+from labs.learn.answers import Raised
+from labs.learn.catalog import find_exercise
+from labs.learn.checker import check_answer
+from labs.learn.differences import draw_difference
+from labs.learn.drawing import draw_pool
+from labs.learn.findings import Drawing, Report
+from labs.learn.report_printing import draw_lines, print_report
+from labs.learn.seen import Seen
+from labs.learn.simulation import find_wrong_blocks
+from labs.learn.tensors import read_tensor
+from labs.learn.texts import LANGUAGES, Text
 
 LABEL = Text("step 1", "第 1 步")
 

@@ -8,16 +8,16 @@ from tokenize import COMMENT, generate_tokens
 
 import pytest
 
-from nanovllm_extras.learn.answers import load
-from nanovllm_extras.learn.catalog import find_exercise, list_exercises
-from nanovllm_extras.learn.checker import check_answer
-from nanovllm_extras.learn.chinese_contracts import COMMENTS, DOCSTRINGS
-from nanovllm_extras.learn.exercise import Build, Exercise
-from nanovllm_extras.learn.exercises.whole_engine import WholeEngine
-from nanovllm_extras.learn.find_bug import FindBug
-from nanovllm_extras.learn.findings import Report
-from nanovllm_extras.learn.predict import Predict
-from nanovllm_extras.learn.texts import LANGUAGES, Text
+from labs.learn.answers import load
+from labs.learn.catalog import find_exercise, list_exercises
+from labs.learn.checker import check_answer
+from labs.learn.chinese_contracts import COMMENTS, DOCSTRINGS
+from labs.learn.exercise import Build, Exercise
+from labs.learn.exercises.whole_engine import WholeEngine
+from labs.learn.find_bug import FindBug
+from labs.learn.findings import Report
+from labs.learn.predict import Predict
+from labs.learn.texts import LANGUAGES, Text
 
 OTHER_ANSWERS = Path(__file__).parent / "other_answers"
 BOOK = Path(__file__).parents[3] / "docs" / "book"

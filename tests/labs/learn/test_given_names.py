@@ -4,9 +4,9 @@ import ast
 
 import pytest
 
-from nanovllm_extras.learn.catalog import list_exercises
-from nanovllm_extras.learn.exercise import Build, find_functions
-from nanovllm_extras.learn.texts import LANGUAGES
+from labs.learn.catalog import list_exercises
+from labs.learn.exercise import Build, find_functions
+from labs.learn.texts import LANGUAGES
 
 BUILDS = {one.name: one for one in list_exercises() if isinstance(one, Build) and one.names}
 

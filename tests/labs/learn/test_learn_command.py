@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from nanovllm_extras.learn import learn_command
-from nanovllm_extras.learn.catalog import CHAPTERS
-from nanovllm_extras.learn.folder import Folder
+from labs.learn import learn_command
+from labs.learn.catalog import CHAPTERS
+from labs.learn.folder import Folder
 from nanovllm_extras.trace.recording import read_recording
 
 
@@ -92,6 +92,17 @@ def test_hints_get_stronger_and_are_counted(learn):
     for i, text in enumerate((*exercise.hints, exercise.hints[-1])):
         assert text.en in hints[i]
     assert Folder(learn.folder).count(exercise, "hints") == 3
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_file_that_continues_a_program_runs_by_itself(learn, language):
+    """As a script, in a folder from which Python does not find `labs`."""
+    learn("start", "grow_table", "--lang", language)
+    (file,) = learn.folder.glob("*_grow_table.py")
+    with file.open("a", encoding="utf-8") as more:
+        more.write("print(Blocks(num_blocks=3, block_size=2).num_blocks_for(5))")
+    done = subprocess.run([sys.executable, file], cwd=learn.folder, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3"]
 
 
 def test_the_language_is_remembered(learn):

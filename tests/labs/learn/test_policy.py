@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanovllm_extras.learn.catalog import find_exercise
-from nanovllm_extras.learn.policy import (
+from labs.learn.catalog import find_exercise
+from labs.learn.policy import (
     MAX_SCORE,
     OURS,
     Request,
@@ -15,7 +15,7 @@ from nanovllm_extras.learn.policy import (
     serve,
     shortest_first,
 )
-from nanovllm_extras.learn.texts import LANGUAGES
+from labs.learn.texts import LANGUAGES
 
 START = "def my_policy(request):\n    return "
 RIGHT = "request.num_prompt_tokens + 8 * request.arrival + 60 * request.num_earlier"

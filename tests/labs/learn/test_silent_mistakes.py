@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from nanovllm_extras.learn.answers import load
-from nanovllm_extras.learn.given import read_program
-from nanovllm_extras.learn.simulation import EXAMPLES, Parts, Request, Simulation, Traffic
+from labs.learn.answers import load
+from labs.learn.given import read_program
+from labs.learn.simulation import EXAMPLES, Parts, Request, Simulation, Traffic
 
 CASES = (
     *EXAMPLES,

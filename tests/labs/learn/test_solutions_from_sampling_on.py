@@ -11,11 +11,9 @@ from random import Random
 import pytest
 import torch
 
-from nanovllm import TINY_QWEN3
-from nanovllm.detokenizer import Detokenizer
-from nanovllm.sampler import apply_top_p, invert_distribution
-from nanovllm_extras.learn.answers import load
-from nanovllm_extras.learn.exercises import (
+from labs import one_file
+from labs.learn.answers import load
+from labs.learn.exercises import (
     draw_token,
     graph_padding,
     hand_over,
@@ -27,8 +25,10 @@ from nanovllm_extras.learn.exercises import (
     top_p,
     verify_draft,
 )
-from nanovllm_extras.learn.given import one_file
-from nanovllm_extras.learn.simulation import VOCABULARY, mix
+from labs.learn.simulation import VOCABULARY, mix
+from nanovllm import TINY_QWEN3
+from nanovllm.detokenizer import Detokenizer
+from nanovllm.sampler import apply_top_p, invert_distribution
 
 
 def solution(module):

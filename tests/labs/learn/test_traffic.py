@@ -1,6 +1,6 @@
 """The requests of a failing run: only those that are needed, in words."""
 
-from nanovllm_extras.learn.traffic import Request, Traffic, describe_traffic, drop_requests
+from labs.learn.traffic import Request, Traffic, describe_traffic, drop_requests
 
 TRAFFIC = Traffic(7, 2, 1, (Request((0, 1, 1), 5, arrival=1), Request((2,), 1, n=3), Request((1, 2), 4, arrival=9)))
 

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from nanovllm_extras.learn.catalog import find_exercise
-from nanovllm_extras.learn.check_process import check_in_process
-from nanovllm_extras.learn.checker import check_answer
-from nanovllm_extras.learn.seen import Mistake, combine
-from nanovllm_extras.learn.texts import Text
+from labs.learn.catalog import find_exercise
+from labs.learn.check_process import check_in_process
+from labs.learn.checker import check_answer
+from labs.learn.seen import Mistake, combine
+from labs.learn.texts import Text
 
 PAIRS = {
     "grow_table": ("A block too early", "A full pool is not noticed"),

@@ -2,10 +2,10 @@
 
 import pytest
 
-from nanovllm_extras.learn.catalog import find_exercise, list_exercises
-from nanovllm_extras.learn.checker import check_answer
-from nanovllm_extras.learn.exercise import Build
-from nanovllm_extras.learn.folder import Folder
+from labs.learn.catalog import find_exercise, list_exercises
+from labs.learn.checker import check_answer
+from labs.learn.exercise import Build
+from labs.learn.folder import Folder
 
 PARTS = [one for one in list_exercises() if isinstance(one, Build) and one.engine_parts]
 WHOLE = find_exercise("whole_engine")

@@ -1,6 +1,5 @@
 from hashlib import md5
 
-import nanovllm_extras.learn.given  # noqa: F401
 from labs.one_file import BlockManager
 
 

@@ -1,4 +1,3 @@
-import nanovllm_extras.learn.given  # noqa: F401
 from labs.one_file import BlockManager
 
 

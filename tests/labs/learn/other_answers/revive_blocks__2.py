@@ -1,6 +1,5 @@
 from itertools import takewhile
 
-import nanovllm_extras.learn.given  # noqa: F401
 from labs.one_file import BlockManager
 
 
