@@ -3,12 +3,12 @@
 A package registers classes in its pyproject.toml, and they are imported only when they are needed:
 
     [project.entry-points."nanovllm.backends"]
-    cpu = "nanovllm_extras.kernels.cpu.cpu_attention:CpuAttention"
+    cpu = "nanovllm_extras.kernels.for_core:CpuBackend"
 
     [project.entry-points."nanovllm.models"]
     LlamaForCausalLM = "nanovllm_extras.models.for_core:NETWORKS"
 
-`nanovllm_extras`, which is installed with this package, registers kernels in C and in Triton and about twenty
+`nanovllm_extras`, which is installed with this package, registers kernels in C and in Triton and 19
 architectures. A backend has the methods of `TorchAttention`, a network those of `Qwen3ForCausalLM`.
 """
 

@@ -10,7 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import nanovllm
+from nanovllm.__main__ import main
 
 PACKAGE = Path(nanovllm.__file__).parent
 EXPORTED = {
@@ -72,6 +75,13 @@ def test_without_extras_the_cores_own_classes_are_exported(tmp_path):
     assert found["a wrong value"] == ["ValueError", "max_num_seqs must be an integer >= 1, got 0"]
 
 
-def test_each_name_is_exported_with_extras_too():
-    for name in (*EXPORTED, "TINY_QWEN3"):
-        assert getattr(nanovllm, name) is not None
+def test_the_command_asks_the_bundled_model(capsys):
+    assert main(["What is 27 + 58?"]) == 0
+    assert capsys.readouterr().out == "27 + 58 = 85.\n"
+
+
+def test_a_command_of_the_other_package_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve"])
+    assert "got 'serve'" in (says := capsys.readouterr().err)
+    assert "python -m nanovllm_extras" in says

@@ -27,7 +27,7 @@ class ModelConfig:
     attention_bias: bool
     dtype: str
 
-    def why_not(self, backend: type, device: torch.device, dtype: torch.dtype) -> str | None:
+    def why_not(self, backend: Any, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why an attention backend cannot compute the layers of this network, or None if it can."""
         return None
 

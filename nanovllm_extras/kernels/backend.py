@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.layers.attention import LoadedModel, TorchAttention
+from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.models.masking import AttentionOptions
 
 SMALL_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -60,13 +60,6 @@ class KernelBackend(AttentionBackend):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.scale = 1 / math.sqrt(self.head_dim)  # on the scores, for a layer that has none of its own
-
-    def replace_layers(self, loaded: LoadedModel) -> None:
-        """Replace layers of `nanovllm.LLM`'s network by fast versions. SelfCheckError if they are wrong here."""
-        from nanovllm_extras.self_check.core_check import checked_layers
-
-        with checked_layers(self, loaded):
-            self.make_fast(loaded.model, loaded.max_model_len)
 
     @classmethod
     def why_not_any(

@@ -1,11 +1,11 @@
 """The shape of a network, with what others than the core's Qwen3 have. `read_config.py` reads it from config.json."""
 
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
 
-from nanovllm.layers.attention import TorchAttention
 from nanovllm.models.config import ModelConfig
 
 
@@ -47,15 +47,15 @@ class NetworkConfig(ModelConfig):
         """Return the options of attention in this layer: one, or none."""
         return self.attention_options[layer : layer + 1]
 
-    def why_not(self, backend: type, device: torch.device, dtype: torch.dtype) -> str | None:
+    def why_not(self, backend: Any, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why a backend cannot compute the layers' windows, soft caps and sinks, or None. For `nanovllm.LLM`."""
         options = tuple(dict.fromkeys(self.attention_options))
-        if not options or backend is TorchAttention:  # PyTorch's attention calls the options
+        if not options:
             return None
-        why_not_any = getattr(backend, "why_not_any", None)
-        if why_not_any is None:
+        if len(signature(backend.attend).parameters) < len(("self", "q", "layer_cache", "metadata", "options")):
             return "it attends in one way only, and layers of this network have windows, soft caps or sinks"
-        reason: str | None = why_not_any(options, device, dtype, self.head_dim)
+        why_not_any = getattr(backend, "why_not_any", None)  # PyTorch's attention has none: it calls the options
+        reason: str | None = None if why_not_any is None else why_not_any(options, device, dtype, self.head_dim)
         return reason
 
     @property

@@ -1,6 +1,6 @@
 """The self-check for `nanovllm.LLM`: a backend compares the layers that it replaces with PyTorch's, before and after.
 
-`KernelBackend.replace_layers` calls `checked_layers`. The engine with all options checks its own start instead
+`CheckedBackend.replace_layers` calls `checked_layers`. The engine with all options checks its own start instead
 (`runner_check.py`), which includes CUDA graphs and the functions that draw tokens.
 """
 

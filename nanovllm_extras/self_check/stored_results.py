@@ -77,7 +77,7 @@ def describe(runner: "ModelRunner") -> list[Any]:
     libraries = [library._name for library in vars(backend).values() if hasattr(library, "_name")]
     rank = getattr(getattr(runner, "communicator", None), "rank", 0)
     parts: list[Any] = [
-        type(runner).__name__, type(backend), getattr(backend, "instructions", None),
+        type(backend), getattr(backend, "instructions", None),
         backend.block_size, *map(os.path.basename, libraries),
         *(config.enforce_eager, config.enable_cuda_graphs, config.quantization, config.kv_cache_dtype),
         *(config.load_format == "gguf", config.num_kv_blocks, config.kv_cache_memory_bytes),

@@ -48,7 +48,7 @@ DEFAULTS = {
 }
 
 GOOD = [
-    *core.GOOD,
+    *[one for one in core.GOOD if one[0] != "attention_backend"],
     ("attention_backend", ["triton", "cpu"]),
     ("kv_cache_memory_bytes", [None, 1, 2**40]),
     ("kv_cache_dtype", ["auto", "fp8", "int8"]),
@@ -77,7 +77,7 @@ GOOD = [
 ]
 
 BAD_TYPES = [
-    *core.BAD_TYPES,
+    *[one for one in core.BAD_TYPES if one[0] != "attention_backend"],
     ("kv_cache_memory_bytes", [1e9, *NO_INTEGERS]),
     ("tensor_parallel_size", [None, *NO_INTEGERS]),
     ("nnodes", [None, *NO_INTEGERS]),
@@ -97,7 +97,7 @@ BAD_TYPES = [
     ("override_generation_config", ["{}", [1], {1: 2}]),
 ]
 BAD_VALUES = [
-    *[(name, [value for value in values if value not in ("triton", "cpu")]) for name, values in core.BAD_VALUES],
+    *[(name, [value for value in values if value != "gguf"]) for name, values in core.BAD_VALUES],
     ("kv_cache_memory_bytes", [0, -1]),
     ("kv_cache_dtype", ["fp16", "FP8", "float8", "", None, 8]),
     ("state_snapshot_interval", [-1]),

@@ -30,7 +30,7 @@ from nanovllm.plugins import find_plugins
 from nanovllm_extras import TINY_QWEN3_5
 from nanovllm_extras.full_runner import pytorch_layers
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
+from nanovllm_extras.kernels.for_core import CpuBackend, TritonBackend
 from nanovllm_extras.models.architectures import ARCHITECTURES as REGISTERED
 from nanovllm_extras.self_check.stored_results import StoredResult
 from tests.core_alone import ROOT
@@ -64,7 +64,7 @@ def test_the_classes_that_run_are_the_engines_own():
     parts.append(llm.engine.scheduler.block_manager.prefix_cache)
     expected = [LLM, engine.LLMEngine, model_runner.ModelRunner, scheduler.Scheduler, block_manager.BlockManager]
     assert list(map(type, parts)) == [*expected, prefix_cache.PrefixCache]
-    assert type(llm.engine.runner.backend) is CpuAttention
+    assert type(llm.engine.runner.backend) is CpuBackend
     assert model_runner.sample_tokens is sampler.sample_tokens
 
 
@@ -160,8 +160,8 @@ def test_pytorchs_threads_rest_during_a_step(monkeypatch):
 
 def test_entry_points_are_registered():
     assert {name: one.load() for name, one in find_plugins("backends").items()} == {
-        "cpu": CpuAttention,
-        "triton": TritonAttention,
+        "cpu": CpuBackend,
+        "triton": TritonBackend,
     }
     assert set(find_plugins("models")) == set(REGISTERED) - {"Qwen3ForCausalLM"}
 
@@ -202,11 +202,11 @@ def test_strict_replaces_nothing(fresh_cache, wrong_layers, monkeypatch):  # noq
 
 
 def test_layers_that_compute_rightly_are_checked_once(fresh_cache, monkeypatch):  # noqa: F811
-    assert type(make().engine.runner.backend) is CpuAttention
+    assert type(make().engine.runner.backend) is CpuBackend
     (stored,) = fresh_cache.glob("checked-*.json")
     assert json.loads(stored.read_text())["is_right"]
     monkeypatch.setattr(StoredResult, "write", lambda *_: pytest.fail("checked again"))
-    assert type(make().engine.runner.backend) is CpuAttention
+    assert type(make().engine.runner.backend) is CpuBackend
 
 
 def test_without_a_compiler_pytorch_computes(tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_networks_from_here_give_the_tokens_of_transformers(checkpoints, name, b
     outputs = llm.generate(checkpoints.prompts(name, variant), params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == checkpoints.greedy(name, variant)
     assert type(llm.engine.runner) is model_runner.ModelRunner
-    assert (type(llm.engine.runner.backend) is CpuAttention) == (backend == "auto")
+    assert (type(llm.engine.runner.backend) is CpuBackend) == (backend == "auto")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -192,7 +192,7 @@ def test_each_mistake_of_course_notes_has_a_correction_and_a_check():
             assert not found or all(re.search(rf"\*{word}:?\*", text) for word in words), text
 
 
-SOURCES = [path for folder in ("nanovllm", "labs") for path in (ROOT / folder).glob("**/*.py")]
+SOURCES = [path for folder in ("nanovllm", "nanovllm_extras", "labs") for path in (ROOT / folder).glob("**/*.py")]
 WORDS = {word for path in SOURCES for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
 
 

@@ -72,12 +72,6 @@ def python_of(path):
     return "\n".join(block for block in blocks if not block.startswith("# nanovllm/"))
 
 
-def test_the_code_of_readme_runs(capsys):
-    exec(python_of("README.md"), {})
-    printed = capsys.readouterr().out
-    assert re.search(r"\bStats\(num_requests=1, ", printed)
-
-
 def test_the_code_of_using_runs(capsys):
     exec(python_of("docs/using.md"), {})
     printed = capsys.readouterr().out

@@ -4,8 +4,6 @@
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from nanovllm_extras.kernels.cpu.cpu_quantised import replace_quantised
 from nanovllm_extras.kernels.cpu.experts import fuse_experts
 from nanovllm_extras.kernels.cpu.head_norms import fuse_head_norms
 from nanovllm_extras.kernels.cpu.library import DTYPES, INT8_KV, LANES, NoLibraryError, load_library, masking
-from nanovllm_extras.kernels.cpu.threads import limit_threads, one_thread
 from nanovllm_extras.models.masking import PLAIN, AttentionOptions
 
 logger = logging.getLogger(__name__)
@@ -30,13 +27,10 @@ class CpuAttention(KernelBackend):
     """Walks the block tables in C. A block holds each head's K and V in the layout that the products like best."""
 
     default_block_size = 16
-    priority = 20
     supports_sinks = True
-    supports_graphs = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        limit_threads()
         self.library = load_library(self.dtype)
         self.instructions = self.library.description
         is_int8 = self.kv_cache_dtype == torch.int8
@@ -75,19 +69,6 @@ class CpuAttention(KernelBackend):
         fuse_gated_delta(model, self.dtype)
         fuse_layers(model, self)
         fuse_head_norms(model)
-
-    @contextmanager
-    def step_context(self) -> Iterator[None]:
-        """Keep PyTorch's threads out of the steps of `nanovllm.LLM`: the kernels have a team of their own.
-
-        After an operation with threads, those of PyTorch spin for some time on the cores that the kernels need.
-        """
-        self.library.keep_threads(torch.get_num_threads())
-        try:
-            with one_thread():
-                yield
-        finally:
-            self.library.keep_threads(0)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         if logits.dtype != torch.float32 or not logits.is_contiguous() or not logits.shape[1]:

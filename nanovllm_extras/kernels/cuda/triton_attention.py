@@ -37,7 +37,6 @@ class TritonAttention(KernelBackend):
 
     default_block_size = 16
     instructions = "Triton"
-    priority = 10
 
     def __init__(self, *args: Any, k_scale: float = 1.0, v_scale: float = 1.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

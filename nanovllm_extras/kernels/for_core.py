@@ -1,0 +1,58 @@
+"""The kernels as `nanovllm.LLM` takes them: the entry points `nanovllm.backends` name these classes.
+
+They check the layers that they replace, and keep PyTorch's threads out of the steps. `nanovllm_extras.LLM` does both in
+its own runner.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nanovllm.layers.attention import LoadedModel
+from nanovllm_extras.kernels.backend import KernelBackend
+from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm_extras.kernels.cpu.threads import limit_threads, one_thread
+from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
+
+
+class CheckedBackend(KernelBackend):
+    """A backend whose fast layers are compared with PyTorch's when they replace them."""
+
+    def replace_layers(self, loaded: LoadedModel) -> None:
+        """Replace layers of the network by fast versions. SelfCheckError, a `BackendError`, if they are wrong here."""
+        from nanovllm_extras.self_check.core_check import checked_layers
+
+        with checked_layers(self, loaded):
+            self.make_fast(loaded.model, loaded.max_model_len)
+
+
+class CpuBackend(CheckedBackend, CpuAttention):
+    """Paged attention and all other layers in C."""
+
+    priority = 20
+    supports_graphs = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        limit_threads()
+        super().__init__(*args, **kwargs)
+
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        """Run PyTorch's small operations on one thread, and the kernels on all: they have a team of their own.
+
+        After an operation with threads, those of PyTorch spin for some time on the cores that the kernels need.
+        """
+        self.library.keep_threads(torch.get_num_threads())
+        try:
+            with one_thread():
+                yield
+        finally:
+            self.library.keep_threads(0)
+
+
+class TritonBackend(CheckedBackend, TritonAttention):
+    """Paged attention and fused layers in Triton."""
+
+    priority = 10
