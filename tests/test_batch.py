@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.batch import largest_batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 from tests.steps import build_step, step_of

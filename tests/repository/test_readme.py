@@ -72,6 +72,11 @@ def python_of(path):
     return "\n".join(block for block in blocks if not block.startswith("# nanovllm/"))
 
 
+def test_the_code_of_readme_runs(capsys):
+    exec(python_of("README.md"), {})
+    assert "block" in capsys.readouterr().out
+
+
 def test_the_code_of_using_runs(capsys):
     exec(python_of("docs/using.md"), {})
     printed = capsys.readouterr().out
