@@ -99,21 +99,24 @@ def build_batch(step: Step, block_tables: BlockTables) -> Batch:
 
 
 def largest_batch(num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> Batch:
-    """Return the batch that takes most memory: `num_tokens` tokens, of which as many as possible are sampled.
+    """Return the batch that takes most memory: `num_tokens` tokens, and a row of logits for each sequence.
 
-    It has as many prompts as there may be sequences, the first ones as long as possible, and each samples a token by
-    top-p, which sorts its logits. The batch reads and writes only the null block.
+    The first prompts are as long as possible. If there are fewer tokens than sequences, the others are samples of the
+    first prompt. Sampling by top-p sorts all logits. The batch reads and writes only the null block.
     """
     tables = BlockTables(block_size)
+    params = SamplingParams(top_p=0.9, top_k=MAX_TOP_K)
+    num_prompts = min(max_num_seqs, num_tokens)
     chunks: list[Chunk] = []
-    params = SamplingParams(top_p=0.9, top_k=MAX_TOP_K, min_p=0.1)
     rest = num_tokens
-    for num_others in reversed(range(min(max_num_seqs, num_tokens))):  # each of them needs a token
-        seq = Sequence("", [0] * min(rest - num_others, max_model_len), params)
+    for num_later in reversed(range(num_prompts)):  # each of the later prompts needs a token
+        seq = Sequence("", [0] * min(rest - num_later, max_model_len), params)
         for _ in range(-(-seq.num_tokens // block_size)):
             tables.append(seq.block_table, 0)
         chunks.append((seq, 0, seq.num_tokens))
         rest -= seq.num_tokens
+    first = chunks[0][0]
+    first.children = [Sequence("", [0], params) for _ in range(max_num_seqs - num_prompts)]
     return build_batch(make_step(chunks, num_tokens - rest), tables)
 
 

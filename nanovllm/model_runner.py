@@ -46,7 +46,8 @@ class ModelRunner:
 
     def start(self) -> None:
         """Make the model and the KV cache. The methods below may be overridden."""
-        self.load()
+        with torch.cuda.device_of(torch.empty(0, device=self.device)):
+            self.load()
         self.description = self.describe()
         logger.info(self.description)
         self.kv_cache = self.make_kv_cache()
@@ -59,6 +60,7 @@ class ModelRunner:
 
     def load(self) -> None:
         """Make the model with the best backend whose layers compute correctly on this machine."""
+        failed: BackendError | None = None
         for backend in self.make_backends():
             self.backend = backend
             try:
@@ -67,9 +69,11 @@ class ModelRunner:
             except BackendError as error:
                 if self.config.attention_backend != "auto":
                     raise
-                failed = type(backend).__name__
-                logger.warning("%s is not used: %s. The next backend may be much slower", failed, error)
-                self.rejected.append(f"not {failed}: {error}")
+                failed, name = error, type(backend).__name__
+                logger.warning("%s is not used: %s. The next backend may be much slower", name, error)
+                self.rejected.append(f"not {name}: {error}")
+        assert failed is not None, "there is at least one backend"
+        raise failed
 
     # ---- a step
 
@@ -129,9 +133,9 @@ class ModelRunner:
             init_dummy_weights(model, self.config.seed)
         else:  # a network of another package may have checkpoints that are read otherwise
             getattr(self.model_class, "load_weights", load_weights)(model, self.folder)
-        if not self.config.enforce_eager:
-            loaded = LoadedModel(model, self.shape, self.dtype, self.device, self.max_model_len)
-            self.backend.replace_layers(loaded)
+        is_eager = self.config.enforce_eager
+        loaded = LoadedModel(model, self.shape, self.dtype, self.device, self.max_model_len, is_eager)
+        self.backend.replace_layers(loaded)
         return model
 
     def describe(self) -> str:

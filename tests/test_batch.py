@@ -158,6 +158,7 @@ def test_batch_does_not_change_when_its_sequences_go_on():
         (8192, 256, 40960, [7937] + [1] * 255),
         (8192, 4, 1000, [1000] * 4),
         (10, 256, 40960, [1] * 10),
+        (5, 8, 40960, [1] * 5),
         (100, 3, 60, [60, 39, 1]),
     ],
 )
@@ -166,5 +167,5 @@ def test_the_largest_batch_samples_a_token_for_each_sequence(num_tokens, max_num
     batch = largest_batch(num_tokens, max_num_seqs, max_model_len, 16)
     assert sorted(batch.metadata.seq_lens.tolist(), reverse=True) == lens  # decodes of one token come first
     assert len(batch.input_ids) == sum(lens) <= num_tokens
-    assert len(batch.logits_indices) == len(batch.sampling.uniforms) == len(batch.sampling.top_p) == len(lens)
+    assert len(batch.logits_indices) == len(batch.sampling.uniforms) == len(batch.sampling.top_p) == max_num_seqs
     assert batch.metadata.slot_mapping.max() < 16, "only the null block is written to"

@@ -27,7 +27,8 @@ class Counting(TorchAttention):
     calls: list = []  # noqa: RUF012
 
     def replace_layers(self, loaded):
-        self.calls.append(("replace_layers", type(loaded.model).__name__, loaded.max_model_len, loaded.device.type))
+        what = (type(loaded.model).__name__, loaded.max_model_len, loaded.device.type, loaded.enforce_eager)
+        self.calls.append(("replace_layers", *what))
 
     def step_context(self):
         self.calls.append(("step_context",))
@@ -95,7 +96,7 @@ def test_auto_takes_the_plug_in_of_highest_priority_that_can_be_used(install, ri
     assert "not c: it is for other machines than cpu" in llm.engine.description
     assert f"{__name__}.Better" in llm.engine.description.split("; ")[-1]
     assert tokens(llm) == right
-    assert Counting.calls[0] == ("replace_layers", "Qwen3ForCausalLM", 64, "cpu")
+    assert Counting.calls[0] == ("replace_layers", "Qwen3ForCausalLM", 64, "cpu", False)
     assert Counting.calls.count(("step_context",)) == Counting.calls.count(("argmax", 1)) == 6
 
 
@@ -119,11 +120,10 @@ def test_torch_imports_no_plug_in(install, monkeypatch):
     assert type(make(attention_backend="torch").engine.runner.backend) is TorchAttention
 
 
-def test_eager_engines_keep_pytorchs_layers(install):
-    install(a=here(Wrong))
-    llm = make(enforce_eager=True)
-    assert type(llm.engine.runner.backend) is Wrong
-    assert ("replace_layers", "Qwen3ForCausalLM", 64, "cpu") not in Counting.calls
+def test_backends_are_told_of_eager_engines(install):
+    install(a=here(Counting))
+    make(enforce_eager=True)
+    assert Counting.calls == [("replace_layers", "Qwen3ForCausalLM", 64, "cpu", True)]
 
 
 # ---- what cannot be used
@@ -195,6 +195,13 @@ def test_a_backend_that_was_asked_for_is_not_replaced(install):
     install(w=here(Wrong))
     with pytest.raises(BackendError, match="other numbers"):
         make(attention_backend="w")
+
+
+def test_if_all_backends_compute_wrongly_the_start_fails(install, monkeypatch):
+    install(w=here(Wrong))
+    monkeypatch.setattr(TorchAttention, "replace_layers", Wrong.replace_layers)
+    with pytest.raises(BackendError, match="other numbers"):
+        make()
 
 
 # ---- networks

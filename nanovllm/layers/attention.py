@@ -81,6 +81,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
+    enforce_eager: bool  # all layers but attention stay as they are
 
 
 class TorchAttention:
@@ -119,7 +120,7 @@ class TorchAttention:
         self.dtype = dtype
 
     def replace_layers(self, loaded: LoadedModel) -> None:
-        """Replace layers of a network by faster ones, if this backend has any. BackendError if they are wrong here."""
+        """Replace layers of a network by faster ones, if this backend has any. BackendError if it computes wrongly."""
 
     def step_context(self) -> AbstractContextManager[Any]:
         """Return a context for each step, for a backend that has threads of its own."""

@@ -25,7 +25,8 @@ class CheckedBackend(KernelBackend):
         from nanovllm_extras.self_check.core_check import checked_layers
 
         with checked_layers(self, loaded):
-            self.make_fast(loaded.model, loaded.max_model_len)
+            if not loaded.enforce_eager:
+                self.make_fast(loaded.model, loaded.max_model_len)
 
 
 class CpuBackend(CheckedBackend, CpuAttention):

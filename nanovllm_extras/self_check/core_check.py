@@ -24,7 +24,9 @@ class CoreStart:
     """What a check needs to know of a start of `nanovllm.LLM`. It has the names of a runner's attributes."""
 
     def __init__(self, backend: Any, loaded: LoadedModel) -> None:
-        self.config = Config("a model of nanovllm.LLM", block_size=backend.block_size)
+        self.config = Config(
+            "a model of nanovllm.LLM", block_size=backend.block_size, enforce_eager=loaded.enforce_eager
+        )
         self.backend, self.model = backend, loaded.model
         shape = loaded.shape
         self.shape = shape if isinstance(shape, NetworkConfig) else NetworkConfig(**vars(shape))

@@ -209,6 +209,16 @@ def test_layers_that_compute_rightly_are_checked_once(fresh_cache, monkeypatch):
     assert type(make().engine.runner.backend) is CpuBackend
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_attention_is_checked_in_eager_engines_too(fresh_cache, monkeypatch, is_wrong):  # noqa: F811
+    attend = CpuAttention.attend
+    if is_wrong:
+        monkeypatch.setattr(CpuAttention, "attend", lambda *arguments: 1.1 * attend(*arguments))
+    llm = make(dtype="float32", enforce_eager=True)
+    assert type(llm.engine.runner.backend) is (TorchAttention if is_wrong else CpuBackend)
+    assert pytorch_layers(llm.engine.runner.model) != set()
+
+
 def test_without_a_compiler_pytorch_computes(tmp_path, monkeypatch):
     environment = {**os.environ, "CC": str(tmp_path / "no-compiler"), "XDG_CACHE_HOME": str(tmp_path)}
     code = RUN.format(backend="auto") + "print(llm.engine.description)"
