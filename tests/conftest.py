@@ -48,7 +48,7 @@ def pytest_configure(config):
     config.add_cleanup(gc.unfreeze)
     gc.freeze()
     if config.option.markexpr == "slow":
-        os.environ["NANOVLLM_SWEEP"] = "1"  # read by `examples`, in the processes of pytest-xdist too
+        os.environ.setdefault("NANOVLLM_SWEEP", "1")  # read by `examples`, in the processes of pytest-xdist too
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -80,11 +80,13 @@ def pytest_collection():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """The default run takes a few cases of a test with the mark `sparse`: these meet each value of each parameter; with
-    `sparse(2)`, each pair of values of two parameters. A test with the mark `examples` is in the sweep as well. Those
-    with the mark `long` begin first: no process still runs one at the end while others are idle.
+    `sparse(2)`, each pair of values of two parameters. Of a large grid, the sweep takes the fewest of the other cases that
+    meet each pair of values, or each value with the mark `thinned`; with NANOVLLM_SWEEP=all it takes all. A test with
+    the mark `examples` is in the sweep as well. Those with the mark `long` begin first: no process still runs one at the
+    end while others are idle.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    grids = {}
+    grids, slow_grids = {}, {}
     for item in items:
         if item.get_closest_marker("examples") and os.environ.get("NANOVLLM_SWEEP"):
             item.add_marker(pytest.mark.slow)
@@ -92,30 +94,34 @@ def pytest_collection_modifyitems(config, items):
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in grids.values():
         size = next(iter(cases[0].get_closest_marker("sparse").args), 1)
-        unmet = {}
-        for case in cases:
-            values = sorted((name, repr(value)) for name, value in case.callspec.params.items())
-            unmet[case] = set(itertools.combinations(values, size))
-        while any(unmet.values()):
-            met = unmet.pop(max(unmet, key=lambda case: len(unmet[case])))
-            unmet = {case: combinations - met for case, combinations in unmet.items()}
-        for case in unmet:
+        for case in beyond_a_covering_choice(cases, size):
             case.add_marker(pytest.mark.slow)
-    leave_out_every_second(config, items)
-
-
-def leave_out_every_second(config, items):
-    """Leave out half of the slow cases of each test with the mark `thinned`."""
-    numbers, left_out = {}, set()
     for item in items:
-        if item.get_closest_marker("thinned") and item.get_closest_marker("slow"):
-            name = item.nodeid.partition("[")[0]
-            numbers[name] = numbers.get(name, 0) + 1
-            if numbers[name] % 2 == 0:
-                left_out.add(item)
-    if left_out:
+        if item.get_closest_marker("slow"):
+            slow_grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for cases in slow_grids.values():
+        if len(cases) >= LARGE_GRID and hasattr(cases[0], "callspec"):
+            size = 1 if cases[0].get_closest_marker("thinned") else 2
+            left_out |= beyond_a_covering_choice(cases, size)
+    if left_out and os.environ.get("NANOVLLM_SWEEP") != "all":
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+LARGE_GRID = 6  # cases of a test in the sweep
+
+
+def beyond_a_covering_choice(cases, size):
+    """Return the cases that a few others make unnecessary: these meet each combination of values of `size` parameters."""
+    unmet = {}
+    for case in cases:
+        values = sorted((name, repr(value)) for name, value in case.callspec.params.items())
+        unmet[case] = set(itertools.combinations(values, min(size, len(values))))
+    while any(unmet.values()):
+        met = unmet.pop(max(unmet, key=lambda case: len(unmet[case])))
+        unmet = {case: combinations - met for case, combinations in unmet.items()}
+    return set(unmet)
 
 
 @pytest.hookimpl(trylast=True)

@@ -96,7 +96,7 @@ def test_threads_that_are_bound_are_not_one_thread(name):
 @pytest.mark.slow
 def test_a_process_of_its_own_takes_its_cores():
     """And its waiting threads soon sleep: libgomp is told before torch loads it."""
-    code = f"import os, nanovllm; llm = nanovllm_extras.LLM({str(TINY_QWEN3)!r}, device='cpu', num_kv_blocks=8)"
+    code = f"import os, nanovllm_extras; llm = nanovllm_extras.LLM({str(TINY_QWEN3)!r}, device='cpu', num_kv_blocks=8)"
     code += "; print(llm.engine.description); print('left behind', [name for name in os.environ if 'GOMP' in name])"
     code += "; print('pools', *{line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line})"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
