@@ -80,10 +80,10 @@ def pytest_collection():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """The default run takes a few cases of a test with the mark `sparse`: these meet each value of each parameter; with
-    `sparse(2)`, each pair of values of two parameters. Of a large grid, the sweep takes the fewest of the other cases that
-    meet each pair of values, or each value with the mark `thinned`; with NANOVLLM_SWEEP=all it takes all. A test with
-    the mark `examples` is in the sweep as well. Those with the mark `long` begin first: no process still runs one at the
-    end while others are idle.
+    `sparse(2)`, each pair of values of two parameters. Of a large grid, the sweep takes the fewest of the other cases
+    that meet each pair of values, or each value with the mark `thinned`; with NANOVLLM_SWEEP=all it takes all. A test
+    with the mark `examples` is in the sweep as well. Those with the mark `long` begin first: no process still runs one
+    at the end while others are idle.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     grids, slow_grids = {}, {}
@@ -113,7 +113,7 @@ LARGE_GRID = 6  # cases of a test in the sweep
 
 
 def beyond_a_covering_choice(cases, size):
-    """Return the cases that a few others make unnecessary: these meet each combination of values of `size` parameters."""
+    """Return the cases that others make unnecessary: those meet each combination of values of `size` parameters."""
     unmet = {}
     for case in cases:
         values = sorted((name, repr(value)) for name, value in case.callspec.params.items())
