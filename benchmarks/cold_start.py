@@ -135,7 +135,7 @@ def start(model: str, load_format: str, started_at: float) -> dict[str, float]:
     read("import torch")
     from nanovllm_extras import LLM, SamplingParams, full_engine
 
-    read("import nanovllm")
+    read("import nanovllm_extras")
     inner: dict[str, float] = {}
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -134,7 +134,8 @@ def read_commit() -> str:
 
 def digest_of_engine() -> str:
     """A hash of the engine's source files: a commit does not tell what was changed after it."""
-    files = sorted(path for path in (ROOT / "nanovllm").rglob("*") if path.suffix in (".py", ".c"))
+    folders = (ROOT / "nanovllm", ROOT / "nanovllm_extras")
+    files = sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".c", ".h"))
     contents = b"".join(path.read_bytes() for path in files)
     return hashlib.sha256(contents).hexdigest()[:12]
 

@@ -9,15 +9,15 @@ import sys
 
 import pytest
 
-from tests.core_alone import PACKAGE
+from tests.core_alone import EXTRAS, PACKAGE
 
 pytestmark = pytest.mark.slow  # 20 s
 
 GENERATE = """
 import sys
-import nanovllm
+import nanovllm_extras
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
-assert nanovllm.__file__.endswith(".pyc"), nanovllm.__file__
+assert nanovllm_extras.__file__.endswith(".pyc"), nanovllm_extras.__file__
 if __name__ == "__main__":
     llm = LLM(TINY_QWEN3, device="cpu", num_kv_blocks=16, tensor_parallel_size=int(sys.argv[1]))
     params = SamplingParams(temperature=0, max_tokens=12)
@@ -27,12 +27,14 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """A folder with the package, without a source."""
+    """A folder with both packages, without a source."""
     root = tmp_path_factory.mktemp("compiled")
-    shutil.copytree(PACKAGE, root / "nanovllm", ignore=shutil.ignore_patterns("__pycache__"))
-    assert compileall.compile_dir(root / "nanovllm", quiet=1, legacy=True)
-    for source in (root / "nanovllm").rglob("*.py"):
-        source.unlink()
+    for package in (PACKAGE, EXTRAS):
+        copy = root / package.name
+        shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        assert compileall.compile_dir(copy, quiet=1, legacy=True)
+        for source in copy.rglob("*.py"):
+            source.unlink()
     (root / "generate.py").write_text(GENERATE)
     return root
 

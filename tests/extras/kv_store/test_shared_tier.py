@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import nanovllm
+import nanovllm_extras
 from nanovllm_extras.kv_store import shared_slots, shared_tier
 from nanovllm_extras.kv_store.conversations import save_conversation
 from nanovllm_extras.kv_store.shared_tier import SharedTier
@@ -169,12 +170,12 @@ def test_memory_of_killed_engines_is_found_again_or_freed(root):
 
 def test_a_process_that_ends_without_closing_frees_the_memory(root):
     """In a new process, which imports nothing but the tier and so starts fast."""
-    package = os.path.dirname(nanovllm.__file__)
+    folders = [os.path.dirname(package.__file__) for package in (nanovllm, nanovllm_extras)]
     code = f"""
 import sys, types
-for name, folder in (("nanovllm", ""), ("nanovllm_extras", "/extras")):
+for name, folder in zip(("nanovllm", "nanovllm_extras"), {folders!r}):
     sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [{package!r} + folder]
+    sys.modules[name].__path__ = [folder]
 from pathlib import Path
 import numpy as np
 from nanovllm_extras.kv_store.shared_tier import SharedTier
