@@ -1,7 +1,7 @@
 """A whole decoder layer on CPU in one call of C, for layers whose parts all have fast versions in `cpu_layers.py`.
 
 The same C functions run in the same order as if Python called each part, and they give the same bits. One call saves
-the time of Python between 17 operations, in each of 28 layers (Qwen3-0.6B). `CpuAttention.replace_layers` calls
+the time of Python between 17 operations, in each of 28 layers (Qwen3-0.6B). `CpuAttention.make_fast` calls
 `fuse_layers`; the model file does not depend on it.
 """
 

@@ -1,6 +1,6 @@
 """Gated DeltaNet on CPU in one call of C between its projections: the fast version of `models/gated_delta.py`.
 
-`CpuAttention.replace_layers` calls `fuse_gated_delta` after single layers have been replaced by fast versions. C
+`CpuAttention.make_fast` calls `fuse_gated_delta` after single layers have been replaced by fast versions. C
 computes decodes and prompts token by token, so a token has the same bits in every chunk. PyTorch's version computes
 prompts in chunks, whose results differ in the last bits.
 """

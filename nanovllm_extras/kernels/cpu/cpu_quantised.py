@@ -1,6 +1,6 @@
 """Layers with weights of 8 or 4 bits on CPU: fast versions of those in `quantization/quantised_linear.py`.
 
-`CpuAttention.replace_layers` calls `replace_quantised` before it replaces other layers. `quantised.c` does the
+`CpuAttention.make_fast` calls `replace_quantised` before it replaces other layers. `quantised.c` does the
 arithmetic.
 """
 

@@ -1,7 +1,7 @@
 """A mixture of experts on CPU in one call of C: the fast version of `Experts` in `nanovllm_extras/models/moe.py`.
 
 The experts' own fast layers have packed the weights, and C gets their addresses. `replace_layers` in `cpu_layers.py`
-replaces the routers. `CpuAttention.replace_layers` calls `fuse_experts` after single layers have been replaced.
+replaces the routers. `CpuAttention.make_fast` calls `fuse_experts` after single layers have been replaced.
 """
 
 from ctypes import Structure, byref, c_long, c_void_p

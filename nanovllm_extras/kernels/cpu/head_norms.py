@@ -1,7 +1,7 @@
 """Attention layers that normalise and rotate the heads of the queries and keys in one call of C.
 
 They serve models whose layers `cpu_decoder_layer.py` does not compute as a whole: Qwen3-MoE and Gemma 3.
-`CpuAttention.replace_layers` calls `fuse_head_norms` after single layers have been replaced by fast versions.
+`CpuAttention.make_fast` calls `fuse_head_norms` after single layers have been replaced by fast versions.
 """
 
 from typing import Any

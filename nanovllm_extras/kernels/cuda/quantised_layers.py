@@ -99,7 +99,7 @@ def plain_version_of(layer: nn.Module) -> nn.Module:
     path = next((path for path, fast_class in FAST_LAYERS.items() if type(layer) is fast_class), None)
     if path is None:
         return layer
-    module = importlib.import_module(f"{LAYERS.rstrip('.')}")
+    module = importlib.import_module(LAYERS.rstrip("."))
     fast: Any = layer
     packed = fast.weight_of_groups
     weight = module.QuantisedWeight(*unpack(packed), packed.bits, packed.group_size, fast.order)
