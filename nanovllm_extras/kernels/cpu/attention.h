@@ -6,10 +6,10 @@
 
 // Compute the softmax of the scores `first` … `last - 1` of `num_slots`, and of `sink`, or -INFINITY. The other weights
 // become 0.
-static void softmax(float *scores, element *weights, long first, long last, long num_slots, const struct masking *m,
+static void softmax(float *scores, factor *weights, long first, long last, long num_slots, const struct masking *m,
                     float sink) {
     const float one = exponentials(scores, first, last, num_slots, m, sink);
-    for (long i = 0; i < num_slots; i += LANES) store(weights + i, *(const floats *)(scores + i) * one);
+    for (long i = 0; i < num_slots; i += LANES) store_factors(weights + i, *(const floats *)(scores + i) * one);
 }
 
 // Multiply each tile of the span's rows by the same panels. The first tile prefetches the next panels.
@@ -37,7 +37,7 @@ static void multiply_k(const struct cache *c, const struct tile *t, const struct
     const uint32_t *k = c->k + kv_head * head_words(c), *v = c->v + kv_head * head_words(c);  // of block 0
     const long far = is_short(c, span, sizeof(element)) ? num_panels : width;
     for (long panel = 0; panel < num_panels; panel += width) {  // panels of 16 tokens
-        struct product p = {.x = (const uint32_t *)t->q + span->first_row * q_words, .x_stride = q_words,
+        struct product p = {.x = (const factors *)t->q + span->first_row * q_words, .x_stride = q_words,
                             .num_words = q_words, .out_stride = t->num_slots};
         p.out = t->scores + span->first_row * t->num_slots + span->first_token + panel * LANES;
         const int count = num_panels - panel < width ? num_panels - panel : width;
@@ -58,9 +58,9 @@ static void multiply_v(const struct cache *c, const struct tile *t, const struct
     const long head_dim = c->head_dim, width = WIDTH(span->num_rows);
     const long v_panel_words = c->block_size / PER_WORD * LANES;
     const uint32_t *v = c->v + kv_head * head_words(c), *then_k = c->k + then * head_words(c);
-    const element *weights = t->weights + span->first_row * t->num_slots + span->first_token;
+    const factor *weights = t->weights + span->first_row * t->num_slots + span->first_token;
     for (long d = 0; d < head_dim; d += width * LANES) {  // panels of 16 channels
-        struct product p = {.x = (const uint32_t *)weights, .x_stride = t->num_slots / PER_WORD,
+        struct product p = {.x = (const factors *)weights, .x_stride = t->num_slots / PER_WORD,
                             .num_words = (span->num_tokens + PER_WORD - 1) / PER_WORD, .blocks = span->block_table,
                             .block_words = c->num_kv_heads * head_words(c), .words_per_block = c->block_size / PER_WORD,
                             .is_odd = span->num_tokens % PER_WORD, .adds = span->first_token > 0,
@@ -76,7 +76,7 @@ static void multiply_v(const struct cache *c, const struct tile *t, const struct
 }
 
 static void copy_query(struct tile *t, int row, const element *q, long head_dim) {
-    memcpy(t->q + row * head_dim, q, head_dim * sizeof *q);
+    copy_factors(q, t->q + row * head_dim, head_dim);
 }
 
 static void weigh_row(const struct cache *c, const struct tile *t, const struct span *span, long kv_head, int row,

@@ -12,21 +12,24 @@
 static inline __m256i load_column(const uint32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 
 #ifdef BFLOAT16
-// A word is a pair of bfloat16. Its low half is multiplied first, then its high half.
-#define LOW(x) _mm256_castsi256_ps(_mm256_slli_epi32(x, 16))
-#define HIGH(x) _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)))
+// A word is a pair of bfloat16. Its low half is multiplied first, then its high half. Those of x are float32 already.
+#define LOW(column) _mm256_castsi256_ps(_mm256_slli_epi32(column, 16))
+#define HIGH(column) _mm256_castsi256_ps(_mm256_and_si256(column, _mm256_set1_epi32((int)0xffff0000)))
+#define LOW_FACTOR(x) _mm256_broadcast_ss(&(x)->low)
+#define HIGH_FACTOR(x) _mm256_broadcast_ss(&(x)->high)
 #else
-#define LOW(x) _mm256_castsi256_ps(x)
+#define LOW(column) _mm256_castsi256_ps(column)
+#define LOW_FACTOR(x) _mm256_broadcast_ss((const float *)(x))
 #endif
 
-// Multiply the next word of the panels by that of each row, after HALF has made floats of both.
-#define MULTIPLY_HALF(HALF) \
+// Multiply one half of the next word of the panels by that of each row.
+#define MULTIPLY_HALF(HALF, FACTOR) \
     UNROLLED for (int i = 0; i < num_panels; i++) { \
         const __m256 left = HALF(load_column(panels[i])), right = HALF(load_column(panels[i] + LANES / 2)); \
         UNROLLED for (int row = 0; row < num_rows; row++) { \
-            const __m256 factor = HALF(_mm256_set1_epi32((int)x[row * stride])); \
-            sums[row][i][0] = _mm256_fmadd_ps(left, factor, sums[row][i][0]); \
-            sums[row][i][1] = _mm256_fmadd_ps(right, factor, sums[row][i][1]); \
+            const __m256 of_row = FACTOR(x + row * stride); \
+            sums[row][i][0] = _mm256_fmadd_ps(left, of_row, sums[row][i][0]); \
+            sums[row][i][1] = _mm256_fmadd_ps(right, of_row, sums[row][i][1]); \
         } \
     }
 
@@ -42,19 +45,20 @@ static inline __attribute__((always_inline)) void multiply_panels(
     EACH_SUM sums[row][i][part] = p->adds ? _mm256_loadu_ps(AT) : _mm256_setzero_ps();
     const long per_block = words_per_block(p), num_blocks = count_blocks(p), stride = p->x_stride;
     for (long start = 0, block = 0; start < p->num_words; start += per_block, block++) {
-        const uint32_t *panels[PANELS], *next[PANELS], *x = p->x + start;
+        const uint32_t *panels[PANELS], *next[PANELS];
+        const factors *x = p->x + start;
         UNROLLED for (int i = 0; i < num_panels; i++) {
             panels[i] = panel_block(p, first + i, block);
             next[i] = panel_after(p, first + i, block, num_blocks);
         }
         const long left_over = p->num_words - start;
-        const uint32_t *const end = x + (left_over < per_block ? left_over : per_block);
-        const uint32_t *const whole = p->is_odd && left_over <= per_block ? end - 1 : end;
+        const factors *const end = x + (left_over < per_block ? left_over : per_block);
+        const factors *const whole = p->is_odd && left_over <= per_block ? end - 1 : end;
         for (; x < end; x++) {
-            MULTIPLY_HALF(LOW)
+            MULTIPLY_HALF(LOW, LOW_FACTOR)
 #ifdef BFLOAT16
             if (x < whole) {
-                MULTIPLY_HALF(HIGH)
+                MULTIPLY_HALF(HIGH, HIGH_FACTOR)
             }
 #else
             (void)whole;

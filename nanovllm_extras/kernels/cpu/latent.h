@@ -70,7 +70,8 @@ static inline const uint32_t *latent_panel(const struct latents *l, long token) 
 // Attend with up to ITEM_ROWS rows, q: [num_rows, head_dim] -> out: [num_rows, rank]. The buffer `values` holds WIDTH
 // panels of 16 channels of every slot; `scores` and `weights` hold every slot of every row.
 static void attend_item(const struct latents *l, const element *q, element *out, int num_rows, const long *last,
-                        const struct masking *m, float *scores, element *weights, uint32_t *values) {
+                        const struct masking *m, float *scores, factor *weights, uint32_t *values, factor *wide_q) {
+    const factors *x = take_factors(q, wide_q, num_rows * l->head_dim);
     const long num_words = l->head_dim / PER_WORD, num_tokens = last[num_rows - 1];  // the most of all rows
     const long num_slots = (num_tokens + LANES - 1) / LANES * LANES, panel_words = num_slots / PER_WORD * LANES;
     const long tile = rows_at_a_time(num_rows), width = WIDTH(num_rows), num_groups = (l->rank + LANES - 1) / LANES;
@@ -78,7 +79,7 @@ static void attend_item(const struct latents *l, const element *q, element *out,
     for (long slot = 0; slot < num_slots; slot += width * LANES) {
         const long left = (num_slots - slot) / LANES, count = left < width ? left : width;
         for (long row = 0; row < num_rows; row += tile) {
-            struct product p = {.x = (const uint32_t *)(q + row * l->head_dim), .x_stride = num_words,
+            struct product p = {.x = x + row * num_words, .x_stride = num_words,
                                 .num_words = num_words, .out = scores + row * num_slots + slot, .out_stride = num_slots};
             for (int i = 0; i < count; i++) {
                 const long next = slot + (width + i) * LANES;
@@ -99,7 +100,7 @@ static void attend_item(const struct latents *l, const element *q, element *out,
                 turn_panel(latent_panel(l, slot) + (group + i) * LANES / PER_WORD * LANES,
                            values + i * panel_words + slot / PER_WORD * LANES, num_tokens - slot);
         for (long row = 0; row < num_rows; row += tile) {
-            struct product p = {.x = (const uint32_t *)(weights + row * num_slots), .x_stride = num_slots / PER_WORD,
+            struct product p = {.x = (const factors *)weights + row * num_slots / PER_WORD, .x_stride = num_slots / PER_WORD,
                                 .num_words = num_slots / PER_WORD, .out = sums, .out_stride = count * LANES};
             for (int i = 0; i < count; i++) p.next[i] = p.panels[i] = values + i * panel_words;
             const int some = num_rows - row < tile ? num_rows - row : tile;
@@ -123,16 +124,17 @@ struct latent_attention {
     long num_heads, head_dim, rank, block_size;
     const struct masking *masking;
     const struct work *work;
-    char *buffers;  // of each thread: max_slots * slot_bytes
-    size_t max_slots, slot_bytes;
+    char *buffers;  // of each thread: `own_bytes`
+    size_t max_slots, own_bytes;
 };
 
 static void attend_some_latents(const void *arguments, long first_item, long last_item, int thread) {
     const struct latent_attention *a = arguments;
     const struct batch *b = a->batch;
-    float *scores = (float *)(a->buffers + thread * a->max_slots * a->slot_bytes);
-    element *weights = (element *)(scores + ITEM_ROWS * a->max_slots);
+    float *scores = (float *)(a->buffers + thread * a->own_bytes);
+    factor *weights = (factor *)(scores + ITEM_ROWS * a->max_slots);
     uint32_t *values = (uint32_t *)(weights + ITEM_ROWS * a->max_slots);
+    factor *wide_q = (factor *)(values + PANELS * LANES / PER_WORD * a->max_slots);
     for (long i = first_item; i < last_item; i++) {
         const struct work w = a->work[i];
         const long num_new = count_new(b, w.seq), first = b->cu_seqlens_q[w.seq] * a->num_heads + w.first_row;
@@ -143,7 +145,7 @@ static void attend_some_latents(const void *arguments, long first_item, long las
             last[row] = b->seq_lens[w.seq] - num_new + (w.first_row + row) / a->num_heads + 1;
         const struct latents l = {a->cache, block_table(b, w.seq), a->head_dim, a->rank, a->block_size};
         attend_item(&l, a->q + first * a->head_dim, a->out + first * a->rank, num_rows, last, a->masking, scores,
-                    weights, values);
+                    weights, values, wide_q);
     }
     release_tiles();
 }
@@ -162,9 +164,10 @@ int attend_latents(const element *q, element *out, const uint32_t *cache, const 
         max_len = seq_lens[seq] > max_len ? seq_lens[seq] : max_len;
     }
     const size_t max_slots = (max_len + LANES - 1) / LANES * LANES;
-    const size_t slot_bytes = ITEM_ROWS * (sizeof(float) + sizeof(element)) + PANELS * LANES * sizeof(element);
+    const size_t slot_bytes = ITEM_ROWS * (sizeof(float) + sizeof(factor)) + PANELS * LANES * sizeof(element);
+    const size_t own_bytes = (max_slots * slot_bytes + ITEM_ROWS * head_dim * sizeof(factor) + 63) / 64 * 64;
     struct work *work = allocate(num_work * sizeof *work);
-    char *buffers = allocate(count_threads() * max_slots * slot_bytes);
+    char *buffers = allocate(count_threads() * own_bytes);
     if (!work || !buffers) {
         free(work);
         free(buffers);
@@ -175,7 +178,7 @@ int attend_latents(const element *q, element *out, const uint32_t *cache, const 
         for (int32_t row = 0; row < count_new(&b, seq) * num_heads; row += ITEM_ROWS)
             work[num_work++] = (struct work){.seq = seq, .first_row = row};
     const struct latent_attention a = {q, out, cache, &b, num_heads, head_dim, rank, block_size, &m, work, buffers,
-                                       max_slots, slot_bytes};
+                                       max_slots, own_bytes};
     parallel_for(attend_some_latents, &a, num_work, 1, 1);
     free(buffers);
     free(work);
@@ -188,21 +191,24 @@ struct head_products {
     const uint32_t *weight;
     element *y;
     long m, n, k, block;
-    float *sums;  // of each thread: `num_sums`
-    size_t num_sums;
+    float *buffers;  // of each thread: `num_sums`, and then `num_factors` of the rows
+    size_t num_sums, num_factors;
 };
 
 static void multiply_heads(const void *arguments, long first_head, long last_head, int thread) {
     const struct head_products *p = arguments;
+    float *sums = p->buffers + thread * (p->num_sums + p->num_factors);
     const long num_panels = (p->n + LANES - 1) / LANES, num_words = p->k / PER_WORD;
     for (long head = first_head; head < last_head; head++) {
         const struct matrix out = {.values = p->y + head * p->m * p->n, .num_columns = p->n};
-        const uint32_t *rows = (const uint32_t *)(p->x + head * p->m * p->k);
         const uint32_t *weight = p->weight + head * num_panels * num_words * LANES;
-        for (long first = 0; first < p->m; first += p->block)
+        for (long first = 0; first < p->m; first += p->block) {
+            const long last = p->m - first < p->block ? p->m : first + p->block;
+            const element *from = p->x + (head * p->m + first) * p->k;
+            const factors *x = take_factors(from, (factor *)(sums + p->num_sums), (last - first) * p->k);
             for (long panel = 0; panel < num_panels; panel += 2)
-                multiply_rows(rows, weight, &out, first, p->m - first < p->block ? p->m : first + p->block, panel,
-                              num_words, num_panels - panel < 2 ? 1 : 2, 2, p->sums + thread * p->num_sums);
+                multiply_rows(x, weight, &out, first, last, panel, num_words, num_panels - panel < 2 ? 1 : 2, 2, sums);
+        }
     }
     release_tiles();
 }
@@ -211,11 +217,11 @@ static void multiply_heads(const void *arguments, long first_head, long last_hea
 // each head, one after another. Return DONE or NO_MEMORY.
 int head_linear(const element *x, const uint32_t *weight, element *y, long num_heads, long m, long n, long k) {
     const long block = ROW_BLOCK(k / PER_WORD);
-    const size_t num_sums = count_sums(m < block ? m : block);
-    float *sums = allocate(count_threads() * num_sums * sizeof *sums);
-    if (!sums) return NO_MEMORY;
-    const struct head_products p = {x, weight, y, m, n, k, block, sums, num_sums};
+    const size_t num_sums = count_sums(m < block ? m : block), num_factors = count_factors(m < block ? m : block, k);
+    float *buffers = allocate(count_threads() * (num_sums + num_factors) * sizeof *buffers);
+    if (!buffers) return NO_MEMORY;
+    const struct head_products p = {x, weight, y, m, n, k, block, buffers, num_sums, num_factors};
     parallel_for(multiply_heads, &p, num_heads, 1, LONG_MAX);
-    free(sums);
+    free(buffers);
     return DONE;
 }

@@ -30,9 +30,19 @@ static inline int find_panels(const uint32_t *weight, const struct matrix *y, lo
 // Return the number of floats that `multiply_rows` needs for the sums of up to `num_rows` rows: at most 128 KiB.
 static inline size_t count_sums(long num_rows) { return (num_rows + ROWS - 1) / ROWS * ROWS * MOST_PANELS * LANES; }
 
-// Multiply rows `first` … `last - 1` of x: [m, num_words] by `count` panels of y from `panel` on, `at_once` at a time.
-// `sums` is a buffer of `count_sums(last - first)` floats.
-static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struct matrix *y, long first, long last,
+// Return the number of floats in a buffer for `num_rows` rows of x as factors, if x has to be widened.
+static inline size_t count_factors(long num_rows, long k) {
+#ifdef WIDENS
+    return (num_rows * k + LANES - 1) / LANES * LANES;
+#else
+    (void)num_rows, (void)k;
+    return 0;
+#endif
+}
+
+// Compute rows `first` … `last - 1` of y, from the same rows of x: [last - first, num_words], and `count` panels from
+// `panel` on, `at_once` at a time. `sums` is a buffer of `count_sums(last - first)` floats.
+static void multiply_rows(const factors *x, const uint32_t *weight, const struct matrix *y, long first, long last,
                           long panel, long num_words, int count, int at_once, float *sums) {
     const uint32_t *panels[MOST_PANELS];
     const int width = find_panels(weight, y, num_words, panel, count, panels);
@@ -47,7 +57,7 @@ static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struc
                 const int num_rows = last - row < tile ? last - row : tile;
                 float *row_sums = sums + (row - first) * width * LANES;
                 struct product p = {
-                    .x = x + row * num_words + word, .x_stride = num_words, .adds = word > 0,
+                    .x = x + (row - first) * num_words + word, .x_stride = num_words, .adds = word > 0,
                     .num_words = num_words - word < part ? num_words - word : part,
                     .out = row_sums + start * LANES, .out_stride = width * LANES};
                 const int end = width - start < at_once ? width - start : at_once;
@@ -63,26 +73,48 @@ static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struc
             }
 }
 
-// A product of all rows of x and all panels of a weight, in parts of `block` rows and `most` panels.
+// The product of some rows of x, from `first` on, and all panels of a weight, in parts of `block` rows and `most` panels.
 struct whole_product {
-    const uint32_t *x, *weight;
+    const uint32_t *weight;
     const struct matrix *y;
-    long m, num_words, block, num_panels, most, parts_of_block;
+    long num_words, block, num_panels, most, parts_of_block;
     int at_once;
     float *sums;  // of each thread: `num_sums`
     size_t num_sums;
+    const factors *x;
+    long first, last;
 };
 
 static void multiply_parts(const void *arguments, long first, long last, int thread) {
     const struct whole_product *p = arguments;
     for (long part = first; part < last; part++) {
-        const long row = part / p->parts_of_block * p->block, panel = part % p->parts_of_block * p->most;
-        multiply_rows(p->x, p->weight, p->y, row, p->m - row < p->block ? p->m : row + p->block, panel, p->num_words,
+        const long row = p->first + part / p->parts_of_block * p->block, panel = part % p->parts_of_block * p->most;
+        multiply_rows(p->x + (row - p->first) * p->num_words, p->weight, p->y, row,
+                      p->last - row < p->block ? p->last : row + p->block, panel, p->num_words,
                       p->num_panels - panel < p->most ? p->num_panels - panel : p->most, p->at_once,
                       p->sums + thread * p->num_sums);
     }
     finish_streams();
     release_tiles();
+}
+
+struct rows_of_x {
+    const element *x;
+    factor *to;
+    long k;
+};
+
+static void take_some_rows(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct rows_of_x *r = arguments;
+    take_factors(r->x + first * r->k, r->to + first * r->k, (last - first) * r->k);
+}
+
+// Return rows of x: [num_rows, k] as factors, in `buffer` if they have to be widened.
+static const factors *take_rows(const element *x, factor *buffer, long num_rows, long k) {
+    if (!count_factors(num_rows, k)) return (const factors *)x;
+    parallel_for(take_some_rows, &(struct rows_of_x){x, buffer, k}, num_rows, items_of(k), LONG_MAX);
+    return (const factors *)buffer;
 }
 
 // Compute y: [m, num_columns] = x: [m, k] times all panels. Return DONE or NO_MEMORY, as all functions below.
@@ -91,13 +123,19 @@ static int multiply_all(const element *x, const uint32_t *weight, const struct m
     // few rows wait for memory, so they read four panels at once; many rows need the registers for their sums
     const int at_once = m <= FEW_ROWS && PANELS >= 4 ? 4 : 2;
     const long most = y->gate ? MOST_PANELS / 2 : at_once;  // two panels of a gate's columns are whole lines
-    const size_t num_sums = count_sums(m < block ? m : block);
-    float *sums = allocate(count_threads() * num_sums * sizeof *sums);
+    const size_t num_sums = count_sums(m < block ? m : block), all_sums = count_threads() * num_sums;
+    float *sums = allocate((all_sums + count_factors(m < block ? m : block, k)) * sizeof *sums);
     if (!sums) return NO_MEMORY;
-    const struct whole_product p = {
-        (const uint32_t *)x, weight, y, m, num_words, block, num_panels, most, .at_once = at_once, .sums = sums,
-        .num_sums = num_sums, .parts_of_block = (num_panels + most - 1) / most};
-    parallel_for(multiply_parts, &p, (m + block - 1) / block * p.parts_of_block, 1, LONG_MAX);
+    struct whole_product p = {
+        weight, y, num_words, block, num_panels, most, .at_once = at_once, .sums = sums, .num_sums = num_sums,
+        .parts_of_block = (num_panels + most - 1) / most};
+    // Rows that have to be widened are multiplied block by block, while the wide ones are in the caches.
+    const long rows_at_once = count_factors(m, k) ? block : m;
+    for (; p.first < m; p.first = p.last) {
+        p.last = m - p.first < rows_at_once ? m : p.first + rows_at_once;
+        p.x = take_rows(x + p.first * k, (factor *)(sums + all_sums), p.last - p.first, k);
+        parallel_for(multiply_parts, &p, (p.last - p.first + block - 1) / block * p.parts_of_block, 1, LONG_MAX);
+    }
     free(sums);
     return DONE;
 }

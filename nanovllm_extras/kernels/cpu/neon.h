@@ -23,14 +23,29 @@ static inline float32x4_t high_halves(uint32x4_t x) {
     return vreinterpretq_f32_u32(vandq_u32(x, vdupq_n_u32(0xffff0000)));
 }
 
-static inline four_words take_words(uint32x4_t x) { return (four_words){low_halves(x), high_halves(x)}; }
+static inline four_words load_words(const factors *x) {
+    const float32x4x2_t both = vld2q_f32(&x->low);
+    return (four_words){both.val[0], both.val[1]};
+}
+
+static inline four_words repeat_word(const factors *x) {
+    const float32x2_t both = vld1_f32(&x->low);
+    return (four_words){vdupq_lane_f32(both, 0), vdupq_lane_f32(both, 1)};
+}
+
+// Otherwise GCC loads each lane to its own register, and spills the sums.
+#define KEEP(x) __asm__("" : "+w"((x).low), "+w"((x).high))
 
 #define multiply_by(sum, column, x, lane) \
     vfmaq_laneq_f32(vfmaq_laneq_f32(sum, low_halves(column), (x).low, lane), high_halves(column), (x).high, lane)
 #else
 typedef uint32x4_t four_words;
 
-static inline four_words take_words(uint32x4_t x) { return x; }
+static inline four_words load_words(const factors *x) { return vld1q_u32(x); }
+
+static inline four_words repeat_word(const factors *x) { return vld1q_dup_u32(x); }
+
+#define KEEP(x) __asm__("" : "+w"(x))  // as above
 
 #ifdef BFLOAT16
 #define multiply_by(sum, column, x, lane) \
@@ -65,20 +80,20 @@ static inline __attribute__((always_inline)) void multiply_panels(
     EACH_PART sums[row][i][part] = p->adds ? vld1q_f32(AT) : vdupq_n_f32(0);
     const long per_block = words_per_block(p), num_blocks = count_blocks(p), stride = p->x_stride;
     for (long start = 0, block = 0; start < p->num_words; start += per_block, block++) {
-        const uint32_t *panels[PANELS], *next[PANELS], *x = p->x + start;
+        const uint32_t *panels[PANELS], *next[PANELS];
+        const factors *x = p->x + start;
         UNROLLED for (int i = 0; i < num_panels; i++) {
             panels[i] = panel_block(p, first + i, block);
             next[i] = panel_after(p, first + i, block, num_blocks);
         }
         const long left = p->num_words - start, count = left < per_block ? left : per_block;
-        const uint32_t *const end = x + count, *const whole = p->is_odd && left <= per_block ? end - 1 : end;
+        const factors *const end = x + count, *const whole = p->is_odd && left <= per_block ? end - 1 : end;
 #define ADVANCE(num_words) \
     UNROLLED for (int i = 0; i < num_panels; i++) { panels[i] += (num_words) * LANES; next[i] += (num_words) * LANES; }
         for (; whole - x >= 4; x += 4) {
             UNROLLED for (int row = 0; row < num_rows; row++) {
-                uint32x4_t four = vld1q_u32(x + row * stride);
-                __asm__("" : "+w"(four));  // otherwise GCC loads each lane to its own register, and spills the sums
-                x4[row] = take_words(four);
+                x4[row] = load_words(x + row * stride);
+                KEEP(x4[row]);
             }
             MULTIPLY_WORD(0, 0, )
             MULTIPLY_WORD(1, 1, )
@@ -88,7 +103,7 @@ static inline __attribute__((always_inline)) void multiply_panels(
         }
         for (; x < end; x++) {
             const uint32x4_t mask = vdupq_n_u32(x < whole ? 0xffffffff : 0xffff);
-            UNROLLED for (int row = 0; row < num_rows; row++) x4[row] = take_words(vdupq_n_u32(x[row * stride]));
+            UNROLLED for (int row = 0; row < num_rows; row++) x4[row] = repeat_word(x + row * stride);
             MULTIPLY_WORD(0, 0, & mask)
             ADVANCE(1)
         }

@@ -24,14 +24,7 @@
 #define FEW_ROWS 3
 #define PANELS 8
 #elif defined __aarch64__
-#if defined BFLOAT16 && !defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-#define WIDENS  // converts bfloat16 to float32 for each multiplication
-#endif
-#if defined WIDENS && !defined __clang__
-#define ROWS 3  // with a fourth row, GCC 12 keeps some sums on the stack
-#else
 #define ROWS 4
-#endif
 #define FEW_ROWS 2
 #define PANELS 2
 #elif defined IN_HALVES
@@ -58,7 +51,7 @@
 
 // Computes out[row][16 * i + lane] = sum of x[row]'s words times panel i's, for up to ROWS rows and WIDTH(rows) panels.
 struct product {
-    const uint32_t *x;
+    const factors *x;
     long x_stride;   // words from one row to the next
     long num_words;  // words to sum over
     const uint32_t *panels[PANELS];
@@ -229,7 +222,7 @@ static inline __attribute__((always_inline)) void multiply_vectors(
         for (int row = 0; row < num_rows; row++)
             sums[row][i] = p->adds ? *(const floats *)(p->out + row * p->out_stride + i * LANES) : (floats){0};
     }
-    const uint32_t *x = p->x;
+    const factors *x = p->x;
     const long per_block = words_per_block(p), num_blocks = count_blocks(p);
     for (long start = 0, block = 0; start < p->num_words; start += per_block, block++) {
         const uint32_t *panels[PANELS], *next[PANELS];
@@ -247,8 +240,8 @@ static inline __attribute__((always_inline)) void multiply_vectors(
             if (p->is_odd && start + k == p->num_words - 1)
                 for (int i = 0; i < num_panels; i++) columns[i] &= 0xffff;
             for (int row = 0; row < num_rows; row++) {
-                const uint32_t word = x[row * p->x_stride + k];
-                for (int i = 0; i < num_panels; i++) sums[row][i] = multiply_add(sums[row][i], columns[i], word);
+                const factors of_row = x[row * p->x_stride + k];
+                for (int i = 0; i < num_panels; i++) sums[row][i] = multiply_add(sums[row][i], columns[i], of_row);
             }
         }
         x += end;

@@ -73,8 +73,8 @@ struct tile {
     long num_slots;           // number of scores in a row
     float *scores;            // [num_rows, num_slots]
     float *out;               // [num_rows, head_dim]
-    element *weights;         // [num_rows, num_slots]
-    element *q;               // [num_rows, head_dim]
+    factor *weights;          // [num_rows, num_slots]
+    factor *q;                // [num_rows, head_dim]
     // with a cache of 8 bits, weights and q have 16 bits and these scales
     float *weight_scales;  // [num_rows, num_slots / 16]
     float q_scales[SHARING_ROWS];
@@ -167,7 +167,7 @@ static void attend_pieces(const void *arguments, long first, long last, int thre
     const long head_dim = c->head_dim, num_heads = a->num_heads, group = num_heads / c->num_kv_heads;
     struct tile t = {.scores = (float *)(a->buffers + thread * a->own_bytes)};
     t.out = t.scores + a->most_rows * a->max_slots;
-    t.weights = (element *)(t.out + a->most_rows * head_dim);
+    t.weights = (factor *)(t.out + a->most_rows * head_dim);
     t.q = t.weights + a->most_rows * a->max_slots;
     t.weight_scales = (float *)(t.q + a->most_rows * head_dim);
     for (long i = first; i < last; i++) {
@@ -212,7 +212,7 @@ static int attend_rows(const struct way *way, const element *q, element *out, co
     const long max_slots = (max_len + LANES - 1) / LANES * LANES;
     const long most_rows = num_work < most_work ? SHARING_ROWS : ROWS;
     const size_t num_floats = most_rows * (max_slots + head_dim + max_slots / LANES);
-    const size_t num_bytes = num_floats * sizeof(float) + most_rows * (max_slots + head_dim) * sizeof(element);
+    const size_t num_bytes = num_floats * sizeof(float) + most_rows * (max_slots + head_dim) * sizeof(factor);
     const size_t own_bytes = (num_bytes + 63) / 64 * 64;  // of a thread
     char *buffers = allocate(num_threads * own_bytes);
     if (!buffers) {

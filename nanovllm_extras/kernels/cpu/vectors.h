@@ -33,6 +33,12 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef union { floats whole; __m256 half[2]; __m256i bits[2]; } halved;
 #endif
 
+#if defined BFLOAT16 && !defined __AVX512BF16__ && !defined AMX_EMULATED && !defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+// No instruction multiplies bfloat16. A product widens its rows to float32 once, because a conversion for each
+// multiplication takes more time than the multiplication.
+#define WIDENS
+#endif
+
 // ---- dtypes
 
 #ifdef BFLOAT16
@@ -81,15 +87,6 @@ static inline void store(element *p, floats x) {
     memcpy(p, &h, sizeof h);
 }
 
-static inline floats multiply_add(floats sum, words a, uint32_t b) {
-#ifdef __AVX512BF16__
-    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
-#else
-    union { uint32_t bits; float value; } low = {b << 16}, high = {b & 0xffff0000};
-    sum += (floats)(a << 16) * low.value;
-    return sum + (floats)(a & 0xffff0000) * high.value;
-#endif
-}
 #else
 typedef float element;
 #define PER_WORD 1
@@ -101,12 +98,61 @@ static inline floats load(const element *p) {
 }
 
 static inline void store(element *p, floats x) { memcpy(p, &x, sizeof x); }
+#endif
 
-static inline floats multiply_add(floats sum, words a, uint32_t b) {
+// A number of the rows that a product multiplies by panels, and the numbers of one word.
+#ifdef WIDENS
+typedef float factor;
+typedef struct { factor low, high; } factors;
+#else
+typedef element factor;
+typedef uint32_t factors;
+#endif
+
+// Return sum + the products of the numbers of each lane of `a` with those of b.
+static inline floats multiply_add(floats sum, words a, factors b) {
+#if defined WIDENS
+    sum += (floats)(a << 16) * b.low;
+    return sum + (floats)(a & 0xffff0000) * b.high;
+#elif defined BFLOAT16 && defined __AVX512BF16__
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
+#elif defined BFLOAT16
+    union { uint32_t bits; float value; } low = {b << 16}, high = {b & 0xffff0000};
+    sum += (floats)(a << 16) * low.value;
+    return sum + (floats)(a & 0xffff0000) * high.value;
+#else
     union { uint32_t bits; float value; } one = {b};
     return sum + (floats)a * one.value;
-}
 #endif
+}
+
+// Write x: [count] as a product takes it.
+static inline void copy_factors(const element *x, factor *to, long count) {
+#ifdef WIDENS
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        const floats wide = load(x + i);
+        memcpy(to + i, &wide, sizeof wide);
+    }
+    for (; i < count; i++) {
+        const uint32_t bits = (uint32_t)x[i] << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
+#else
+    memcpy(to, x, count * sizeof *x);
+#endif
+}
+
+// Return x: [count] as a product takes it, in `buffer` if it has to be widened.
+static inline const factors *take_factors(const element *x, factor *buffer, long count) {
+#ifdef WIDENS
+    copy_factors(x, buffer, count);
+    return (const factors *)buffer;
+#else
+    (void)buffer, (void)count;
+    return (const factors *)x;
+#endif
+}
 
 // Round x to the dtype, as `store` and then `load` would.
 static inline floats round_lanes(floats x) {
@@ -118,6 +164,15 @@ static inline floats round_lanes(floats x) {
     element all[LANES];
     store(all, x);
     return load(all);
+}
+
+static inline void store_factors(factor *p, floats x) {
+#ifdef WIDENS
+    x = round_lanes(x);
+    memcpy(p, &x, sizeof x);
+#else
+    store(p, x);
+#endif
 }
 
 // Store the first `count` lanes, for the last columns of a matrix.
