@@ -1,6 +1,5 @@
 """What a machine has: processor, GPUs, memory, and the packages that parts of nanovllm need."""
 
-import os
 import platform
 import time
 from pathlib import Path
@@ -9,7 +8,7 @@ import torch
 
 from nanovllm.config import resolve_device
 from nanovllm_extras.kernels.cpu.library import has_tiles
-from nanovllm_extras.kernels.cpu.threads import allowed_threads
+from nanovllm_extras.kernels.cpu.threads import describe_cores
 from nanovllm_extras.kernels.cpu.toolchain import cpu_flags, find_compiler
 from nanovllm_extras.machine_limits import free_bytes, read_text
 from nanovllm_extras.self_check.stored_results import version_of
@@ -35,7 +34,7 @@ OPTIONAL = {  # package -> the extra of pyproject.toml that installs it
     "watchfiles": "learn",
     "ray": "ray",
 }
-INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
+INSTRUCTIONS = ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
 NUM_BYTES = 1 << 28  # that are read to measure the memory's speed: more than caches hold
 
 
@@ -48,7 +47,7 @@ def describe_machine() -> dict[str, str]:
         "nanovllm": version_of("nanovllm") or "not installed (a folder of sources)",
         "processor": processor_name(),
         "instructions": ", ".join(flag for flag in INSTRUCTIONS if flag in cpu_flags()) or "unknown",
-        "cores to use": f"{allowed_threads() or os.cpu_count()} of {os.cpu_count()}",
+        "cores to use": describe_cores(),
         "free memory": "unknown" if free is None else f"{free / 2**30:.1f} GiB",
         "C compiler": find_compiler(platform.system()) or "none: install gcc, for the C kernels",
     }

@@ -2,6 +2,7 @@
 
 #pragma once
 #include "vectors.h"
+#include "vnni.h"
 
 long element_bytes(void) { return sizeof(element); }
 
@@ -14,6 +15,8 @@ const char *instructions(void) {
     return "AVX-512 BF16";
 #elif defined __AVX512F__
     return "AVX-512";
+#elif defined HAS_VNNI
+    return "AVX2 VNNI";
 #elif defined __AVX2__
     return "AVX2";
 #elif defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC && defined BFLOAT16

@@ -16,6 +16,7 @@
 #include "instructions.h"
 #include "rounding.h"
 #include "spans.h"
+#include "vnni.h"
 
 #define MOST_HEAD_DIM 512  // a sum of more products of 8 and 16 bits could overflow
 #define PAIR_BYTES (2 * LANES)  // bytes of the pairs of 16 columns
@@ -157,7 +158,11 @@ static inline ints dot_pairs(ints sum, words pairs, uint32_t x) {
     memcpy(halves, &pairs, sizeof pairs);
     memcpy(sums, &sum, sizeof sum);
     for (int i = 0; i < 2; i++)
+#ifdef HAS_VNNI
+        sums[i] = add_products_of_pairs(sums[i], halves[i], _mm256_set1_epi32((int)x));
+#else
         sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(halves[i], _mm256_set1_epi32((int)x)));
+#endif
     memcpy(&sum, sums, sizeof sum);
     return sum;
 #else

@@ -18,6 +18,7 @@
 #include "results.h"
 #include "rounding.h"
 #include "team.h"
+#include "vnni.h"
 #if defined AMX || defined AMX_EMULATED
 #define HAS_BYTE_TILES
 #include "tiles.h"
@@ -27,6 +28,8 @@
 #define SOME_ROWS 6  // up to 6 rows are multiplied by a whole strip at once; more rows need the registers: two panels
 #ifdef __AVX512F__
 #define TILE_OF_ROWS 12
+#elif defined HAS_VNNI
+#define TILE_OF_ROWS 6
 #else
 #define TILE_OF_ROWS 4
 #endif
@@ -96,7 +99,7 @@ static inline ints dot_bytes(ints sum, words a, uint32_t b) {
 
 // Return how many of `left` rows are multiplied together.
 static inline int rows_together(long left) {
-    if (left >= 6 && TILE_OF_ROWS > 4) return left >= 12 ? 12 : 6;
+    if (left >= 6 && TILE_OF_ROWS > 4) return left >= TILE_OF_ROWS ? TILE_OF_ROWS : 6;
     return left >= 4 ? 4 : left >= 2 ? 2 : 1;
 }
 
@@ -211,7 +214,6 @@ static inline __attribute__((always_inline)) void multiply_rounded(
     for (int r = 0; r < num_rows; r++)
         for (int i = 0; i < num_panels; i++) *(floats *)(out.at + r * out.row_step + i * out.panel_step) = totals[r][i];
 }
-#endif
 
 // Define a function for each combination of counts. With counts that the compiler knows, a group's sums stay in
 // registers.
@@ -236,6 +238,40 @@ static void multiply_quantised(const struct quantised *w, const struct rounded *
 #define CASE(m, n) CASE_OF(8, m, n) CASE_OF(4, m, n)
     switch (w->bits * 256 + num_rows * 16 + num_panels) { EACH(CASE) }
 }
+
+// Multiply the rows of a tile by `count` panels, of one strip or two.
+static void multiply_panels(const struct quantised *w, const struct rounded *x, long panel, int count, long row,
+                            struct sums out, int num_rows) {
+    while (count > 0) {
+        const int most = count < left_in_strip(panel) ? count : left_in_strip(panel), together = most == 3 ? 2 : most;
+        const struct panels p = find_panels(w, x->k, panel);
+        multiply_quantised(w, x, &p, row, out, num_rows, together);
+        panel += together, count -= together, out.at += together * out.panel_step;
+    }
+}
+
+// Compute rows `first` … `last - 1` of `count` panels of y, starting at panel `panel`.
+static void multiply_rows_quantised(const struct quantised *w, const struct rounded *x, const struct matrix *y, long first,
+                                    long last, long panel, int count, words *buffer) {
+    (void)buffer;
+    _Alignas(64) float sums[TILE_OF_ROWS * 2 * STRIP * LANES];
+    const long num_panels = (y->num_columns + LANES - 1) / LANES;
+    const int parts = y->gate ? 2 : 1;  // with a gate, the panels of up follow those of the gate
+    for (long row = first; row < last;) {
+        const int num_rows = tile_of(row, x->m).num_rows, most = num_rows <= SOME_ROWS ? STRIP : 2;
+        for (int start = 0; start < count; start += most) {
+            const int together = count - start < most ? count - start : most;
+            for (int i = 0; i < parts; i++) {
+                const struct sums out = {sums + i * LANES, together * parts * LANES, parts * LANES};
+                multiply_panels(w, x, panel + start + i * num_panels, together, row, out, num_rows);
+            }
+            finish_rows(y, sums, row, (panel + start) * LANES, num_rows, together * parts);
+        }
+        row += num_rows;
+    }
+}
+
+#endif
 
 #ifdef HAS_BYTE_TILES
 // ---- the same on AMX's tiles
@@ -321,56 +357,24 @@ static void multiply_rows_on_tiles(const struct quantised *w, const struct round
 }
 #endif
 
-// Multiply the rows of a tile by `count` panels, of one strip or two.
-static void multiply_panels(const struct quantised *w, const struct rounded *x, long panel, int count, long row,
-                            struct sums out, int num_rows) {
-    while (count > 0) {
-        const int most = count < left_in_strip(panel) ? count : left_in_strip(panel), together = most == 3 ? 2 : most;
-        const struct panels p = find_panels(w, x->k, panel);
-        multiply_quantised(w, x, &p, row, out, num_rows, together);
-        panel += together, count -= together, out.at += together * out.panel_step;
-    }
-}
-
-// Compute rows `first` … `last - 1` of `count` panels of y, starting at panel `panel`.
-static void multiply_rows_quantised(const struct quantised *w, const struct rounded *x, const struct matrix *y, long first,
-                                    long last, long panel, int count, words *bytes) {
-    (void)bytes;
-    _Alignas(64) float sums[TILE_OF_ROWS * 2 * STRIP * LANES];
-    const long num_panels = (y->num_columns + LANES - 1) / LANES;
-    const int parts = y->gate ? 2 : 1;  // with a gate, the panels of up follow those of the gate
-    for (long row = first; row < last;) {
-        const int num_rows = tile_of(row, x->m).num_rows, most = num_rows <= SOME_ROWS ? STRIP : 2;
-        for (int start = 0; start < count; start += most) {
-            const int together = count - start < most ? count - start : most;
-            for (int i = 0; i < parts; i++) {
-                const struct sums out = {sums + i * LANES, together * parts * LANES, parts * LANES};
-                multiply_panels(w, x, panel + start + i * num_panels, together, row, out, num_rows);
-            }
-            finish_rows(y, sums, row, (panel + start) * LANES, num_rows, together * parts);
-        }
-        row += num_rows;
-    }
-}
-
 // A product of all rows and all strips of a weight, in parts of ROWS_IN_CACHE rows and one strip.
 struct whole_product {
     const struct quantised *weight;
     const struct rounded *rows;
     const struct matrix *y;
     long num_panels, num_words;
-    words *bytes;  // of each thread: `num_words`, or NULL
+    words *buffer;  // of each thread: `num_words`, or NULL
     __typeof__(multiply_rows_quantised) *multiply_rows;
 };
 
 static void multiply_strips(const void *arguments, long first, long last, int thread) {
     const struct whole_product *p = arguments;
     const long num_strips = (p->num_panels + STRIP - 1) / STRIP, m = p->rows->m;
-    words *bytes = p->bytes ? p->bytes + thread * p->num_words : NULL;
+    words *buffer = p->buffer ? p->buffer + thread * p->num_words : NULL;
     for (long part = first; part < last; part++) {
         const long row = part / num_strips * ROWS_IN_CACHE, panel = part % num_strips * STRIP;
         p->multiply_rows(p->weight, p->rows, p->y, row, m - row < ROWS_IN_CACHE ? m : row + ROWS_IN_CACHE, panel,
-                         p->num_panels - panel < STRIP ? p->num_panels - panel : STRIP, bytes);
+                         p->num_panels - panel < STRIP ? p->num_panels - panel : STRIP, buffer);
     }
     finish_streams();
 #ifdef HAS_BYTE_TILES
@@ -383,23 +387,21 @@ static int multiply_all_quantised(const element *x, const struct quantised *w, c
     if (!rows.q) return NO_MEMORY;
     const long num_panels = (y->num_columns + LANES - 1) / LANES;
     long num_words = 0;  // vectors that a thread needs
-    words *bytes = NULL;
     __typeof__(multiply_rows_quantised) *multiply_rows = multiply_rows_quantised;
 #ifdef HAS_BYTE_TILES
-    if (m >= MANY_ROWS) {
-        multiply_rows = multiply_rows_on_tiles;
-        num_words = count_words(k);
-        bytes = allocate(count_threads() * num_words * sizeof *bytes);
-        if (!bytes) {
-            free(rows.q);
-            return NO_MEMORY;
-        }
-    }
+    if (m >= MANY_ROWS) multiply_rows = multiply_rows_on_tiles, num_words = count_words(k);
+#elif defined IN_HALVES
+    num_words = count_totals(m < ROWS_IN_CACHE ? m : ROWS_IN_CACHE);
 #endif
+    words *buffer = num_words ? allocate(count_threads() * num_words * sizeof *buffer) : NULL;
+    if (num_words && !buffer) {
+        free(rows.q);
+        return NO_MEMORY;
+    }
     const long num_strips = (num_panels + STRIP - 1) / STRIP;
-    const struct whole_product p = {w, &rows, y, num_panels, num_words, bytes, multiply_rows};
+    const struct whole_product p = {w, &rows, y, num_panels, num_words, buffer, multiply_rows};
     parallel_for(multiply_strips, &p, (m + ROWS_IN_CACHE - 1) / ROWS_IN_CACHE * num_strips, 1, LONG_MAX);
-    free(bytes);
+    free(buffer);
     free(rows.q);
     return DONE;
 }

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.extras.kernels.processors import DISTINCT, DTYPES, WITHOUT_TILES, need_a_compiler, pretend
+from tests.extras.kernels.processors import (
+    DISTINCT,
+    DTYPES,
+    OF_K_AND_V,
+    OF_WEIGHTS,
+    WITHOUT_TILES,
+    need_a_compiler,
+    pretend,
+)
 
 # These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter, every second one together.
 KERNEL_TESTS = [
@@ -28,8 +36,8 @@ elif not torch.cuda.is_available():
 
 
 def in_sweeps(names):
-    """Few of today's processors have nothing but SSE, and none emulates AMX: for these only the sweep compiles."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in ("SSE", "AMX, emulated"))) for name in names]
+    """Two processors are enough to find most faults: for the others only the sweep compiles."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("native", "no AMX", "AVX2"))) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +48,20 @@ def needs_a_compiler():
 @pytest.fixture(params=in_sweeps(DISTINCT))
 def processor(request, monkeypatch):
     """Layers made in the test run the code that is made for this processor."""
+    with pretend(monkeypatch, request.param):
+        yield request.param
+
+
+@pytest.fixture(params=in_sweeps(OF_WEIGHTS))
+def processor_of_weights(request, monkeypatch):
+    """The same for quantised weights."""
+    with pretend(monkeypatch, request.param):
+        yield request.param
+
+
+@pytest.fixture(params=in_sweeps(OF_K_AND_V))
+def processor_of_k_and_v(request, monkeypatch):
+    """The same for K and V of 8 bits."""
     with pretend(monkeypatch, request.param):
         yield request.param
 

@@ -15,7 +15,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 # as users do for the processors that they have, and all of them in `test_the_source_compiles_without_a_warning`.
 QUICKLY = " -O1"
 AS_USERS_DO = "" if os.environ.get("NANOVLLM_SWEEP") else QUICKLY
-# the best of this processor, the same without AMX, one without AVX-512, none in particular; and AMX in plain C
+# the best of this processor, the same without AMX, one without AVX-512, none in particular; and AMX in plain C. Where
+# it can be run: AVX-512 without products of bfloat16, and AVX2 with products of bytes.
 PROCESSORS = {
     "native": "native",
     "no AMX": "native",
@@ -23,8 +24,19 @@ PROCESSORS = {
     "SSE": "x86-64" + QUICKLY,
     "AMX, emulated": "native -DAMX_EMULATED" + QUICKLY,
 }
-DISTINCT = [name for name in PROCESSORS if name != "no AMX" or cpu.has_tiles()]  # without AMX, this is the first again
-WITHOUT_TILES = ("native", "AVX2", "SSE")  # all that differ for code that uses none
+if "avx512_bf16" in cpu.cpu_flags():
+    PROCESSORS["AVX-512"] = "native -mno-avx512bf16" + QUICKLY
+if "avx_vnni" in cpu.cpu_flags():
+    PROCESSORS["AVX-VNNI"] = "x86-64-v3 -mavxvnni" + AS_USERS_DO
+elif {"avx512_vnni", "avx512vl"} <= set(cpu.cpu_flags()):  # the same instructions, in another encoding
+    PROCESSORS["AVX-VNNI"] = "x86-64-v3 -DVNNI_OF_AVX512" + AS_USERS_DO
+WITH_TILES = [
+    name for name in PROCESSORS if name != "no AMX" or cpu.has_tiles()
+]  # without AMX, this is the first again
+DISTINCT = [name for name in WITH_TILES if name != "AVX-VNNI"]  # all that differ for cpu.c
+OF_WEIGHTS = [name for name in WITH_TILES if name != "AVX-512"]  # for quantised.c
+OF_K_AND_V = [name for name in OF_WEIGHTS if name in ("native", "AVX2", "AVX-VNNI", "SSE")]  # for int8_kv.c
+WITHOUT_TILES = [name for name in OF_K_AND_V if name != "AVX-VNNI"]  # for code that multiplies no matrices
 
 
 def need_a_compiler(dtype):

@@ -61,7 +61,7 @@ def test_mixed_batch_equals_the_reference(dtype, num_heads, num_kv_heads, block_
 )
 @pytest.mark.sparse
 @pytest.mark.thinned
-def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor_without_tiles, dtype, lens):
+def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor_of_k_and_v, dtype, lens):
     backend = int8_attention(4, 2, 64, 16, dtype)
     step = Int8Step(backend, lens, dtype=dtype)
     check_close(step.run(backend), step.expected)
@@ -70,7 +70,7 @@ def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor_wit
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("block_size", [16, 32, 80])
 @pytest.mark.sparse
-def test_windows_and_soft_caps_equal_the_reference(processor_without_tiles, dtype, options, block_size):
+def test_windows_and_soft_caps_equal_the_reference(processor_of_k_and_v, dtype, options, block_size):
     """Blocks that no token's window reaches hold NaN in the null block's place: they are not read."""
     backend = int8_attention(8, 2, 64, block_size, dtype)
     step = Int8Step(backend, [(100, 1), (5, 1), (33, 1), (0, 70), (90, 40), (60, 3)], dtype=dtype, options=options)
@@ -79,7 +79,7 @@ def test_windows_and_soft_caps_equal_the_reference(processor_without_tiles, dtyp
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.sparse
-def test_the_definition_does_the_same(processor_without_tiles, dtype, options):
+def test_the_definition_does_the_same(processor_of_k_and_v, dtype, options):
     """The exponentials differ in their last bits, and so does now and then a weight of 16 bits."""
     lens = [(100, 1), (5, 1), (33, 1), (0, 70), (90, 40), (60, 3)]
     kernel = int8_attention(8, 2, 64, 16, dtype)
@@ -91,7 +91,7 @@ def test_the_definition_does_the_same(processor_without_tiles, dtype, options):
 
 @pytest.mark.parametrize("head_dim", [256, 512])
 @pytest.mark.sparse
-def test_no_sum_overflows(processor_without_tiles, dtype, head_dim):
+def test_no_sum_overflows(processor_of_k_and_v, dtype, head_dim):
     """All numbers are the largest, 127 and 32,767, in every product."""
     backend = int8_attention(2, 1, head_dim, 16, dtype)
     step = Int8Step(backend, [(40, 1), (0, 33)], dtype=dtype)
@@ -104,7 +104,7 @@ def test_no_sum_overflows(processor_without_tiles, dtype, head_dim):
     torch.testing.assert_close(out, -2 * torch.ones_like(out), rtol=1e-4, atol=1e-4)
 
 
-def test_zeros_and_what_is_no_number(processor_without_tiles, dtype):
+def test_zeros_and_what_is_no_number(processor_of_k_and_v, dtype):
     """A vector of zeros stays one; with a NaN or an infinity in V, those who see it get no number."""
     backend = int8_attention(2, 1, 32, 16, dtype)
     step = Int8Step(backend, [(20, 1), (20, 1), (20, 1)], dtype=dtype)
@@ -137,9 +137,7 @@ def test_attention_leaves_the_cache_of_other_tokens_alone(dtype):
 @pytest.mark.parametrize("options", [None, *KINDS.values()], ids=["plain", *KINDS])
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.sparse
-def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(
-    processor_without_tiles, dtype, options, block_size
-):
+def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(processor_of_k_and_v, dtype, options, block_size):
     backend = int8_attention(8, 2, 32, block_size, dtype)
     whole = Int8Step(backend, [(0, 277)], dtype=dtype, options=options)
     rows = whole.run(backend)
@@ -154,7 +152,7 @@ def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(
 
 @sharing_blocks
 def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
-    processor_without_tiles, families, dtype, block_size, num_kv_heads, options
+    processor_of_k_and_v, families, dtype, block_size, num_kv_heads, options
 ):
     backend = int8_attention(8, num_kv_heads, 64, block_size, dtype)
     check_sharing(backend, Int8Step(backend, LENS, dtype=dtype), families, block_size, options)

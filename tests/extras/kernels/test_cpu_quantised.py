@@ -59,7 +59,7 @@ def one_rounding(dtype):
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (16, 128), (33, 144), (100, 208), (64, 416)])
 @pytest.mark.sparse
-def test_linear_equals_float64(processor, dtype, bits, group_size, has_zeros, n, k):
+def test_linear_equals_float64(processor_of_weights, dtype, bits, group_size, has_zeros, n, k):
     weight, bias = make_weight(n, k, bits, group_size, has_zeros), randn(n, dtype=dtype) if n % 2 else None
     fast = fast_version_of(QuantisedLinear(weight, bias), dtype)
     for m in (1, 2, 3, 7, 12, 27, 49):  # each count of rows that is multiplied together
@@ -69,7 +69,7 @@ def test_linear_equals_float64(processor, dtype, bits, group_size, has_zeros, n,
 
 
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
-def test_a_row_has_the_same_bits_in_every_batch(processor, dtype, bits, group_size, has_zeros):
+def test_a_row_has_the_same_bits_in_every_batch(processor_of_weights, dtype, bits, group_size, has_zeros):
     fast = fast_version_of(QuantisedLinear(make_weight(70, 272, bits, group_size, has_zeros), None), dtype)
     x = randn(300, 272, dtype=dtype)
     together = fast(x)
@@ -88,7 +88,7 @@ def test_tiles_have_the_bits_of_vectors(dtype, bits, group_size, has_zeros, monk
     assert torch.equal(*found)
 
 
-def test_rows_are_rounded_as_the_definition_rounds_them(processor, dtype):
+def test_rows_are_rounded_as_the_definition_rounds_them(processor_of_weights, dtype):
     """One weight in each output, which is 1: the results are the rounded rows themselves."""
     q = (torch.eye(48) + 128).to(torch.uint8)
     weight = QuantisedWeight(q, torch.ones(48, 1), None, 8, 32)
@@ -97,7 +97,31 @@ def test_rows_are_rounded_as_the_definition_rounds_them(processor, dtype):
     assert torch.equal(fast_version_of(QuantisedLinear(weight, None), dtype)(x), expected)
 
 
-def test_what_is_no_number_stays_none(processor, dtype):
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_largest_products_do_not_overflow(processor_of_weights, dtype, bits):
+    """Weights are at the ends of their range and inputs at theirs: a sum of products may need all of its 16 bits."""
+    generator = torch.Generator().manual_seed(1)
+    ends = torch.tensor([0, 2**bits - 1], dtype=torch.uint8)
+    q = ends[torch.randint(0, 2, (64, 272), generator=generator)]
+    q[:2] = ends[:, None]  # all products of one sign
+    weight = QuantisedWeight(q, torch.ones(64, 1 if bits == 8 else 3), None, bits, 128)
+    x = (torch.randint(0, 2, (13, 272), generator=generator) * 2 - 1).to(dtype)
+    x[:2] = torch.tensor([[1], [-1]])
+    found = fast_version_of(QuantisedLinear(weight, None), dtype)(x)
+    torch.testing.assert_close(found.double(), in_float64(x, weight), **one_rounding(dtype))
+
+
+def test_no_input_is_rounded_to_less_than_the_opposite_of_the_largest(processor_of_weights, dtype):
+    """The products of 8 bits on AVX2 rely on it: -127 and not -128. Weights of 1 give the rounded rows themselves."""
+    x = randn(4000, 32, dtype=dtype) * 2.0 ** torch.arange(-60, 60, 0.03)[:4000, None].to(dtype)
+    x[::2] = -x[::2].abs().amax(1, keepdim=True).expand(-1, 32)
+    weight = QuantisedWeight((torch.eye(32) + 128).to(torch.uint8), torch.ones(32, 1), None, 8, 32)
+    fast = fast_version_of(QuantisedLinear(weight, None), torch.float32)
+    scales = round_rows(x, 32)[1]
+    assert (fast(x.float()) / scales.to(torch.float32)).round().min() == -127
+
+
+def test_what_is_no_number_stays_none(processor_of_weights, dtype):
     x = randn(5, 64, dtype=dtype)
     x[1, 3], x[2, 60], x[3] = torch.nan, torch.inf, 0
     fast = fast_version_of(QuantisedLinear(make_weight(40, 64, 4, 32, False), None), dtype)
@@ -127,7 +151,9 @@ def test_fused_linear_returns_its_parts(dtype):
 @pytest.mark.parametrize("n", [16, 48, 80, 112, 160])
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
 @pytest.mark.sparse(2)
-def test_a_gate_that_ends_within_a_strip_has_the_bits_of_its_parts(processor, dtype, bits, group_size, has_zeros, n):
+def test_a_gate_that_ends_within_a_strip_has_the_bits_of_its_parts(
+    processor_of_weights, dtype, bits, group_size, has_zeros, n
+):
     """A strip is 64 outputs: rows of up begin where those of the gate end."""
     weight, bias = make_weight(2 * n, 144, bits, group_size, has_zeros), randn(2 * n, dtype=dtype)
     fast, gate_and_mul = fast_version_of(QuantisedLinear(weight, bias), dtype), CpuGate(SiluAndMul(), dtype)
