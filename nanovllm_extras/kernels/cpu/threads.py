@@ -1,4 +1,4 @@
-"""How many threads a process uses, and on which processors: one for each CPU core that it may use.
+"""How many threads a process uses, and on which processors: one for each performance core that it may use.
 
 `kernels/choices.py` calls `limit_threads`. The kernels have threads of their own (`team.h`): those of PyTorch's
 operations are kept out of the kernels' steps by `on_one_thread`.
@@ -15,13 +15,17 @@ from typing import Any
 import torch
 
 from nanovllm_extras.kernels.cpu.toolchain import openmp_of_torch
-from nanovllm_extras.machine_limits import cpu_quota
+from nanovllm_extras.machine_limits import cpu_quota, read_number, read_text
 
-TOPOLOGY = Path("/sys/devices/system/cpu")  # Linux: cpu0/topology/thread_siblings_list, "0,4" for example
+DEVICES = Path("/sys/devices")  # Linux: cpu_core/cpus of hybrid processors of Intel, "0-11" for example
+TOPOLOGY = DEVICES / "system/cpu"  # cpu0/topology/thread_siblings_list, "0,4" for example
 
 
 def limit_threads() -> None:
-    """Use one thread for each core that this process may use, because hyperthreads share a core's units and caches.
+    """Use one thread for each performance core that this process may use.
+
+    Hyperthreads share a core's units and caches. Efficiency cores compute at about a third of the speed, and they share
+    the memory's bandwidth and the power with the others, which a laptop needs for its other programs.
 
     PyTorch built with MKL counts cores itself; other builds count hyperthreads. If the user has set `OMP_NUM_THREADS`,
     this function changes nothing.
@@ -52,14 +56,14 @@ def one_thread() -> Iterator[None]:
 
 
 def allowed_threads() -> int | None:
-    """Return the number of cores that this process may use, or None if it is unknown.
+    """Return the number of performance cores that this process may use, or None if it is unknown.
 
     A container may have less CPU time than cores. With more threads than that, all threads wait for one that is paused.
     """
     quota = cpu_quota()
     found = [] if quota is None else [max(1, int(quota + 0.5))]
     with contextlib.suppress(AttributeError, OSError):  # not on this system, or refused by the rules of a container
-        found.append(count_cores(places() or os.sched_getaffinity(0)))
+        found.append(count_cores(performance_cpus(places() or os.sched_getaffinity(0))))
     return min(found) if found else None
 
 
@@ -99,6 +103,47 @@ def on_all_places() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, bound)
+
+
+def performance_cpus(cpus: Iterable[int], devices: Path = DEVICES) -> set[int]:
+    """Return the logical processors that are on performance cores, or all if they have none or are all alike.
+
+    Linux lists those of Intel's hybrid processors in `cpu_core/cpus`. Elsewhere, `cpu_capacity` is a processor's speed
+    relative to the fastest, 1024: an efficiency core has less than half of the largest.
+    """
+    cpus = set(cpus)
+    listed = cpus & parse_cpu_list(read_text(devices / "cpu_core/cpus"))
+    if listed:
+        return listed
+    capacities = {cpu: read_number(devices / f"system/cpu/cpu{cpu}/cpu_capacity") or 1024 for cpu in cpus}
+    return {cpu for cpu in cpus if 2 * capacities[cpu] >= max(capacities.values(), default=0)}
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """Return the numbers of a list such as "0-3,8", as Linux writes it."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal():
+            found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def describe_cores() -> str:
+    """Return the number of threads, and the cores and processors among which they were counted."""
+    text = f"{allowed_threads() or os.cpu_count()}"
+    try:
+        cpus = places() or os.sched_getaffinity(0)
+    except (AttributeError, OSError):  # as above
+        return f"{text} of {os.cpu_count()}"
+    fast = performance_cpus(cpus)
+    slow = cpus - fast
+    kinds = (
+        f"{count_cores(fast)} performance cores and {count_cores(slow)} efficiency cores"
+        if slow
+        else (f"{count_cores(fast)} cores")
+    )
+    return f"{text} of {kinds} ({len(cpus)} of {os.cpu_count()} processors may be used)"
 
 
 def count_cores(cpus: Iterable[int], topology: Path = TOPOLOGY) -> int:

@@ -1,4 +1,4 @@
-"""Hyperthreads are not counted as cores, and threads that wait do not spin for long."""
+"""Hyperthreads and efficiency cores get no threads, and threads that wait do not spin for long."""
 
 import os
 import re
@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.kernels.cpu import threads
+from nanovllm_extras.self_check.machine_report import describe_machine
 from tests.extras.kernels.processors import need_a_compiler
 
 
@@ -32,12 +33,65 @@ def test_hyperthreads_of_a_core_are_one_core(topology, cpus, num_cores):
     assert threads.count_cores(cpus, topology) == num_cores
 
 
+def write_devices(folder, files):
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return folder
+
+
+# Two performance cores of two hyperthreads and four efficiency cores, as Linux describes a laptop of Intel
+HYBRID = {"cpu_core/cpus": "0-3", "cpu_atom/cpus": "4-7"} | {
+    f"system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}" if cpu < 4 else str(cpu)
+    for cpu in range(8)
+}
+# Four slow cores and four fast ones, of which one is faster, as an ARM processor's
+CAPACITIES = {
+    f"system/cpu/cpu{cpu}/cpu_capacity": capacity for cpu, capacity in enumerate(["380"] * 4 + ["870"] * 3 + ["1024"])
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus", "fast", "num_cores"),
+    [
+        (HYBRID, range(8), range(4), 2),
+        (HYBRID, [1, 2, 6], [1, 2], 2),
+        (HYBRID, range(4, 8), range(4, 8), 4),  # a process that may only use efficiency cores
+        (HYBRID | {"cpu_core/cpus": "0,2-3"}, range(8), [0, 2, 3], 2),
+        (CAPACITIES, range(8), range(4, 8), 4),
+        (CAPACITIES, range(4), range(4), 4),
+        ({}, range(3), range(3), 3),  # nothing is known
+        (HYBRID, [], [], 1),
+    ],
+)
+def test_efficiency_cores_get_no_threads(tmp_path, files, cpus, fast, num_cores):
+    devices = write_devices(tmp_path, files)
+    found = threads.performance_cpus(cpus, devices)
+    assert found == set(fast)
+    assert threads.count_cores(found, devices / "system/cpu") == num_cores
+
+
+def test_the_report_names_the_cores(monkeypatch, tmp_path):
+    devices = write_devices(tmp_path, HYBRID)
+    monkeypatch.setattr(threads.performance_cpus, "__defaults__", (devices,))
+    monkeypatch.setattr(threads.count_cores, "__defaults__", (devices / "system/cpu",))
+    monkeypatch.setattr(threads, "places", set)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert describe_machine()["cores to use"] == (
+        "2 of 2 performance cores and 4 efficiency cores (8 of 8 processors may be used)"
+    )
+
+
 @pytest.fixture
 def set_threads(monkeypatch, topology):
     """Eight hyperthreads, and what torch is told."""
     told = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(threads.count_cores, "__defaults__", (topology,))
+    monkeypatch.setattr(threads.performance_cpus, "__defaults__", (topology,))  # it does not say which are fast
     monkeypatch.setattr(threads, "cpu_quota", lambda: None)
     monkeypatch.setattr(threads, "places", set)
     monkeypatch.setattr(torch, "set_num_threads", told.append)
