@@ -733,3 +733,16 @@ def test_random_batches_over_random_budgets(checkpoint):
         llm = make_llm(checkpoint[0], num_kv_blocks=600 // sizes["block_size"], **sizes)
         assert tokens_of(generate(llm, prompts, greedy(9))) == expected
         assert_at_rest(llm)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "is_told"),
+    [("AVX2", "bfloat16", True), ("AVX2", "float32", False), ("AVX512", "bfloat16", False)],
+)
+def test_slow_bfloat16_is_said_with_what_is_faster(checkpoint, monkeypatch, caplog, capability, dtype, is_told):
+    """PyTorch's products of bfloat16 are slower than those of float32 on processors with AVX2 and without AVX-512."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    make_llm(checkpoint[0], dtype=dtype)
+    assert [record.levelname for record in caplog.records if "dtype='float32'" in record.message] == [
+        "WARNING"
+    ] * is_told
