@@ -8,6 +8,10 @@ The products are those of one step of Qwen3-0.6B's shape (28 layers and the logi
 `nanovllm_extras/kernels/cpu/cpu.c`. Paged attention of one layer is computed by PyTorch's gather and
 `scaled_dot_product_attention`, by the same under `torch.compile`, by a kernel in Numba whose blocks are head-major, and
 by `nanovllm_extras/kernels/cpu/cpu.c`. They run in turns. Prints the median milliseconds of each.
+
+Then one core multiplies each of the shapes by several numbers of rows, with weights in memory: operations per second (2
+x rows x outputs x inputs), and their share of the core's own peak, which `benchmarks.peak` measures in the same run.
+Few rows wait for memory: for these the GB/s of weights count, next to what the core reads at most.
 """
 
 import argparse
@@ -16,6 +20,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,15 +29,21 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import describe_machine
+from benchmarks.peak import measure_peak
+from benchmarks.roofline import best_time, measure_read_bandwidth
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention, attend_padded, softmax_attention
 from nanovllm_extras.cuda.graphs import StepSizes
 from nanovllm_extras.cuda.memory import widest_batch
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm_extras.kernels.cpu.cpu_layers import CpuLinear, HugePages
+from nanovllm_extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, packed_bytes
+from nanovllm_extras.kernels.cpu.cpu_quantised import CpuQuantisedLinear
+from nanovllm_extras.kernels.cpu.threads import one_thread
+from nanovllm_extras.quantization.quantised_linear import QuantisedLinear, quantise_weight
 
 LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs
 HEAD_SHAPE = (151_936, 1024)
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 28, 16, 8, 128, 16
+LARGER_THAN_CACHES = 256 << 20  # bytes
 NUM_CACHED_LAYERS = 8  # the layers whose attention is timed
 
 Contender = Callable[[], Any]
@@ -41,7 +52,8 @@ Contender = Callable[[], Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare CPU kernels.")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32], help="of a step (default: 1 8 32)")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 3, 6, 12, 32, 126], help="for one core")
     parser.add_argument("--context-len", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
@@ -55,8 +67,10 @@ def main() -> None:
                 rows.append({"kind": kind, "batch": batch, "milliseconds": times})
                 figures = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items())
                 print(f"{kind}, batch {batch}: {figures} ms", flush=True)
+        with one_thread():
+            of_one_core = measure_one_core(args.rows, dtype, args.repeats) if args.rows else {}
     if args.json:
-        report = {"dtype": args.dtype, "context_len": args.context_len, "rows": rows}
+        report = {"dtype": args.dtype, "context_len": args.context_len, "rows": rows, "one_core": of_one_core}
         args.json.write_text(json.dumps({**report, "machine": describe_machine("cpu")}, indent=2) + "\n")
 
 
@@ -94,6 +108,50 @@ def make_products(batches: list[int], _: int, dtype: torch.dtype) -> Any:
                 "cpu.c": lambda xs=inputs: [layer(xs[layer.in_features]) for layer in ours],
             },
         )
+
+
+def measure_one_core(num_rows: list[int], dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    """Print a table of each product's operations per second, and return it."""
+    peak, most_read = measure_peak(dtype, 1), measure_read_bandwidth()
+    name = str(dtype).removeprefix("torch.")
+    print(f"\none core: {peak / 1e9:.1f} GFLOP/s in {name} at most, {most_read / 1e9:.1f} GB/s read at most\n")
+    print(f"| outputs x inputs | rows | {name}, GFLOP/s | of this core's peak | GB/s | int8, GOP/s | GB/s "
+          "| int4, GOP/s | GB/s |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|")  # fmt: skip
+    rows = []
+    for shape in [*LAYER_SHAPES, HEAD_SHAPE]:
+        layers = {name: make_layers(shape, dtype, bits) for name, bits in ((name, None), ("int8", 8), ("int4", 4))}
+        for count in num_rows:
+            x = torch.randn(count, shape[1]).to(dtype)
+            row: dict[str, Any] = {"shape": shape, "rows": count}
+            for kind, some in layers.items():
+                seconds = best_time(partial(multiply_all, some, x), repeats) / len(some)
+                row[kind] = {"operations_per_s": 2 * count * math.prod(shape) / seconds}
+                row[kind]["read_bytes_per_s"] = some[0].packed.nbytes / seconds
+            rows.append(row)
+            cells = [f"{shape[0]} x {shape[1]}", str(count)]
+            for kind in layers:
+                cells.append(f"{row[kind]['operations_per_s'] / 1e9:.1f}")
+                cells += [f"{row[kind]['operations_per_s'] / peak:.0%}"] * (kind == name)
+                cells.append(f"{row[kind]['read_bytes_per_s'] / 1e9:.1f}")
+            print("| " + " | ".join(cells) + " |", flush=True)
+    return {"peak_per_s": peak, "read_bytes_per_s": most_read, "rows": rows}
+
+
+def multiply_all(layers: list[Any], x: torch.Tensor) -> None:
+    for layer in layers:
+        layer(x)
+
+
+def make_layers(shape: tuple[int, int], dtype: torch.dtype, bits: int | None) -> list[Any]:
+    """Return layers with this weight that are more than the caches hold, for `cpu.c` or for `quantised.c`."""
+    weight = torch.randn(shape, dtype=torch.bfloat16).mul_(0.02).to(dtype)
+    num_bytes = weight.nbytes if bits is None else weight.numel() * bits // 8
+    count = -(-LARGER_THAN_CACHES // num_bytes)
+    memory = HugePages(count * (packed_bytes(weight) + HugePages.ALIGNMENT))
+    if bits is None:
+        return [CpuLinear(weight, None, memory) for _ in range(count)]
+    quantised = quantise_weight(weight, bits, 128)
+    return [CpuQuantisedLinear(QuantisedLinear(quantised, None), dtype, memory) for _ in range(count)]
 
 
 def make_attention(batches: list[int], context_len: int, dtype: torch.dtype) -> Any:

@@ -5,17 +5,18 @@
     python -m benchmarks.roofline --device cuda  # those of a GPU, and the roofline of the offline workload
 
 The roofline is a lower bound on the time, computed from two rates that this file measures. It assumes that arithmetic
-runs at the rate of the best matrix product, that memory is read at the rate of the best streaming read, that the two
-overlap perfectly, and that all requests are in every step from the first on. Only work that every exact engine must do
-is counted: a prefix that all prompts share is computed once and read once per step, logits are computed only for
-positions that are sampled, and norms, activations, sampling and the writing of results cost nothing. A recurrent state
-is read and written once per step.
+runs at the processor's peak (on a GPU, at the rate of the best matrix product), that memory is read at the rate of the
+best streaming read, that the two overlap perfectly, and that all requests are in every step from the first on. Only
+work that every exact engine must do is counted: a prefix that all prompts share is computed once and read once per
+step, logits are computed only for positions that are sampled, and norms, activations, sampling and the writing of
+results cost nothing. A recurrent state is read and written once per step.
 
 The counting depends only on its arguments, not on a device. On a GPU the rate of memory is that of a copy, which counts
 the bytes read and the bytes written. `benchmarks.offline` reports the fraction reached.
 """
 
 import argparse
+import contextlib
 import json
 import mmap
 import subprocess
@@ -31,6 +32,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import DTYPE_BYTES, QWEN3_06B, ModelShape, Workload, named_workload, resolve_dtype_name
+from benchmarks.peak import measure_peak
+from nanovllm_extras.kernels.cpu.library_cache import NoLibraryError
 
 READ_BYTES = 512 << 20  # far more than any cache holds
 GEMM_SHAPES = [(1024, 3072, 1024), (2048, 1024, 6144), (2048, 4096, 4096)]  # tokens, inputs, outputs
@@ -213,16 +216,22 @@ def huge_page_ones(num_values: int) -> torch.Tensor:
 
 
 def measure_gemm_rate(dtype: str) -> float:
-    """The best of several large products y = x·Wᵀ, in FLOP/s; with weights packed in advance where oneDNN offers it."""
-    torch_dtype = getattr(torch, dtype)
-    rates = []
-    for num_tokens, num_inputs, num_outputs in GEMM_SHAPES:
-        x = torch.rand(num_tokens, num_inputs).to(torch_dtype)
-        weight = torch.rand(num_outputs, num_inputs).to(torch_dtype)
-        products: list[Callable[[], torch.Tensor]] = [partial(F.linear, x, weight)]
-        if (packed := packed_linear(x, weight)) is not None:
-            products.append(packed)
-        rates += [2 * num_tokens * num_inputs * num_outputs / best_time(product, 5) for product in products]
+    """The best of multiply-adds without memory and of several large products y = x·Wᵀ, in FLOP/s.
+
+    The products are in `dtype`, with weights packed in advance where oneDNN offers it, and in float32: a processor
+    without instructions for bfloat16 widens it, which PyTorch does slowly.
+    """
+    rates = [0.0]
+    with contextlib.suppress(NoLibraryError):  # no compiler, or float16
+        rates.append(measure_peak(getattr(torch, dtype)))
+    for torch_dtype in {getattr(torch, dtype), torch.float32}:
+        for num_tokens, num_inputs, num_outputs in GEMM_SHAPES:
+            x = torch.rand(num_tokens, num_inputs).to(torch_dtype)
+            weight = torch.rand(num_outputs, num_inputs).to(torch_dtype)
+            products: list[Callable[[], torch.Tensor]] = [partial(F.linear, x, weight)]
+            if (packed := packed_linear(x, weight)) is not None:
+                products.append(packed)
+            rates += [2 * num_tokens * num_inputs * num_outputs / best_time(product, 5) for product in products]
     return max(rates)
 
 

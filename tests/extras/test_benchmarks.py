@@ -30,6 +30,7 @@ from benchmarks import (
     layer_groups,
     long_prefill,
     offline,
+    peak,
     preemption,
     quantised_products,
     roofline,
@@ -322,6 +323,8 @@ def small_kernels(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "HEAD_SHAPE", (96, 32))
     monkeypatch.setattr(cpu_kernels, "NUM_LAYERS", 2)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(cpu_kernels, "LARGER_THAN_CACHES", 1 << 16)
+    monkeypatch.setattr(cpu_kernels, "measure_read_bandwidth", lambda: 25e9)
 
 
 def test_cpu_kernels_race(small_kernels, run_main, tmp_path):
@@ -332,7 +335,37 @@ def test_cpu_kernels_race(small_kernels, run_main, tmp_path):
         ("products", 1), ("products", 3), ("attention", 1), ("attention", 3)
     ]  # fmt: skip
     assert all(ms > 0 for row in rows for ms in row["milliseconds"].values())
-    assert all(line.startswith(f"{row['kind']}, batch {row['batch']}: ") for line, row in zip(lines, rows, strict=True))
+    assert all(
+        line.startswith(f"{row['kind']}, batch {row['batch']}: ") for line, row in zip(lines, rows, strict=False)
+    )
+
+
+def test_one_core_is_measured_by_its_own_peak(small_kernels, run_main, tmp_path):
+    lines = run_main(cpu_kernels, "--batch", "--rows", 1, 7, "--dtype", "float32", "--json", tmp_path / "out.json")
+    figures = json.loads((tmp_path / "out.json").read_text())["one_core"]
+    rows = figures["rows"]
+    assert [(*row["shape"], row["rows"]) for row in rows] == [
+        (*shape, count) for shape in [(64, 32), (32, 64), (96, 32)] for count in (1, 7)
+    ]
+    table = [cells(line) for line in lines if line.startswith("| ")]
+    most = figures["peak_per_s"]
+    assert 1e9 < most < 1e12  # of one core, in float32
+    for row, (shape, count, speed, share, read, *_) in zip(rows, table[1:], strict=True):
+        own = row["float32"]["operations_per_s"]
+        outputs, inputs = row["shape"]
+        assert 0 < own < most
+        assert (shape, count) == (f"{outputs} x {inputs}", str(row["rows"]))
+        assert (speed, share) == (f"{own / 1e9:.1f}", f"{own / most:.0%}")
+        assert read == f"{own / (2 * row['rows']) * 4 / 1e9:.1f}"  # each weight has 4 bytes, and is read once
+
+
+def test_no_product_is_faster_than_the_roofline(small_kernels, monkeypatch):
+    """On a processor without instructions for bfloat16, PyTorch's own products of it are far below the peak."""
+    monkeypatch.setattr(roofline, "GEMM_SHAPES", [(8, 32, 32)])
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        assert roofline.measure_gemm_rate(name) > 0.5 * peak.measure_peak(dtype)  # of other moments
+    assert roofline.measure_gemm_rate("float16") > 0  # the kernels have none
 
 
 def test_contenders_compute_the_same_products(small_kernels):
