@@ -8,6 +8,8 @@
 #include "vectors.h"
 
 #define UNROLLED _Pragma("GCC unroll 16")
+// GCC would keep the factors of a panel for the next one, and then a sum on the stack.
+#define RELOAD(p) __asm__ volatile("" : "+r"(p))
 
 static inline __m256i load_column(const uint32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 
@@ -26,8 +28,10 @@ static inline __m256i load_column(const uint32_t *p) { return _mm256_loadu_si256
 #define MULTIPLY_HALF(HALF, FACTOR) \
     UNROLLED for (int i = 0; i < num_panels; i++) { \
         const __m256 left = HALF(load_column(panels[i])), right = HALF(load_column(panels[i] + LANES / 2)); \
+        const factors *of_rows = x; \
+        RELOAD(of_rows); \
         UNROLLED for (int row = 0; row < num_rows; row++) { \
-            const __m256 of_row = FACTOR(x + row * stride); \
+            const __m256 of_row = FACTOR(of_rows + row * stride); \
             sums[row][i][0] = _mm256_fmadd_ps(left, of_row, sums[row][i][0]); \
             sums[row][i][1] = _mm256_fmadd_ps(right, of_row, sums[row][i][1]); \
         } \
