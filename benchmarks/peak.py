@@ -19,24 +19,27 @@ from pathlib import Path
 
 import torch
 
-from nanovllm_extras.kernels.cpu.library import FLAGS, SOURCE, load_library
-from nanovllm_extras.kernels.cpu.library_cache import NoLibraryError
-from nanovllm_extras.kernels.cpu.toolchain import find_compiler
-
 PROBE = Path(__file__).with_name("peak.c")
+KERNELS = PROBE.parent.parent / "nanovllm_extras" / "kernels" / "cpu"
 ROUND_S, NUM_ROUNDS = 0.02, 12
 
 
 @functools.cache
-def load_probe(dtype: torch.dtype) -> ctypes.CDLL:
-    """Compile `peak.c` for `dtype`. NoLibraryError if the kernels cannot be compiled either."""
-    has_tiles = load_library(dtype).instructions() == b"AMX BF16"  # it also asks Linux for them
-    defines = ["-DBFLOAT16"] * (dtype == torch.bfloat16) + ["-DAMX"] * has_tiles
+def load_probe(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Compile `peak.c` for `dtype`, or return None if there is no compiler, or no such product in the kernels."""
+    try:
+        from nanovllm_extras.kernels.cpu.toolchain import ask_for_tiles, find_compiler, flags, has_tiles
+    except ImportError:  # an environment of another engine, without this project's packages
+        return None
+    compiler = find_compiler(platform.system())
+    if compiler is None or dtype not in (torch.bfloat16, torch.float32):
+        return None
+    defines = ["-DBFLOAT16"] * (dtype == torch.bfloat16)
+    defines += ["-DAMX"] * (dtype == torch.bfloat16 and has_tiles() and ask_for_tiles() is None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peak.so"
-        compiler = shlex.split(find_compiler(platform.system()) or "cc")
-        command = [*compiler, *FLAGS, *defines, f"-I{SOURCE.parent}", str(PROBE), "-o", str(path), "-lm"]
-        subprocess.run(command, check=True)
+        command = [*shlex.split(compiler), *flags(platform.system(), platform.machine()), *defines, f"-I{KERNELS}"]
+        subprocess.run([*command, str(PROBE), "-o", str(path), "-lm"], check=True)
         library = ctypes.CDLL(str(path))
     library.multiply_often.argtypes = [ctypes.c_long]
     library.multiply_often.restype = ctypes.c_long
@@ -44,20 +47,22 @@ def load_probe(dtype: torch.dtype) -> ctypes.CDLL:
 
 
 def measure_peak(dtype: torch.dtype, num_threads: int | None = None) -> float:
-    """Return the operations per second of `num_threads` threads: the best of several rounds. Default: PyTorch's number.
+    """Return the operations per second of `num_threads` threads, by default of as many as PyTorch has, or 0 if unknown.
 
-    NoLibraryError if there is no C compiler, or if the kernels have no such dtype.
+    It is the best of several rounds.
     """
     num_threads = num_threads or torch.get_num_threads()
-    multiply = load_probe(dtype).multiply_often
+    library = load_probe(dtype)
+    if library is None:
+        return 0.0
     start = time.perf_counter()
-    multiply(100_000)
+    library.multiply_often(100_000)
     rounds = max(1, round(100_000 * ROUND_S / (time.perf_counter() - start)))
     best = 0.0
     with ThreadPoolExecutor(num_threads) as threads:
         for _ in range(NUM_ROUNDS):
             start = time.perf_counter()
-            operations = sum(threads.map(multiply, [rounds] * num_threads))  # without the interpreter's lock
+            operations = sum(threads.map(library.multiply_often, [rounds] * num_threads))  # without Python's lock
             best = max(best, operations / (time.perf_counter() - start))
     return best
 
@@ -65,13 +70,12 @@ def measure_peak(dtype: torch.dtype, num_threads: int | None = None) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the peak of this processor's arithmetic.")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    dtype = getattr(torch, parser.parse_args().dtype)
-    try:
-        one, num_threads = measure_peak(dtype, 1), torch.get_num_threads()
-        print(f"{load_library(dtype).description}, {dtype}: {one / 1e9:.1f} GFLOP/s with one core, "
-              f"{measure_peak(dtype) / 1e9:.1f} with {num_threads}")  # fmt: skip
-    except NoLibraryError as error:
-        parser.error(str(error))
+    name = parser.parse_args().dtype
+    dtype, num_threads = getattr(torch, name), torch.get_num_threads()
+    if load_probe(dtype) is None:
+        parser.error("there is no C compiler (cc, gcc, clang or $CC) on this machine")
+    one, most = measure_peak(dtype, 1), measure_peak(dtype)
+    print(f"{name}: {one / 1e9:.1f} GFLOP/s with one core, {most / 1e9:.1f} with {num_threads}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ the bytes read and the bytes written. `benchmarks.offline` reports the fraction 
 """
 
 import argparse
-import contextlib
 import json
 import mmap
 import subprocess
@@ -33,7 +32,6 @@ import torch.nn.functional as F
 
 from benchmarks.common import DTYPE_BYTES, QWEN3_06B, ModelShape, Workload, named_workload, resolve_dtype_name
 from benchmarks.peak import measure_peak
-from nanovllm_extras.kernels.cpu.library_cache import NoLibraryError
 
 READ_BYTES = 512 << 20  # far more than any cache holds
 GEMM_SHAPES = [(1024, 3072, 1024), (2048, 1024, 6144), (2048, 4096, 4096)]  # tokens, inputs, outputs
@@ -221,9 +219,7 @@ def measure_gemm_rate(dtype: str) -> float:
     The products are in `dtype`, with weights packed in advance where oneDNN offers it, and in float32: a processor
     without instructions for bfloat16 widens it, which PyTorch does slowly.
     """
-    rates = [0.0]
-    with contextlib.suppress(NoLibraryError):  # no compiler, or float16
-        rates.append(measure_peak(getattr(torch, dtype)))
+    rates = [measure_peak(getattr(torch, dtype))]
     for torch_dtype in {getattr(torch, dtype), torch.float32}:
         for num_tokens, num_inputs, num_outputs in GEMM_SHAPES:
             x = torch.rand(num_tokens, num_inputs).to(torch_dtype)

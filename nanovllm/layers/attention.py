@@ -129,8 +129,10 @@ class TorchAttention:
         """
         is_bfloat16 = loaded.dtype == torch.bfloat16 and loaded.device.type == "cpu"
         if is_bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2":
-            logger.warning("PyTorch has no fast bfloat16 on this processor: dtype='float32' computes prompts about four "
-                           "times as fast, and takes twice the memory for weights and KV cache")  # fmt: skip
+            logger.warning(
+                "PyTorch has no fast bfloat16 on this processor: dtype='float32' computes prompts about four times as "
+                "fast, and takes twice the memory for weights and KV cache"
+            )
 
     def step_context(self) -> AbstractContextManager[Any]:
         """Return a context for each step, for a backend that has threads of its own."""

@@ -34,10 +34,12 @@ from nanovllm_extras.kernels.cpu.library_cache import (
 from nanovllm_extras.kernels.cpu.threads import places
 from nanovllm_extras.kernels.cpu.toolchain import (
     SYSTEMS,
+    ask_for_tiles,
     cpu_flags,
     describe_processor,
     find_compiler,
     flags,
+    has_tiles,
     thread_counter,
 )
 from nanovllm_extras.models.masking import AttentionOptions
@@ -195,30 +197,12 @@ def load_from_cache_or_temporary_folder(
         return library
 
 
-def has_tiles() -> bool:
-    """Return whether Linux shows AMX for bfloat16 and bytes (an old kernel or a hypervisor may hide it)."""
-    return {"amx_tile", "amx_bf16", "amx_int8"} <= set(cpu_flags())
-
-
 def why_no_tiles_are_shown() -> str | None:
     """Return why a processor that should have AMX does not show it, or None.
 
     Intel's servers have AVX-512 FP16 and AMX together. If Linux shows only AVX-512 FP16, AMX is hidden.
     """
     return "Linux shows no amx_tile and amx_bf16" if "avx512_fp16" in cpu_flags() else None
-
-
-def ask_for_tiles(feature: int = 18) -> str | None:
-    """Request permission to use AMX; return None, or the reason why Linux refuses.
-
-    Linux requires the request because the tiles are expensive to save on a context switch. `feature` is
-    XFEATURE_XTILE_DATA of Linux's <asm/fpu/types.h>.
-    """
-    arch_prctl, arch_req_xcomp_perm = 158, 0x1023  # of <asm/unistd_64.h>, <asm/prctl.h>
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(c_long(arch_prctl), c_long(arch_req_xcomp_perm), c_long(feature)) == 0:
-        return None
-    return f"Linux does not allow it: {os.strerror(ctypes.get_errno())}"
 
 
 def keep_freed_memory() -> None:

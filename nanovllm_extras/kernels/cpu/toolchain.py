@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+from ctypes import c_long
 from pathlib import Path
 
 import torch
@@ -66,3 +67,21 @@ def cpu_flags() -> list[str]:
     cpuinfo = read_text(Path("/proc/cpuinfo")) if platform.system() == "Linux" else ""
     line = next((line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), "")
     return line.partition(":")[2].split()
+
+
+def has_tiles() -> bool:
+    """Return whether Linux shows AMX for bfloat16 and bytes (an old kernel or a hypervisor may hide it)."""
+    return {"amx_tile", "amx_bf16", "amx_int8"} <= set(cpu_flags())
+
+
+def ask_for_tiles(feature: int = 18) -> str | None:
+    """Request permission to use AMX; return None, or the reason why Linux refuses.
+
+    Linux requires the request because the tiles are expensive to save on a context switch. `feature` is
+    XFEATURE_XTILE_DATA of Linux's <asm/fpu/types.h>.
+    """
+    arch_prctl, arch_req_xcomp_perm = 158, 0x1023  # of <asm/unistd_64.h>, <asm/prctl.h>
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(c_long(arch_prctl), c_long(arch_req_xcomp_perm), c_long(feature)) == 0:
+        return None
+    return f"Linux does not allow it: {os.strerror(ctypes.get_errno())}"
