@@ -37,15 +37,15 @@ def resolve_folder(option: str, name: str | Path, revision: str | None = None, w
 def read_model_config(folder: Path, overrides: Any = None, max_model_len: int | None = None) -> tuple[Any, Any]:
     """Return the class of the network that config.json describes, and its shape. ValueError if it is not supported."""
     raw = read_json(folder / "config.json")
-    if overrides:
-        from nanovllm_extras.checkpoint_options import overridden
-
-        raw = overridden(raw, overrides)
-    if (plain := read_plain_qwen3(raw)) is not None:
-        return Qwen3ForCausalLM, plain
-    from nanovllm_extras.models.architectures import find_architecture
-
     try:
+        if overrides:
+            from nanovllm_extras.checkpoint_options import overridden
+
+            raw = overridden(raw, overrides)
+        if (plain := read_plain_qwen3(raw)) is not None:
+            return Qwen3ForCausalLM, plain
+        from nanovllm_extras.models.architectures import find_architecture
+
         return find_architecture(raw, max_model_len)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the model in {folder} cannot be served: {error}") from error

@@ -10,22 +10,31 @@ from typing import Any
 
 from nanovllm.loader import read_json
 from nanovllm_extras.all_options import Config
+from nanovllm_extras.models.architectures import check_kinds, find_class, text_fields
+from nanovllm_extras.models.rope_overrides import DICTS, POSITIONS, override_positions
+from nanovllm_extras.option_checks import check_dict
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with `overrides` merged into it. Nested dicts are merged key by key.
+    """Return the fields of the text network in config.json, with `overrides` in their places.
 
-    transformers 5 writes `rope_theta` and `rope_scaling` into `rope_parameters`. So an override of the older names
-    changes `rope_parameters` too.
+    Overrides may be nested in `text_config` or not, whether or not the file nests these fields. A value replaces that
+    of the file, also if it is a dict, and None means what null means in the file.
     """
-    merged = dict(raw)
-    for name, value in overrides.items():
-        old = merged.get(name)
-        merged[name] = overridden(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    if isinstance(raw.get("rope_parameters"), Mapping) and "rope_parameters" not in overrides:
-        rope = {"rope_theta": overrides["rope_theta"]} if "rope_theta" in overrides else {}
-        merged["rope_parameters"] = {**raw["rope_parameters"], **rope, **(overrides.get("rope_scaling") or {})}
-    return merged
+    check_dict("hf_overrides: text_config", overrides.get("text_config"))
+    is_dropped = overrides.get("text_config", raw) is None
+    merged = text_fields({**raw, "text_config": None} if is_dropped else dict(raw))
+    flat = {name: value for name, value in overrides.items() if name != "text_config"}
+    given = {**(overrides.get("text_config") or {}), **flat}
+    merged |= {name: value for name, value in given.items() if name not in POSITIONS}
+    positions = {name: value for name, value in given.items() if name in POSITIONS}
+    model_class = find_class(merged) if positions else None
+    if model_class is None:  # an architecture that is not supported is refused later, by its name
+        return merged
+    check_kinds(merged)
+    for name in DICTS:
+        check_dict(f"hf_overrides: {name}", positions.get(name))
+    return getattr(model_class, "override_positions", override_positions)(merged, positions)
 
 
 def check_has_tokenizer(folder: Path, name: str | Path) -> None:

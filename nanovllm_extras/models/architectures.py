@@ -45,27 +45,34 @@ def find_architecture(raw: dict[str, Any], max_model_len: int | None = None) -> 
     raw = text_fields(raw)
     check_kinds(raw)
     check_stored_weights(raw)
+    model_class = find_class(raw)
+    if model_class is None:
+        code = " (its code in auto_map is never run: trust_remote_code does not exist here)" * ("auto_map" in raw)
+        raise ValueError(
+            f"architecture {raw.get('architectures')} is not supported{code}; supported: {', '.join(ARCHITECTURES)}"
+        )
+    shape = model_class.read_config(raw)
+    if not model_class.is_length_scaled:
+        longest = shape.rope.longest(shape.max_position_embeddings, max_model_len)
+        shape = replace(shape, max_position_embeddings=longest)
+    choose = getattr(model_class, "choose", None)
+    return (choose(shape) if choose else model_class), shape
+
+
+def find_class(raw: dict[str, Any]) -> Any:
+    """Return the class that reads this config.json, or None if the architecture is not supported."""
     for given in raw.get("architectures") or ():
         name = re.sub("Model$", "ForCausalLM", str(given))  # the network without its output layer is called Qwen3Model
         if name in ARCHITECTURES:
             module, _, class_name = ARCHITECTURES[name].rpartition(".")
-            model_class = getattr(importlib.import_module(f"nanovllm_extras.models.{module}"), class_name)
-            shape = model_class.read_config(raw)
-            if not model_class.is_length_scaled:
-                longest = shape.rope.longest(shape.max_position_embeddings, max_model_len)
-                shape = replace(shape, max_position_embeddings=longest)
-            choose = getattr(model_class, "choose", None)
-            return (choose(shape) if choose else model_class), shape
-    code = " (its code in auto_map is never run: trust_remote_code does not exist here)" if "auto_map" in raw else ""
-    raise ValueError(
-        f"architecture {raw.get('architectures')} is not supported{code}; supported: {', '.join(ARCHITECTURES)}"
-    )
+            return getattr(importlib.import_module(f"nanovllm_extras.models.{module}"), class_name)
+    return None
 
 
 def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the text network, which a checkpoint with a vision part nests in `text_config`.
 
-    A field beside `text_config` replaces the same field in it, so that `hf_overrides` need not be nested.
+    A field beside `text_config` replaces the same field in it.
     """
     nested = raw.get("text_config")
     if nested is None:

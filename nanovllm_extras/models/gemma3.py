@@ -8,6 +8,7 @@ and behind each half of a layer, queries and keys are normalised, and weights of
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +25,10 @@ from nanovllm_extras.models.llama import LlamaAttention
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.read_config import read_common, refuse_partial_rotary
 from nanovllm_extras.models.rope import Rope, ScaledRotary
+from nanovllm_extras.models.rope_overrides import POSITIONS, check_read, override_positions
 from nanovllm_extras.models.rope_types import make_rope
 from nanovllm_extras.models.window_layers import FULL, SLIDING, layer_types_of, read_windows
-from nanovllm_extras.option_checks import first_given
+from nanovllm_extras.option_checks import check_dict, first_given
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,35 @@ def read_ropes(raw: dict[str, Any], head_dim: int, max_len: int) -> tuple[Rope, 
     for name, value in parameters.items():
         if not isinstance(value, dict | None):
             raise TypeError(f"config.json: rope_parameters: {name} must be an object, got {value!r}")
+        refuse_partial_rotary(value or {})
     full = {**(parameters.get(FULL) or {}), **(raw.get("rope_scaling") or {})}
     local = parameters.get(SLIDING) or {}
     full_theta = first_given(full.get("rope_theta"), raw.get("rope_theta"), 1_000_000.0)
     local_theta = first_given(local.get("rope_theta"), raw.get("rope_local_base_freq"), 10_000.0)
     return make_rope(full, full_theta, head_dim, max_len), make_rope(local, local_theta, head_dim, max_len)
+
+
+def override_ropes(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the fields `given` of the two RoPEs, all in `rope_parameters`."""
+    check_read(
+        given, ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+    )
+    old, new = raw.get("rope_parameters") or {}, given.get("rope_parameters") or {}
+    is_replaced = "rope_parameters" in given
+    ropes = dict(new if is_replaced else old)  # with what does not belong there, which is refused
+    for kind, theta in ((FULL, "rope_theta"), (SLIDING, "rope_local_base_freq")):
+        check_dict(f"config.json: rope_parameters: {kind}", old.get(kind))
+        check_dict(f"hf_overrides: rope_parameters: {kind}", new.get(kind))
+        scaling = (raw.get("rope_scaling") or {}) if kind == FULL else {}
+        fields = {"rope_parameters": {**(old.get(kind) or {}), **scaling}, "rope_theta": raw.get(theta)}
+        others = {"rope_theta": given[theta]} if theta in given else {}
+        others |= {"rope_parameters": new.get(kind)} if is_replaced else {}
+        others |= {"rope_scaling": given["rope_scaling"]} if kind == FULL and "rope_scaling" in given else {}
+        found = override_positions(fields, others)
+        ropes[kind] = {**(found.pop("rope_parameters") or {}), **found}
+    merged = {name: value for name, value in raw.items() if name not in POSITIONS}
+    share = first_given(given.get("partial_rotary_factor"), raw.get("partial_rotary_factor"))
+    return {**merged, "partial_rotary_factor": share, "rope_parameters": ropes}
 
 
 class UnitOffsetRMSNorm(RMSNorm):
@@ -138,6 +164,7 @@ class Gemma3Model(DecoderModel):
 
 class Gemma3ForCausalLM(CausalLM):
     read_config = staticmethod(read_gemma3_config)
+    override_positions = staticmethod(override_ropes)
     layer_class = Gemma3DecoderLayer
     model_class = Gemma3Model
     is_length_scaled = True

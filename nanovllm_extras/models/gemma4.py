@@ -25,7 +25,7 @@ from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.linear import Embedding, Linear
 from nanovllm_extras.models.decoder import DecoderModel
 from nanovllm_extras.models.gemma3 import Gemma3ForCausalLM
-from nanovllm_extras.models.gemma4_config import Gemma4Config, read_gemma4_config
+from nanovllm_extras.models.gemma4_config import Gemma4Config, override_ropes, read_gemma4_config
 from nanovllm_extras.models.gemma4_layers import Gemma4DecoderLayer
 from nanovllm_extras.models.gemma4_moe import Gemma4MoeDecoderLayer, split_experts
 from nanovllm_extras.models.gpt_oss import OnceRoundedRMSNorm
@@ -88,6 +88,7 @@ class Gemma4Model(DecoderModel):
 
 class Gemma4ForCausalLM(Gemma3ForCausalLM):  # which has the soft-cap on logits
     read_config = staticmethod(read_gemma4_config)  # type: ignore[assignment]
+    override_positions = staticmethod(override_ropes)
     layer_class = staticmethod(make_layer)  # type: ignore[assignment]
     model_class = Gemma4Model  # type: ignore[assignment]
 

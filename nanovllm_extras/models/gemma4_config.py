@@ -3,6 +3,7 @@
 `gemma4.py` is the network.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from nanovllm_extras.models.moe import read_int
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.read_config import read_common
 from nanovllm_extras.models.rope import Rope, plain_rope, rope_type_of
+from nanovllm_extras.models.rope_overrides import check_read
 from nanovllm_extras.models.window_layers import FULL, SLIDING, layer_types_of
 from nanovllm_extras.option_checks import check_dict, first_given
 
@@ -208,3 +210,9 @@ def read_rope(raw: dict[str, Any], kind: str, head_dim: int) -> Rope:
     check_number("config.json: partial_rotary_factor", share, 0, 1)
     check_number("config.json: factor", factor, 0, open_low=True)
     return ProportionalRope(rope.theta, share, factor)
+
+
+def override_ropes(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with another `rope_parameters`: each type of layer has its theta there, and only there."""
+    check_read(given, ("rope_parameters",))
+    return {**raw, **given}

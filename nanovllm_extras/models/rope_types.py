@@ -22,6 +22,7 @@ import torch
 
 from nanovllm.checks import check_number
 from nanovllm_extras.models.rope import Rope, plain_rope, rope_type_of
+from nanovllm_extras.models.rope_overrides import dict_of
 from nanovllm_extras.option_checks import first_given
 
 REQUIRED = {  # numbers that each type needs
@@ -97,8 +98,7 @@ def find_parameters(raw: dict[str, Any], theta: float) -> dict[str, Any]:
     transformers 5 keeps all of them in `rope_parameters`; 4 keeps theta next to `rope_scaling`.
     """
     parameters, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    is_merged = all(parameters.get(name) == value for name, value in scaling.items())  # one says what both say
-    found = parameters if is_merged else scaling
+    found = dict_of(raw) or {}
     theta = first_given(found.get("rope_theta"), raw.get("rope_theta"), theta)
     if (lost := parameters.get("rope_theta", theta)) != theta:  # a file of transformers 5, edited as one of 4
         raise ValueError(
