@@ -12,11 +12,13 @@ Python's hashlib, 256 bits, about a microsecond per block.
 import json
 from collections.abc import Mapping
 from hashlib import blake2b
+from os.path import relpath
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from nanovllm.loader import INDEX_FILE, checkpoint_files
 from nanovllm_extras.kv_store.tier import BlockName
 
 KEY_BYTES = 32
@@ -54,13 +56,22 @@ def make_root_key(facts: Mapping[str, Any]) -> bytes:
     return blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
 
-def digest_folder(folder: Path) -> str:
-    """Return a digest of a model's config.json and weights: the names, sizes and contents of the files."""
+def digest_model(folder: Path, load_format: str) -> str:
+    """Return a digest of what a model is loaded from: the names, sizes and contents of config.json and the weights."""
     digest = xxhash.xxh3_128()
-    for path in sorted(folder.iterdir()):
-        if path.name == "config.json" or path.suffix in (".safetensors", ".gguf"):
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            with path.open("rb") as file:
-                while chunk := file.read(CHUNK_BYTES):
-                    digest.update(chunk)
+    for path in [folder / "config.json", *files_of_weights(folder, load_format)]:
+        digest.update(f"{relpath(path, folder)} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
     return digest.hexdigest()
+
+
+def files_of_weights(folder: Path, load_format: str) -> list[Path]:
+    """Return the files that the weights are read from, and the index, which says which tensor is read from which."""
+    if load_format == "dummy":
+        return []
+    if load_format == "gguf":
+        return sorted(folder.glob("*.gguf"))
+    files = checkpoint_files(folder)
+    return [*files, *([] if None in files.values() else [folder / INDEX_FILE])]

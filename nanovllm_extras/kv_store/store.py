@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nanovllm_extras.kv_store.keys import digest_folder, make_root_key, names_of
+from nanovllm_extras.kv_store.keys import digest_model, make_root_key, names_of
 from nanovllm_extras.kv_store.moves import NamedBlocks, StoreMoves
 from nanovllm_extras.kv_store.share import Loaded, Share
 from nanovllm_extras.kv_store.store_options import is_private, option_of, role_of, smallest_size
@@ -154,7 +154,7 @@ def facts_of(runner: "PlainRunner", has_digest: bool) -> dict[str, Any]:
     layout = getattr(runner, "layout", None)  # of equal blocks for K and V of two shapes
     if layout is not None:
         facts["layout"] = repr(layout)
-    return facts | {"digest": digest_folder(runner.folder)} if has_digest else facts
+    return facts | {"digest": digest_model(runner.folder, config.load_format)} if has_digest else facts
 
 
 class StoreHooks:

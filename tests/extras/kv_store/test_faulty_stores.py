@@ -2,11 +2,14 @@
 
 import dataclasses
 import gc
+import json
+import shutil
 import threading
 import time
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from nanovllm_extras import LLM, Config, SamplingParams
 from nanovllm_extras.isolation import IsolatingEngine
@@ -175,6 +178,44 @@ def test_another_model_finds_nothing(checkpoints, folder):
     alone = answers_of(LLM(other, **OPTIONS), order=[0])
     assert answers_of(llm, order=[0]) == alone
     assert llm.get_stats().kv_store.num_loaded_blocks == 0
+
+
+def new_weights(folder):
+    """Add to the value projection of the last layer, in a file of a subfolder, whose size stays as it is."""
+    file = folder / "shards" / "weights.safetensors"
+    tensors = load_file(file)
+    name = max(name for name in tensors if name.endswith("v_proj.weight"))
+    save_file({**tensors, name: tensors[name] + 1}, file, metadata={"format": "pt"})
+    return {}
+
+
+CHANGES = {  # of a checkpoint or of the options -> the options of the next engine
+    "weights in a subfolder": new_weights,
+    "hf_overrides": lambda folder: {"hf_overrides": {"rope_theta": 77.0}},
+    "quantization": lambda folder: {"quantization": {"method": "int4", "embeddings": False}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_k_and_v_changes_the_names_of_blocks(checkpoints, tmp_path, change):
+    shutil.copytree(checkpoints.make(num_hidden_layers=2, initializer_range=0.3)[0], tmp_path, dirs_exist_ok=True)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for file in [*files, *tmp_path.glob("*.index.json")]:
+        file.unlink()
+    (tmp_path / "shards").mkdir()
+    save_file(tensors, tmp_path / "shards" / "weights.safetensors", metadata={"format": "pt"})
+    index = {"weight_map": dict.fromkeys(tensors, "shards/weights.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    store = {"kv_transfer_config": {"kv_connector": MemoryTier(1 << 22)}}
+    first = answers_of(LLM(tmp_path, **store, **OPTIONS), order=[0])
+    options = CHANGES[change](tmp_path)
+    alone = answers_of(LLM(tmp_path, **options, **OPTIONS), order=[0])
+    assert alone != first
+    for is_known in (False, True):
+        llm = LLM(tmp_path, **store, **options, **OPTIONS)
+        assert answers_of(llm, order=[0]) == alone
+        assert (llm.get_stats().kv_store.num_loaded_blocks > 0) == is_known
 
 
 def test_a_reset_of_the_prefix_cache_forgets_the_store(folder, expected):

@@ -1,6 +1,8 @@
 """The memory tier against a plain model of it, chains of tiers, and the names of blocks."""
 
+import json
 import random
+import shutil
 from collections import OrderedDict
 
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.kv_store.keys import digest_folder, make_root_key, names_of
+from nanovllm_extras.kv_store.keys import digest_model, make_root_key, names_of
 from nanovllm_extras.kv_store.memory_tier import MemoryTier
 from nanovllm_extras.kv_store.tier import BlockName, Chain, Tier
 from nanovllm_extras.request_params import SamplingParams
@@ -158,13 +160,32 @@ def test_another_root_gives_other_keys():
     assert one.tokens == two.tokens
 
 
-def test_the_digest_depends_on_contents_only(tmp_path):
-    digests = set()
-    for weights, config in ((b"w", b"c"), (b"v", b"c"), (b"w", b"d"), (b"w", b"c")):
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(weights)
-        (folder / "config.json").write_bytes(config)
-        (folder / "notes.txt").write_text(str(folder))
-        digests.add(digest_folder(folder))
-    assert len(digests) == 3
+INDEX = "model.safetensors.index.json"
+PARTS = {"a": "shards/1.safetensors", "b": "shards/deep/2.safetensors"}  # tensor -> file
+CHECKPOINTS = {  # load_format, the files that are read, and others
+    "one file": ("auto", ["model.safetensors"], [INDEX, "other.safetensors", "tokenizer.json"]),
+    "several files": ("safetensors", ["1.safetensors", "2.safetensors"], ["deep/3.safetensors", "notes.txt"]),
+    "an index": ("auto", [INDEX, *PARTS.values()], ["1.safetensors", "shards/old.safetensors"]),
+    "GGUF": ("gguf", ["model-Q8_0.gguf"], ["model.safetensors", INDEX]),
+    "none": ("dummy", [], ["model.safetensors", "x.gguf"]),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_digest_depends_on_all_files_that_are_read_and_no_others(tmp_path, name):
+    load_format, read, others = CHECKPOINTS[name]
+    for file in ["config.json", *read, *others]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(json.dumps({"weight_map": PARTS}) if file == INDEX else file)
+    copy = shutil.copytree(tmp_path, tmp_path / "copy")
+    first = digest_model(tmp_path, load_format)
+    assert digest_model(copy, load_format) == first
+    for file in ["config.json", *read, *others]:
+        old = (tmp_path / file).read_text()
+        # as long as before, and with the same files
+        new = json.dumps({"weight_map": dict(zip("ba", PARTS.values(), strict=True))}) if file == INDEX else old[::-1]
+        assert len(new) == len(old)
+        (tmp_path / file).write_text(new)
+        assert (digest_model(tmp_path, load_format) == first) == (file in others), file
+        (tmp_path / file).write_text(old)
+        assert digest_model(tmp_path, load_format) == first
