@@ -33,7 +33,7 @@ class LLMEngine:
         folder = self.find_folder()
         self.tokenizer = self.load_tokenizer(folder)
         self.runner = self.make_runner(folder)
-        self.eos_token_ids = read_eos_token_ids(folder, self.tokenizer, self.runner.shape.vocab_size)
+        self.eos_token_ids = self.read_eos_token_ids(folder)
         self.description = self.runner.description  # which classes compute, and why
         self.stats = self.make_stats()
         self.reset()
@@ -161,6 +161,9 @@ class LLMEngine:
 
     def make_runner(self, folder: Path) -> ModelRunner:
         return ModelRunner(self.config, folder)
+
+    def read_eos_token_ids(self, folder: Path) -> frozenset[int]:
+        return read_eos_token_ids(folder, self.tokenizer, self.runner.shape.vocab_size)
 
     def make_stats(self) -> Stats:
         """Return the observer that is notified of the decisions of scheduler and block manager."""

@@ -54,12 +54,18 @@ def load_tokenizer(folder: Path) -> Any:
 
 def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> frozenset[int]:
     """Return the end-of-sequence tokens of generation_config.json (else config.json), and the tokenizer's."""
+    files = [folder / name for name in ("generation_config.json", "config.json")]
+    return find_eos_token_ids({str(file): read_json(file) for file in files if file.is_file()}, tokenizer, vocab_size)
+
+
+def find_eos_token_ids(sources: Mapping[str, Mapping[str, Any]], tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """Return the end-of-sequence tokens of the first of the named `sources` that has any, and the tokenizer's."""
     found: set[int] = set() if getattr(tokenizer, "eos_token_id", None) is None else {tokenizer.eos_token_id}
-    for file in (folder / "generation_config.json", folder / "config.json"):
-        eos = read_json(file).get("eos_token_id") if file.is_file() else None
+    for name, fields in sources.items():
+        eos = fields.get("eos_token_id")
         if eos is not None:
             eos = eos if isinstance(eos, list) else [eos]
-            check_token_ids(f"{file}: eos_token_id", [one for one in eos if one != -1])
+            check_token_ids(f"{name}: eos_token_id", [one for one in eos if one != -1])
             found |= set(eos)
             break
     return frozenset(token_id for token_id in found if 0 <= token_id < vocab_size)

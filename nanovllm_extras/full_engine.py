@@ -322,11 +322,16 @@ class LLMEngine(engine.LLMEngine):
         logger.info("started in " + ", ".join(f"{part} {spent:.2f} s" for part, spent in seconds.items()))
         return runner
 
-    def make_stats(self) -> SchedulingStats:
-        if not self._is_plain:
-            from nanovllm_extras.eos_of_text import read_eos_of_text
+    def read_eos_token_ids(self, folder: Path) -> frozenset[int]:
+        config = self.config
+        options = (config.hf_overrides, config.override_generation_config, config.generation_config != "auto")
+        if self._is_plain and not any(options):
+            return super().read_eos_token_ids(folder)
+        from nanovllm_extras.end_tokens import read_end_tokens
 
-            self.eos_token_ids |= read_eos_of_text(self.runner.folder, self.runner.shape.vocab_size)
+        return read_end_tokens(config, folder, self.tokenizer, self.runner.shape.vocab_size)
+
+    def make_stats(self) -> SchedulingStats:
         defaults = self._default_sampling_params
         self.parts = Parts(self.config, self.runner, self.tokenizer, self.eos_token_ids, defaults)
         self.description = self.parts.description

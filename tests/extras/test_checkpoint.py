@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.loader import read_eos_token_ids
+from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.checkpoint import load_tokenizer, read_default_sampling_params, read_model_config, resolve_model
 from tests.extras.test_weights import load_with_extras as load
@@ -144,6 +145,76 @@ def test_an_end_token_of_a_wrong_kind_is_named_with_its_file(broken, file, value
 def test_an_end_token_of_minus_one_is_none(broken):
     (broken[0] / "generation_config.json").write_text('{"eos_token_id": [-1, 7]}')
     assert read_eos_token_ids(broken[0], None, 300) == {7}
+
+
+GIVEN = {"eos_token_id": [30, 31]}
+END_TOKENS = {  # generation_config.json of the model, that of another folder, config.json, options -> the end tokens
+    "the model's": ({"eos_token_id": 5}, GIVEN, {"eos_token_id": 6}, {}, {5}),
+    "another folder's": ({"eos_token_id": 5}, GIVEN, {"eos_token_id": 6}, {"generation_config": "other"}, {30, 31}),
+    "a folder's without any": ({"eos_token_id": 5}, {}, {"eos_token_id": 6}, {"generation_config": "other"}, {6}),
+    "vllm reads no parameters": ({"eos_token_id": 5}, {}, {}, {"generation_config": "vllm"}, {5}),
+    "overridden": ({"eos_token_id": 5}, {}, {}, {"override_generation_config": GIVEN}, {30, 31}),
+    "overridden by null": (GIVEN, {}, {"eos_token_id": 6}, {"override_generation_config": {"eos_token_id": None}}, {6}),
+    "in another folder, overridden": (
+        {},
+        {"eos_token_id": 5},
+        {},
+        {"generation_config": "other", "override_generation_config": GIVEN},
+        {30, 31},
+    ),
+    "hf_overrides": ({}, {}, {"eos_token_id": 6}, {"hf_overrides": GIVEN}, {30, 31}),
+    "hf_overrides below a file": ({"eos_token_id": 5}, {}, {}, {"hf_overrides": GIVEN}, {5}),
+    "nested hf_overrides": ({}, {}, {}, {"hf_overrides": {"text_config": GIVEN}}, {30, 31}),
+}
+
+
+@pytest.mark.parametrize("name", END_TOKENS)
+def test_the_end_tokens_are_those_of_the_files_and_options_that_are_chosen(broken, tmp_path, name):
+    folder, _ = broken
+    generation, others, fields, options, expected = END_TOKENS[name]
+    other = tmp_path / "other"
+    other.mkdir()
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    (other / "generation_config.json").write_text(json.dumps(others))
+    edit_config(folder, **{"eos_token_id": None, **fields})
+    if options.get("generation_config") == "other":
+        options = {**options, "generation_config": other}
+    llm = LLM(folder, load_format="dummy", num_kv_blocks=8, dtype="float32", device="cpu", **options)
+    assert llm.engine.eos_token_ids == expected
+    assert llm.engine.input_processor.eos_token_ids == expected
+
+
+@pytest.mark.parametrize("method", ["generation_config", "override_generation_config"])
+def test_an_answer_ends_at_an_end_token_of_the_chosen_folder(broken, tmp_path, method):
+    folder, _ = broken
+    options = {"num_kv_blocks": 8, "dtype": "float32", "device": "cpu"}
+    params = SamplingParams(temperature=0, max_tokens=8)
+    [whole] = LLM(folder, **options).generate([[1, 2, 3]], params, use_tqdm=False)
+    end = whole.outputs[0].token_ids[3]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    value = tmp_path if method == "generation_config" else {"eos_token_id": end}
+    [output] = LLM(folder, **options, **{method: value}).generate([[1, 2, 3]], params, use_tqdm=False)
+    num_tokens = whole.outputs[0].token_ids.index(end) + 1
+    assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == (
+        whole.outputs[0].token_ids[:num_tokens],
+        "stop",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"override_generation_config": {"eos_token_id": "2"}}, "override_generation_config"),
+        ({"generation_config": "other"}, "other/generation_config.json"),
+    ],
+)
+def test_an_end_token_of_a_wrong_kind_is_named_with_its_option(broken, tmp_path, options, name):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "generation_config.json").write_text('{"eos_token_id": "2"}')
+    if "generation_config" in options:
+        options = {"generation_config": tmp_path / "other"}
+    with pytest.raises(TypeError, match=rf"{name}: eos_token_id\[0\] must be an integer"):
+        LLM(broken[0], load_format="dummy", num_kv_blocks=8, device="cpu", **options)
 
 
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
