@@ -119,7 +119,8 @@ def fill(places: dict[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Ten
                              f"{list(place.shape)} in float32, bfloat16 or float16")  # fmt: skip
         twice = filled.get(id(place))  # tied embeddings have two names for one place
         if twice is not None and not torch.equal(place, tensor.to(place)):
-            raise ValueError(f"tensors {twice} and {name} in {source} differ, but config.json ties them together")
+            raise ValueError(f"tensors {twice} and {name} in {source} differ, but config.json ties them together: set "
+                             f"tie_word_embeddings to false there, or use nanovllm_extras.LLM")  # fmt: skip
         place.copy_(tensor)
         filled[id(place)] = name
     if missing := [name for name, place in places.items() if id(place) not in filled]:

@@ -91,11 +91,11 @@ class PlainRunner(model_runner.ModelRunner):
 
     def find_network(self) -> tuple[Any, Any]:
         model_class, shape = read_model_config(self.folder, self.config.hf_overrides, self.config.max_model_len)
-        if shape.tie_word_embeddings or self.config.load_format == "gguf":
+        if self.config.load_format in ("gguf", "dummy"):
             return model_class, shape
-        from nanovllm_extras.headless import without_head
+        from nanovllm_extras.headless import with_stored_head
 
-        return model_class, without_head(shape, self.folder)
+        return model_class, with_stored_head(shape, self.folder)
 
     def make_model(self) -> nn.Module:
         return load_model(self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder)

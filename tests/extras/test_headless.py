@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.parallel.cut import Cut, read_part
@@ -61,6 +61,38 @@ def test_names_without_a_prefix_and_an_output_layer_generate(checkpoints, tmp_pa
     llm = LLM(bare(tmp_path / "model", of, keep_head=not is_tied), **OPTIONS)
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [one.outputs[0].token_ids for one in outputs] == [hf_greedy(model, prompt, 8) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("is_bare", [False, True])
+@pytest.mark.parametrize("is_equal", [False, True])
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_an_output_layer_of_its_own_is_used_though_config_json_ties_the_embeddings(
+    checkpoints, tmp_path, caplog, is_bare, is_equal, num_files
+):
+    """As in transformers, which does not tie embeddings that differ. Equal ones are one tensor."""
+    of, _ = checkpoints.make(num_hidden_layers=1)
+    folder = tmp_path / "model"
+    bare(folder, of, keep_head=True) if is_bare else shutil.copytree(of, folder)
+    edit_config(folder, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    if is_equal:
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight" if is_bare else "model.embed_tokens.weight"].clone()
+    head = {"lm_head.weight": tensors.pop("lm_head.weight")}
+    (folder / "model.safetensors").unlink()
+    parts = [tensors | head] if num_files == 1 else [tensors, head]
+    for i, part in enumerate(parts):
+        save_file(part, folder / f"{'model' if num_files == 1 else i}.safetensors", metadata={"format": "pt"})
+    llm = LLM(folder, **OPTIONS, dtype="float32")
+    model = llm.engine.runner.model
+    assert (model.lm_head is model.model.embed_tokens) == is_equal
+    assert ("ties the embeddings" in caplog.text) != is_equal
+    for i in range(num_files):  # for transformers, a single file with the usual names
+        (folder / f"{'model' if num_files == 1 else i}.safetensors").unlink()
+    usual = {name if name.startswith("model.") else f"model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(usual | head, folder / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in outputs] == [hf_greedy(theirs, prompt, 8) for prompt in PROMPTS]
 
 
 def test_an_output_layer_that_is_missing_beside_names_with_a_prefix_is_missing(broken):
