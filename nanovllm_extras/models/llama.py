@@ -18,17 +18,18 @@ from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.gated_mlp import GatedMLP
 from nanovllm_extras.models.masking import make_attention
 from nanovllm_extras.models.network_config import NetworkConfig
-from nanovllm_extras.models.read_config import read_common, read_rope, refuse_partial_rotary
+from nanovllm_extras.models.read_config import read_common, read_rope, read_rotary_dim, refuse_partial_rotary
 from nanovllm_extras.models.window_layers import SLIDING, read_windows
 
 
 def read_llama_config(raw: dict[str, Any]) -> NetworkConfig:
+    """Read a Llama config.json. A `partial_rotary_factor` has its effect as in vLLM; transformers 5 ignores it."""
     common = read_common(raw, max_position_embeddings=2048)
-    refuse_partial_rotary(raw)
-    rope = read_rope(raw, common["head_dim"], common["max_position_embeddings"])
+    rotary_dim = read_rotary_dim(raw, common["head_dim"])
+    rope = read_rope(raw, rotary_dim, common["max_position_embeddings"])
     mlp_bias = raw.get("mlp_bias") or False
     check_bool("config.json: mlp_bias", mlp_bias)
-    return NetworkConfig(**common, rope=rope, mlp_bias=mlp_bias)
+    return NetworkConfig(**common, rope=rope, rotary_dim=rotary_dim, mlp_bias=mlp_bias)
 
 
 def read_mistral_config(raw: dict[str, Any]) -> NetworkConfig:
@@ -46,6 +47,7 @@ class LlamaAttention(Qwen3Attention):
 
     def __init__(self, config: NetworkConfig, backend: TorchAttention, layer: int) -> None:
         super().__init__(config, backend)
+        self.rotary_dim = config.rotary_dim or config.head_dim
         self.q_norm = self.k_norm = nn.Identity()  # type: ignore[assignment]
         self.qkv_proj = FusedLinear(config.hidden_size, self.qkv_proj.parts, bias=config.qkv_bias)
         self.attention = make_attention(backend, config.options(layer))

@@ -8,15 +8,13 @@ first part of each head may be rotated (partial rotary); long contexts have Long
 
 from typing import Any
 
-from nanovllm.checks import check_number
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.llama import LlamaAttention, LlamaDecoderLayer
 from nanovllm_extras.models.network_config import NetworkConfig
-from nanovllm_extras.models.read_config import read_common, read_rope
+from nanovllm_extras.models.read_config import read_common, read_rope, read_rotary_dim
 from nanovllm_extras.models.rope import rope_type_of
 from nanovllm_extras.models.window_layers import SLIDING, read_windows
-from nanovllm_extras.option_checks import first_given
 
 
 def read_phi3_config(raw: dict[str, Any]) -> NetworkConfig:
@@ -25,10 +23,8 @@ def read_phi3_config(raw: dict[str, Any]) -> NetworkConfig:
     window = raw.get("sliding_window")
     windows = {} if window is None else read_windows([SLIDING] * common["num_hidden_layers"], window)
     parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    share = first_given(parameters.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), 1.0)
-    check_number("config.json: partial_rotary_factor", share, 0, 1, open_low=True)
-    rotary_dim = int(common["head_dim"] * share)
-    if rope_type_of(parameters) in ("su", "yarn"):  # what early files call LongRoPE
+    rotary_dim = read_rotary_dim(raw, common["head_dim"])
+    if rope_type_of(parameters) == "yarn":  # what some early files call LongRoPE
         raw = {**raw, "rope_scaling": {**parameters, "rope_type": "longrope"}}
     raw = {"original_max_position_embeddings": 4096, **raw}
     rope = read_rope(raw, rotary_dim, common["max_position_embeddings"])
@@ -38,7 +34,6 @@ def read_phi3_config(raw: dict[str, Any]) -> NetworkConfig:
 class Phi3Attention(LlamaAttention):
     def __init__(self, config: NetworkConfig, backend: TorchAttention, layer: int) -> None:
         super().__init__(config, backend, layer)
-        self.rotary_dim = config.rotary_dim or config.head_dim
         self.qkv_proj.is_stored_fused = True  # type: ignore[assignment]
 
 

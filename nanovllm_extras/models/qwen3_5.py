@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.checks import check_int, check_number
+from nanovllm.checks import check_int
 from nanovllm.layers.attention import Attention, AttentionMetadata, TorchAttention
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.mlp import GatedMLP
@@ -27,7 +27,7 @@ from nanovllm_extras.models.gated_delta import GatedDeltaNet
 from nanovllm_extras.models.gemma3 import UnitOffsetRMSNorm
 from nanovllm_extras.models.mtp import MtpHead
 from nanovllm_extras.models.network_config import NetworkConfig
-from nanovllm_extras.models.read_config import read_common, read_rope
+from nanovllm_extras.models.read_config import read_common, read_rope, read_rotary_dim
 from nanovllm_extras.models.window_layers import FULL, layer_types_of
 from nanovllm_extras.option_checks import first_given
 from nanovllm_extras.states.pool import StateCaches, StateMetadata, StateShape
@@ -74,7 +74,7 @@ def read_fields(raw: dict[str, Any], num_key_value_heads: int) -> dict[str, Any]
         conv=(width - 1, 2 * key_heads * key_dim + value_heads * value_dim),
         recurrent=(value_heads, key_dim, value_dim),
     )
-    rotary_dim = read_rotary_dim(raw, common["head_dim"])
+    rotary_dim = read_rotary_dim(raw, common["head_dim"], share=0.25)
     rope = read_rope(raw, rotary_dim, common["max_position_embeddings"])
     positions = {"rope": rope, "rotary_dim": rotary_dim}
     return {**common, **linear, **positions, "layer_types": types, "state_shape": state_shape}
@@ -89,14 +89,6 @@ def read_layer_types(raw: dict[str, Any], num_layers: int) -> tuple[str, ...]:
     if len(set(types)) < 2:
         raise ValueError(f"layer_types must name both {LINEAR} and {FULL}, config.json has {types[0]} for all layers")
     return tuple(types)
-
-
-def read_rotary_dim(raw: dict[str, Any], head_dim: int) -> int:
-    """Read how many channels of each head are rotated: a quarter of them, unless the file says otherwise."""
-    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    share = first_given(parameters.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), 0.25)
-    check_number("config.json: partial_rotary_factor", share, 0, 1, open_low=True)
-    return int(head_dim * share)
 
 
 def read_size(raw: dict[str, Any], name: str, default: int, minimum: int = 1) -> int:

@@ -68,6 +68,14 @@ def read_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float =
     return read_scaled_rope(raw, rotary_dim, max_len, theta)
 
 
+def read_rotary_dim(raw: dict[str, Any], head_dim: int, share: float = 1.0) -> int:
+    """Read how many channels of each head are rotated, the first ones. `share` is the architecture's default."""
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    share = first_given(parameters.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), share)
+    check_number("config.json: partial_rotary_factor", share, 0, 1, open_low=True)
+    return int(head_dim * share)
+
+
 def refuse_partial_rotary(raw: dict[str, Any]) -> None:
     for place in (raw, raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
         refuse("partial_rotary_factor", place.get("partial_rotary_factor"), (1.0, None))

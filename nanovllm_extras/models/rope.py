@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from nanovllm.checks import check_number
 from nanovllm.layers.rotary import Rotary
 
+# "mrope" counts positions of texts and images apart, which are equal in a text
+ALIASES = {"su": "longrope", "mrope": "default"}
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -52,7 +55,9 @@ class ScaledRotary(Rotary):
 
 
 def rope_type_of(parameters: dict[str, Any]) -> str:
-    return parameters.get("rope_type") or parameters.get("type") or "default"
+    """Return the type by the name that it has here: early files have others for two of them."""
+    found = parameters.get("rope_type") or parameters.get("type") or "default"
+    return ALIASES.get(found, found) if isinstance(found, str) else found
 
 
 def plain_rope(theta: float, rotary_dim: int) -> Rope:

@@ -3,17 +3,20 @@
 `tests/extras/models` compares whole networks for every type.
 """
 
+import dataclasses
 import json
+import re
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm_extras import LLM
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.models.phi3 import read_phi3_config
-from tests.extras.models.architectures import ARCHITECTURES, Checkpoints, longrope
+from tests.extras.models.architectures import ARCHITECTURES, Checkpoints, longrope, rope
 from tests.extras.models.test_architectures import logits_of
 from tests.extras.models.test_qwen3_variants import check_equals_transformers, read
 from tests.test_qwen3 import SHAPE
@@ -40,13 +43,60 @@ def test_the_default_type_by_its_older_name():
     check_equals_transformers(read(**raw), theirs)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(("other", "usual"), [("su", "longrope"), ("mrope", "default")])
+def test_other_names_of_types(name, key, where, other, usual):
+    raw = raw_of(name, None)
+    size = raw.get("qk_rope_head_dim") or 32
+    numbers = {"short_factor": [1.0 + i for i in range(size // 2)], "long_factor": [2.0 + i for i in range(size // 2)],
+               "factor": 2.0, "original_max_position_embeddings": 32}  # fmt: skip
+    numbers = {"mrope_section": [8, 4, 4]} if other == "mrope" else numbers
+    found, expected = (find_architecture({**raw, where: {key: one, **numbers}})[1] for one in (other, usual))
+    for length in (16, 64):
+        for ours, theirs in zip(*(one.rope.frequencies(size, length) for one in (found, expected)), strict=True):
+            assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+    assert dataclasses.replace(found, rope=None) == dataclasses.replace(expected, rope=None)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_llama_rotates_a_part_of_each_head_as_phi3_does(tmp_path, share):
+    """transformers has no Llama that does. The weights are those of Phi-3, with its fused ones in parts."""
+    fields = {**ARCHITECTURES["phi3"].shape, "head_dim": None, **rope("default", 300.0, partial_rotary_factor=share)}
+    config = transformers.Phi3Config(**{key: value for key, value in fields.items() if key != "head_dim"})
+    torch.manual_seed(0)
+    model = transformers.Phi3ForCausalLM(config).eval()
+    tensors = {}
+    for key, tensor in model.state_dict().items():
+        path, _, layer = key.rpartition(".mlp." if ".mlp." in key else ".self_attn.")
+        if layer == "qkv_proj.weight":
+            parts = zip("qkv", tensor.split((64, 32, 32)), strict=True)
+            tensors |= {f"{path}.self_attn.{one}_proj.weight": part for one, part in parts}
+        elif layer == "gate_up_proj.weight":
+            parts = zip(("gate", "up"), tensor.chunk(2), strict=True)
+            tensors |= {f"{path}.mlp.{one}_proj.weight": part for one, part in parts}
+        else:
+            tensors[key] = tensor
+    save_file({key: one.contiguous() for key, one in tensors.items()}, tmp_path / "model.safetensors")
+    raw = {key: value for key, value in fields.items() if value is not None} | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    prompt = [(7 * i * i + 3) % 200 for i in range(50)]
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt]), use_cache=False).logits[0]
+    for backend in ("torch", "cpu"):
+        options = {"dtype": "float32", "attention_backend": backend, "num_kv_blocks": 20, "block_size": 16}
+        llm = LLM(tmp_path, max_model_len=64, device="cpu", **options)
+        torch.testing.assert_close(logits_of(llm, prompt), expected, rtol=1e-4, atol=2e-4)
+
+
 # ---- what is refused
 
 
 @pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("rope_type", ["proportional", "axial", "mrope"])
+@pytest.mark.parametrize("rope_type", ["proportional", "axial", "ntk", ["yarn"]])
 def test_unknown_rope_types_are_refused_by_name(where, rope_type):
-    with pytest.raises(ValueError, match=f"rope_type '{rope_type}' is not supported, only default, .*yarn"):
+    with pytest.raises(ValueError, match=f"rope_type {re.escape(repr(rope_type))} is not supported, only default, .*"):
         read(**{where: {"rope_type": rope_type, "factor": 2.0}})
 
 
