@@ -1,8 +1,9 @@
 """Mask the logits so that the output conforms to the grammar of its request.
 
 Each sequence has a `Grammar`, which reads the output so far. Its mask has one bit for each token of the vocabulary. The
-bit is set if the output with this token can still become a text of the grammar. End tokens are allowed if and only if
-the text is complete. With the grammar "yes" | "no" and the tokens y, e, s, n, no, <end>:
+bit is set if the output with this token can still become a text of the grammar. End tokens are allowed when the text is
+complete. Before, a stop token of the request is allowed only where no other token can come next. With the grammar
+"yes" | "no" and the tokens y, e, s, n, no, <end>:
 
     output []         allowed y n no
     output [y]        allowed e
@@ -76,16 +77,26 @@ class Grammar:
                 self.error = f"the grammar does not allow token {token_id} of the output"
 
     def finish_mask(self, words: np.ndarray, stop_token_ids: frozenset[int]) -> None:
-        """Allow end tokens in the library's mask if and only if the text is complete. words: [num_words] uint32."""
+        """Correct the bits of end tokens in the library's mask. words: [num_words] uint32, changed in place.
+
+        All end tokens are allowed if the text is complete. Otherwise they are forbidden, unless the text can only
+        continue with one of them: then it is allowed, and ends the sequence as any stop token does.
+        """
         if not self.error and self.matcher.is_error():
             self.error = describe(self.matcher.get_error())
-        is_complete = not self.error and self.matcher.is_accepting()
-        set_bits(words, self._eos_token_ids | stop_token_ids, is_complete)
-        if not self.error and not words.any():
-            self.error = NO_TOKEN
+        ends = self._eos_token_ids | stop_token_ids
+        if not self.error and self.matcher.is_accepting():
+            set_bits(words, ends, True)
+        elif not self.error:
+            continuing = words.copy()
+            set_bits(words, ends, False)
+            if not words.any():
+                words[:] = continuing
+            if not words.any():
+                self.error = NO_TOKEN
         if self.error:  # the request ends after this step; no end token, so that it does not end with `stop`
             words[:] = 0xFFFFFFFF
-            set_bits(words, self._eos_token_ids | stop_token_ids, False)
+            set_bits(words, ends, False)
 
 
 def describe(error: str) -> str:

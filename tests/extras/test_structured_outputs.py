@@ -178,8 +178,11 @@ def test_the_output_is_of_the_grammar(llm, grammar):
 CHOICES = ["yes", "no", "not at all", 'say "ü☃"', "back\\slash\n", "::= or :", "no way"]
 
 
-def greedy_choice(model, tokenizer, prompt, choices):
-    """By `transformers`, and by looking for each byte at every choice that begins with the bytes so far."""
+def greedy_choice(model, tokenizer, prompt, choices, stops=()):
+    """By `transformers`, and by looking for each byte at every choice that begins with the bytes so far.
+
+    A stop token may come where nothing else can, or where the text is complete.
+    """
     texts = [choice.encode() for choice in choices]
     # a token is a byte: those of the texts are all that can be allowed
     byte_of = {i: b for text in choices for i, b in zip(tokenizer.encode(text), text.encode(), strict=True)}
@@ -188,10 +191,11 @@ def greedy_choice(model, tokenizer, prompt, choices):
         with torch.no_grad():
             logits = model(torch.tensor([token_ids])).logits[0, -1]
         allowed = [i for i, b in byte_of.items() if any(t.startswith(output + bytes([b])) for t in texts)]
-        allowed += [END] if output in texts else []
+        allowed = [i for i in allowed if i not in stops] or allowed
+        allowed += [END, *stops] if output in texts else []
         best = max(allowed, key=lambda i: float(logits[i]))
         token_ids.append(best)
-        if best == END:
+        if best == END or best in stops:
             return token_ids[len(prompt) :]
         output += bytes([byte_of[best]])
 
@@ -204,6 +208,39 @@ def test_each_token_is_the_likeliest_that_fits(llm, tiny_checkpoint):
     ]
     assert {one.text for one in completions} <= set(CHOICES)
     assert len({one.text for one in completions}) > 1
+
+
+STOPPED = [  # an expression, all its texts, the stop tokens
+    ("(ab){3}", ["ababab"], "a"),
+    ("(ab){3}", ["ababab"], "b"),
+    ("(ab){3}", ["ababab"], "c"),
+    ("[ab]c", ["ac", "bc"], "a"),
+    ("[ab]c", ["ac", "bc"], "ab"),
+    ("[ab]c", ["ac", "bc"], "c"),
+    ("ab?c?", ["a", "ab", "ac", "abc"], "b"),
+    ("ab?c?", ["a", "ab", "ac", "abc"], "bc"),
+    ("é|è", ["é", "è"], "é"),  # of two tokens
+]
+
+
+@pytest.mark.parametrize(("pattern", "texts", "stops"), STOPPED)
+def test_a_stop_token_ends_a_text_that_needs_it_or_is_complete(llm, tiny_checkpoint, pattern, texts, stops):
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode(stops)
+    prompts = [[i, i + 40] for i in range(1, 6)]
+    for form in ({"regex": pattern}, {"choice": texts}):
+        completions = run(llm, form, prompts, temperature=0, stop_token_ids=ids)
+        expected = [greedy_choice(tiny_checkpoint[1], tokenizer, prompt, texts, ids) for prompt in prompts]
+        assert [one.token_ids for one in completions] == expected
+        for one in completions:
+            last = one.token_ids[-1]
+            assert (one.finish_reason, one.stop_reason) == ("stop", last if last in ids else None)
+
+
+def test_a_stop_token_that_the_form_needs_counts_only_after_min_tokens(llm):
+    a, b = llm.get_tokenizer().encode("ab")
+    (one,) = run(llm, {"regex": "(ab){3}"}, stop_token_ids=[a], min_tokens=3)
+    assert (one.token_ids, one.text, one.stop_reason) == ([a, b, a, b, a], "abab", a)
 
 
 def test_all_choices_are_reached(llm):
@@ -255,18 +292,23 @@ def test_the_form_wins_over_what_leaves_no_token(llm):
     assert len(penalized.logprobs) == 7
 
 
-def test_a_grammar_without_a_next_token_ends_its_request_alone(llm):
-    b = llm.get_tokenizer().encode("b")[0]
+def test_a_grammar_without_a_next_token_ends_its_request_alone(tiny_checkpoint, tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "c": 1, "<end>": 2}, merges=[]))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    without_b = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     good = SamplingParams(structured_outputs={"regex": "[a-c]{4}"}, max_tokens=20, temperature=0)
-    bad = SamplingParams(structured_outputs={"regex": "ab+c"}, stop_token_ids=[b], max_tokens=20, temperature=0)
-    ended = dict(llm.engine.observed.num_ended)
-    completions = [output.outputs[0] for output in llm.generate([PROMPT] * 2, [good, bad], use_tqdm=False)]
-    assert llm.engine.observed.num_ended == {**ended, "stop": ended["stop"] + 1, "abort": ended["abort"] + 1}
+    bad = SamplingParams(structured_outputs={"regex": "a[bd]c"}, max_tokens=20, temperature=0)
+    folder = copy_checkpoint(tiny_checkpoint[0], tmp_path / "model", without_b)
+    with LLM(folder, attention_backend="torch", num_kv_blocks=64) as llm:
+        completions = [output.outputs[0] for output in llm.generate([PROMPT] * 2, [good, bad], use_tqdm=False)]
+        ended = llm.engine.observed.num_ended
+        assert {reason: number for reason, number in ended.items() if number} == {"stop": 1, "abort": 1}
+        assert llm.get_stats().num_running == 0
     assert completions[0].finish_reason == "stop"
     assert completions[1].finish_reason == "abort"
     assert "no token of the vocabulary" in completions[1].stop_reason
     assert completions[1].text.startswith("a")
-    assert llm.get_stats().num_running == 0
 
 
 def test_streams_grow_and_an_abandoned_one_leaves_nothing(llm):
