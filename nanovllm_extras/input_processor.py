@@ -110,6 +110,8 @@ class InputProcessor:
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
         readers = self._readers(params, gives_deltas)
+        if grammar is not None:
+            grammar = self.grammars.for_prompt(grammar, self.decoder, params, token_ids)
         seqs: list[Sequence] = []  # one for each sample
         for i in range(params.n):
             own_processors = processors if grammar is None else (*processors, grammar.copy())

@@ -15,10 +15,10 @@ BYTE_LEVEL_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 
 PIECES = ["▁", "▁▁", "▁Hel", "lo", "▁wor", "ld", "▁a", "▁b", "a", "b", "c", "é", "ée", ".", "'s", "\n"]
 
 
-def byte_level():
+def byte_level(add_prefix_space=False):
     """A byte in a token, twelve merges, three special tokens; <|im_end|> is the end token."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=len(BYTE_LEVEL_SPECIALS) + 256 + 12,
@@ -32,15 +32,19 @@ def byte_level():
     )
 
 
-def sentencepiece():
-    """As Llama 2's: ▁ is a space, the first one is not shown, and what no piece has is spelled in bytes."""
-    tokens = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *PIECES]
+def sentencepiece(pieces=PIECES, shows_first_space=False):
+    """As Llama 2's: ▁ is a space, the first one is not shown, and what no piece has is spelled in bytes.
+
+    With `shows_first_space` as Gemma's.
+    """
+    tokens = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *pieces]
     vocab = {token: i for i, token in enumerate(tokens)}
     model = models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = [] if shows_first_space else [decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"

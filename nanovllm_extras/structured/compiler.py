@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanovllm_extras.full_detokenizer import TokenDecoder
+from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.structured.closed_objects import closed_text
+from nanovllm_extras.structured.first_space import FirstSpace, after_space, hides_first_space
 from nanovllm_extras.structured.grammar import Grammar, MaskWorker, fill_masks
 from nanovllm_extras.structured.structured_params import StructuredOutputsParams, schema_text
 from nanovllm_extras.structured.structured_request import StructuredRequest
@@ -37,6 +40,8 @@ class Compiled(NamedTuple):
 
     matcher: Any
     """The library's matcher in its initial state."""
+    first_space: FirstSpace | None
+    """What constrains outputs whose first space is not shown, if the tokenizer removes it."""
     num_chars: int
     """The length of the text that was compiled."""
 
@@ -57,6 +62,8 @@ class GrammarCompiler:
         self._compiled: OrderedDict[tuple[str, ...], Compiled] = OrderedDict()  # by source
         self._llguidance: Any = None
         self._ll_tokenizer: Any = None
+        self._probe: list[int] = []  # the tokens of " a"
+        self._starts: np.ndarray | None = None  # see `FirstSpace`; None if the tokenizer shows the first space
         self._worker: MaskWorker | None = None
 
     def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Grammar:
@@ -73,14 +80,21 @@ class GrammarCompiler:
         if compiled is None:  # outside the lock, so that a long compilation does not block other threads
             form, text, options = source
             text = checked(form, text)
-            compiled = Compiled(self._make_matcher(form, text, options), len(text))
+            compiled = Compiled(*self._make_matchers(form, text, options), len(text))
         with self._lock:
             self._compiled[source] = compiled
             self._compiled.move_to_end(source)
             while len(self._compiled) > MAX_COMPILED or self._num_kept_chars() > MAX_KEPT:
                 self._compiled.popitem(last=False)
             assert self._worker is not None
-            return Grammar(compiled.matcher.deep_copy(), self._eos_token_ids, self._worker)
+            return Grammar(compiled.matcher, self._eos_token_ids, self._worker, compiled.first_space).copy()
+
+    def for_prompt(
+        self, grammar: Grammar, decoder: TokenDecoder, params: SamplingParams, prompt_token_ids: list[int]
+    ) -> Grammar:
+        """Return the grammar of an output that follows `prompt_token_ids`."""
+        shows_all = grammar.first_space is None or not hides_first_space(decoder, self._probe, params, prompt_token_ids)
+        return grammar.copy(keeps_first_space=shows_all)
 
     def _num_kept_chars(self) -> int:
         """Return the number of characters of all grammars in the cache except the newest."""
@@ -103,14 +117,23 @@ class GrammarCompiler:
         num_tokens = max(self._vocab_size, num_ids)
         try:
             self._ll_tokenizer = llguidance.LLTokenizer(text, n_vocab=num_tokens, eos_token=sorted(self._eos_token_ids))
+            check_decoder(self._tokenizer)
         except ValueError as error:
             raise ValueError(f"structured_outputs cannot use the tokenizer of this model: {error}") from None
         self._llguidance = llguidance
+        self._probe = probe = self._ll_tokenizer.tokenize_bytes(b" a")
+        has_space = self._ll_tokenizer.decode_bytes(probe) == b" a"  # otherwise no token has a space
+        if has_space and hides_first_space(TokenDecoder(self._tokenizer), probe, SamplingParams(), []):
+            spaced = self._compile("regex", llguidance.LLMatcher.grammar_from_regex(" (?s:.*)"))
+            self._starts = np.frombuffer(spaced.compute_bitmask(), dtype=np.uint32)
         pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         self._worker = MaskWorker(pool, llguidance.LLExecutor(), -(-num_tokens // 32))
 
-    def _make_matcher(self, form: str, text: str, options: str) -> Any:
-        """Return a matcher in its initial state. Raises ValueError if the text is invalid, or allows no first token."""
+    def _make_matchers(self, form: str, text: str, options: str) -> tuple[Any, FirstSpace | None]:
+        """Return a matcher in its initial state, and another for outputs whose first space is not shown.
+
+        Raises ValueError if the text is invalid, or allows no first token.
+        """
         library = self._llguidance
         try:
             if form == "json":
@@ -123,17 +146,31 @@ class GrammarCompiler:
                 compiled = library.grammar_from("grammar", text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"structured_outputs.{form} cannot be compiled: {error}") from None
-        limits = library.LLParserLimits(verbose_errors=False)
-        matcher = library.LLMatcher(self._ll_tokenizer, compiled, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise ValueError(f"structured_outputs.{form} cannot be compiled: {matcher.get_error().strip()}")
+        matcher = self._compile(form, compiled)
         assert self._worker is not None
         first = Grammar(matcher.deep_copy(), self._eos_token_ids, self._worker)
         mask = np.zeros((1, self._worker.num_words), dtype=np.int32)
         fill_masks(self._worker, [first], [[]], [self._eos_token_ids], mask)
         if first.error:
             raise ValueError(f"structured_outputs.{form} cannot be satisfied by this model's tokens: {first.error}")
+        if self._starts is None:
+            return matcher, None
+        return matcher, FirstSpace(self._compile(form, after_space(compiled)), self._starts)
+
+    def _compile(self, form: str, grammar: str) -> Any:
+        """Return a matcher of the library's `grammar` in its initial state. Raises ValueError if it is invalid."""
+        limits = self._llguidance.LLParserLimits(verbose_errors=False)
+        matcher = self._llguidance.LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs.{form} cannot be compiled: {matcher.get_error().strip()}")
         return matcher
+
+
+def check_decoder(tokenizer: Any) -> None:
+    """Raise ValueError if the library reads other texts from tokens than the decoder of the tokenizer writes."""
+    decoder = tokenizer.backend_tokenizer.decoder
+    if decoder is not None and b"Metaspace" in decoder.__getstate__():  # the library would take "▁" for a letter
+        raise ValueError("its decoder must write spaces by Replace or ByteLevel, got Metaspace")
 
 
 def without_holes(tokenizer: Any) -> tuple[str, int]:
@@ -145,7 +182,9 @@ def without_holes(tokenizer: Any) -> tuple[str, int]:
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
-    text, known = backend.to_str(), set(tokenizer.get_vocab().values())
+    # the library encodes texts that continue an output
+    text = backend.to_str().replace('"add_prefix_space":true', '"add_prefix_space":false')
+    known = set(tokenizer.get_vocab().values())
     num_ids = max(known) + 1
     if num_ids == len(known):
         return text, num_ids

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from nanovllm_extras.logits_processors import ProcessorRow
+from nanovllm_extras.structured.first_space import FirstSpace
 
 NO_TOKEN = "no token of the vocabulary can come next"
 
@@ -43,16 +44,20 @@ class Grammar:
 
     place, reads_output = 5, True
 
-    def __init__(self, matcher: Any, eos_token_ids: frozenset[int], worker: MaskWorker) -> None:
+    def __init__(
+        self, matcher: Any, eos_token_ids: frozenset[int], worker: MaskWorker, first_space: FirstSpace | None = None
+    ) -> None:
         self.matcher = matcher
+        self.first_space = first_space  # until the first token is known
         self.worker = worker
         self.num_sent = 0  # output tokens that have been passed to the worker, which reads them in order
         self.error = ""
         self._eos_token_ids = eos_token_ids
 
-    def copy(self) -> "Grammar":
-        """Return a copy of the grammar in the same state, for another sequence."""
-        copied = Grammar(self.matcher.deep_copy(), self._eos_token_ids, self.worker)
+    def copy(self, keeps_first_space: bool = False) -> "Grammar":
+        """Return a copy of the grammar in the same state, for another sequence, whose text may keep a first space."""
+        first_space = None if keeps_first_space or self.first_space is None else self.first_space.copy()
+        copied = Grammar(self.matcher.deep_copy(), self._eos_token_ids, self.worker, first_space)
         copied.num_sent, copied.error = self.num_sent, self.error
         return copied
 
@@ -72,6 +77,10 @@ class Grammar:
     def read(self, token_ids: list[int]) -> None:
         """Advance the grammar by the newly sampled tokens."""
         for token_id in token_ids:
+            if self.first_space is not None:
+                if self.first_space.begins(token_id):
+                    self.matcher = self.first_space.matcher
+                self.first_space = None
             has_ended = token_id in self._eos_token_ids and self.matcher.is_stopped()
             if not self.error and not has_ended and not self.matcher.consume_token(token_id):
                 self.error = f"the grammar does not allow token {token_id} of the output"
@@ -84,6 +93,8 @@ class Grammar:
         """
         if not self.error and self.matcher.is_error():
             self.error = describe(self.matcher.get_error())
+        if self.first_space is not None:
+            words[:] = self.first_space.mask(words)
         ends = self._eos_token_ids | stop_token_ids
         if not self.error and self.matcher.is_accepting():
             set_bits(words, ends, True)

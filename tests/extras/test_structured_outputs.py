@@ -413,8 +413,8 @@ def test_equal_forms_are_compiled_once_and_the_oldest_are_forgotten(with_tokeniz
     monkeypatch.setattr(compiler_module, "MAX_COMPILED", 2)
     with LLM(with_tokenizer, attention_backend="torch", num_kv_blocks=16) as llm:
         compiler, made = llm.engine.input_processor.grammars, []
-        make = compiler._make_matcher
-        compiler._make_matcher = lambda *source: (made.append(source[1]), make(*source))[1]
+        make = compiler._make_matchers
+        compiler._make_matchers = lambda *source: (made.append(source[1]), make(*source))[1]
         for pattern in ("a", "b", "a", "a", "c", "a", "b"):
             assert run(llm, {"regex": pattern})[0].text == pattern
         assert made == ["a", "b", "c", "b"]
