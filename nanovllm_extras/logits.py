@@ -139,13 +139,13 @@ def encode_bad_words(bad_words: Collection[str], tokenizer: Any, vocab_size: int
 
     A tokenizer may have more tokens than the model. The model never writes these, so such words need no processor.
     """
-    encoded: list[list[int]] = []
+    encoded: dict[tuple[int, ...], list[int]] = {}
     for word in bad_words:
         for text in (word.lstrip(" "), " " + word.lstrip(" ")):
             token_ids = tokenizer.encode(text, add_special_tokens=False)
-            if token_ids and max(token_ids) < vocab_size and token_ids not in encoded:
-                encoded.append(token_ids)
-    return encoded
+            if token_ids and max(token_ids) < vocab_size:
+                encoded.setdefault(tuple(token_ids), token_ids)
+    return list(encoded.values())
 
 
 # ---- the users' own functions

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.cuda.input_buffer import map_tensors
-from nanovllm_extras.logits import BadWords, BiasRows
+from nanovllm_extras.logits import BadWords, BiasRows, encode_bad_words
 from nanovllm_extras.logits_processors import ForbiddenTokens, MinTokens, apply_processors
 from tests.extras.sampling_rows import (
     EOS,
@@ -243,6 +243,29 @@ def test_bad_words_forbid_their_last_token(words, prompt, output, forbidden):
 def test_a_bad_word_is_forbidden_as_it_begins_a_text_and_as_it_follows_a_space():
     rows = [sequence(output=[2, 3], bad_words=["x"]), sequence(output=[2], bad_words=[" x"])]
     assert changes_of(rows) == {(0, 7): -math.inf, (0, 11): -math.inf, (1, 7): -math.inf}
+
+
+class CountedIds(list):
+    """Token ids that count how often two of them are compared."""
+
+    num_compared = 0
+    __hash__ = None
+
+    def __eq__(self, other):
+        CountedIds.num_compared += 1
+        return list.__eq__(self, other)
+
+
+def test_many_bad_words_are_not_compared_with_each_other():
+    class Digits:
+        def encode(self, text, add_special_tokens):
+            return CountedIds(map(ord, text))
+
+    words = [str(i) for i in range(500)] * 2
+    encoded = encode_bad_words(words, Digits(), vocab_size=200)
+    expected = [list(map(ord, text)) for word in words[:500] for text in (word, " " + word)]
+    assert CountedIds.num_compared == 0
+    assert encoded == expected
 
 
 def test_allowed_tokens_are_pairs_of_entry_and_token():
