@@ -26,7 +26,7 @@ from nanovllm_extras.serve.engine_thread import NewRequest
 from nanovllm_extras.serve.errors import refuse
 from nanovllm_extras.serve.generation import engine_ids, told_name
 from nanovllm_extras.serve.prompts import are_many, check_lengths, encode_prompts, salted
-from nanovllm_extras.serve.protocol import Name, Salt, StrictModel, Text, Texts, TokenIds
+from nanovllm_extras.serve.protocol import Name, Salt, StrictModel, Text, Texts, TokenIds, Whole
 from nanovllm_extras.serve.request_ids import new_id
 from nanovllm_extras.serve.state import ReadyServer, Server
 from nanovllm_extras.serve.streaming import encode
@@ -44,13 +44,16 @@ class EmbeddingRequest(StrictModel):
     """One text or several texts, or the token ids of one prompt or of several prompts."""
     encoding_format: Literal["float", "base64"] | None = None
     """`base64` encodes float32 numbers in little-endian order."""
-    dimensions: int | None = Field(None, ge=1)
-    """The length to which vectors are cut, for models that were trained for this (Matryoshka embeddings)."""
+    dimensions: Whole | None = Field(None, ge=1)
+    """The length to which vectors are cut, for models that were trained for this (Matryoshka embeddings).
+
+    Any model has vectors of its own length.
+    """
     # nanovllm's additions
     pooling: Literal["last", "mean"] | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    priority: Whole | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: Salt | None = None
 
 
@@ -59,7 +62,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
     """Return one vector for each input."""
     server.check_model(body.model)
     engine = server.check_ready().engine
-    if body.dimensions is not None:
+    if body.dimensions not in (None, engine.parts.model_config.hidden_size):
         raw = await server.workers.run(request, lambda check: read_raw_config(engine), is_long=True)
         with refuse("dimensions"):
             check_dimensions(body.dimensions, engine.parts.model_config.hidden_size, raw)
@@ -143,11 +146,11 @@ def check_dimensions(dimensions: int, size: int, raw: dict[str, Any]) -> None:
     sizes = raw.get("matryoshka_dimensions")
     if isinstance(sizes, list):
         if dimensions not in sizes:
-            raise ValueError(f"dimensions must be one of {sizes}, got {dimensions}")
+            raise ValueError(f"dimensions must be one of {sorted({*sizes, size})}, got {dimensions}")
     elif not raw.get("is_matryoshka"):
         raise ValueError(
-            f"dimensions cannot be chosen: the model's vectors have {size} numbers. If it was trained for shorter "
-            "vectors, set is_matryoshka in hf_overrides"
+            f"dimensions must be {size}, the length of the model's vectors, got {dimensions}. If the model was trained "
+            "for shorter vectors, set is_matryoshka in hf_overrides"
         )
     elif dimensions > size:
         raise ValueError(f"dimensions must be at most {size}, got {dimensions}")
@@ -167,7 +170,7 @@ def note_end(server: Server, output: Any, arrival_time: float) -> None:
 def describe(index: int, output: EmbeddingRequestOutput, body: EmbeddingRequest) -> dict[str, Any]:
     """Return the JSON of one embedding, cut to `body.dimensions`."""
     embedding: Any = output.outputs.embedding
-    if body.dimensions is not None:
+    if body.dimensions is not None and body.dimensions < len(embedding):
         embedding = embedding[: body.dimensions]
         length = float(np.linalg.norm(embedding)) if body.normalize is not False else 1.0
         embedding = [value / max(length, 1e-12) for value in embedding]

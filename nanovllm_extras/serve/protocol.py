@@ -57,13 +57,18 @@ def whole(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() else value
 
 
+def whole_ids(value: Any) -> Any:
+    """Return a list of integers for one in which some are written as 5.0. This is fast if none is."""
+    return [whole(one) for one in value] if type(value) is list and float in set(map(type, value)) else value
+
+
 Whole = Annotated[int, BeforeValidator(whole)]
+"""The type of every field that is an integer."""
 Text = Annotated[str, AfterValidator(check_text)]
 Name = Annotated[Text, Field(max_length=MAX_NAME_CHARS)]
 Salt = Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 Form = Annotated[str, Field(max_length=MAX_FORM)]
-TokenId = Annotated[int, Field(ge=0)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), BeforeValidator(whole_ids)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 StopString = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]

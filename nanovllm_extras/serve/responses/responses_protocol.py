@@ -18,6 +18,7 @@ from nanovllm_extras.serve.protocol import (
     Name,
     StrictModel,
     Text,
+    Whole,
     at_most,
     check_refusals,
     conflict,
@@ -180,7 +181,7 @@ class ResponsesRequest(GenerationRequest):
     """A user's message, or the items of a conversation."""
     instructions: Text | None = None
     """A system message before the input."""
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Whole | None = Field(None, ge=1)
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Functions, and namespaces of functions; tools of other types are skipped."""
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None = None
@@ -189,7 +190,7 @@ class ResponsesRequest(GenerationRequest):
     reasoning: Reasoning | None = None
     include: Annotated[list[Include], Field(max_length=16, fail_fast=True)] | None = None
     """Only `message.output_text.logprobs` has an effect: reasoning is sent as plain text, and no tool runs here."""
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     metadata: Annotated[dict[MetadataKey, MetadataValue] | None, at_most(MAX_METADATA)] = None
     store: bool | None = None
     """No effect: responses are not stored, and the answer has the value false."""

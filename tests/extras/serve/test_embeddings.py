@@ -33,7 +33,11 @@ def vectors(client, **body):
 
 @pytest.mark.parametrize(
     ("overrides", "sizes", "refused"),
-    [({"is_matryoshka": True}, [1, 16, 64], [0, 65]), ({"matryoshka_dimensions": [8, 16]}, [8, 16], [9, 64])],
+    [
+        ({}, [64], [0, 1, 63, 65]),
+        ({"is_matryoshka": True}, [1, 16, 64], [0, 65]),
+        ({"matryoshka_dimensions": [8, 16]}, [8, 16, 64], [9, 65]),
+    ],
 )
 def test_shorter_vectors(client, llm, expected, monkeypatch, overrides, sizes, refused):
     config = dataclasses.replace(llm.engine.config, hf_overrides=overrides)
@@ -43,6 +47,7 @@ def test_shorter_vectors(client, llm, expected, monkeypatch, overrides, sizes, r
         cut = whole[:, :size]
         wanted = cut / np.linalg.norm(cut, axis=1, keepdims=True)
         np.testing.assert_allclose(vectors(client, input=TEXTS, dimensions=size), wanted, atol=1e-5)
+    assert vectors(client, input=TEXTS, dimensions=64) == vectors(client, input=TEXTS), "as they are"
     for size in refused:
         error = client.post(PATH, {"input": "a", "dimensions": size})
         assert (error.status_code, error.json()["error"]["param"]) == (400, "dimensions")

@@ -1,0 +1,103 @@
+"""Integers that are written as 5.0, as JavaScript and Lua do, in each integer field of each route.
+
+The fields are those whose JSON schema has integers. The oracle is the answer to the same request with integers.
+"""
+
+import math
+
+import pydantic
+import pytest
+
+from nanovllm_extras.serve.embeddings import EmbeddingRequest
+from nanovllm_extras.serve.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SlotRequest,
+    TokenizeRequest,
+)
+from nanovllm_extras.serve.responses.responses_protocol import ResponsesRequest
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+GREEDY = {"temperature": 0, "max_tokens": 3}
+ROUTES = {  # path: (the class of its body, fields that it needs)
+    "/v1/completions": (CompletionRequest, {"prompt": "Hi", **GREEDY}),
+    "/v1/chat/completions": (ChatCompletionRequest, {"messages": MESSAGES, "logprobs": True, **GREEDY}),
+    "/v1/responses": (ResponsesRequest, {"input": "Hi", "temperature": 0, "max_output_tokens": 3}),
+    "/v1/embeddings": (EmbeddingRequest, {"input": "Hi"}),
+    "/tokenize": (TokenizeRequest, {"prompt": "Hi"}),
+    "/detokenize": (DetokenizeRequest, {"tokens": [70]}),
+    "/slots/{name}": (SlotRequest, {"prompt": "Hi"}),
+}
+VALUES = {  # integer field: values that are accepted
+    **dict.fromkeys(["n", "best_of"], [1]),
+    **dict.fromkeys(["prompt", "input"], [[70, 71], [[70], [71, 72]]]),
+    **dict.fromkeys(["allowed_token_ids", "stop_token_ids", "tokens"], [[70, 71]]),
+    **dict.fromkeys(["max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"], [2]),
+    **dict.fromkeys(["logprobs", "top_logprobs", "priority", "top_k", "truncate_prompt_tokens"], [2]),
+    "seed": [7],
+    "dimensions": [64],
+}
+
+
+def has_integers(schema, definitions):
+    """Return whether a value of a JSON schema may have an integer."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "integer":
+            return True
+        if "$ref" in schema:
+            return has_integers(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+        return any(has_integers(part, definitions) for part in schema.values())
+    return isinstance(schema, list) and any(has_integers(part, definitions) for part in schema)
+
+
+def integer_fields(model):
+    schema = model.model_json_schema()
+    return sorted(n for n, one in schema["properties"].items() if has_integers(one, schema.get("$defs", {})))
+
+
+CASES = [
+    (path, name, value)
+    for path, (model, _) in ROUTES.items()
+    for name in integer_fields(model)
+    for value in VALUES[name]
+    if not (path.startswith("/slots") and value == [[70], [71, 72]])  # of one prompt
+]
+
+
+def as_floats(value):
+    return [as_floats(one) for one in value] if isinstance(value, list) else float(value)
+
+
+def answer_to(client, path, body):
+    """Return the answer without what differs between equal requests."""
+    response = client.post(path, body)
+    answer = response.json()
+    for name in ("id", "created", "created_at", "completed_at", "usage"):
+        answer.pop(name, None)
+    for item in answer.get("output", []):
+        item.pop("id", None)
+    return response.status_code, answer
+
+
+@pytest.mark.parametrize(("path", "name", "value"), CASES)
+def test_whole_floats_are_integers(client, path, name, value):
+    model, needed = ROUTES[path]
+    whole, floats = {**needed, name: value}, {**needed, name: as_floats(value)}
+    assert repr(model.model_validate(floats)) == repr(model.model_validate(whole))  # by `==`, 5.0 is 5
+    if path != "/slots/{name}":  # this server has no store
+        answer_to(client, path, whole)  # so that both others find the same blocks in the cache
+        status, answer = answer_to(client, path, floats)
+        assert (status, answer) == answer_to(client, path, whole)
+        assert status == 200, answer
+
+
+@pytest.mark.parametrize("value", [1.5, -1.5, math.nan, math.inf, True, "1"])
+@pytest.mark.parametrize(("path", "name"), sorted({(path, name) for path, name, _ in CASES}))
+def test_other_numbers_are_refused(path, name, value):
+    if name in ("prompt", "input") and value == "1":
+        pytest.skip("a text")
+    model, needed = ROUTES[path]
+    given = [value] if isinstance(VALUES[name][0], list) else value
+    with pytest.raises(pydantic.ValidationError):
+        model.model_validate({**needed, name: given})
