@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nanovllm_extras.logprobs import Logprob
     from nanovllm_extras.prompt_forms import PromptType, TextPrompt, TokensPrompt
     from nanovllm_extras.request_params import RequestOutputKind, SamplingParams
+    from nanovllm_extras.serve.async_llm import AsyncLLM
     from nanovllm_extras.structured.structured_params import StructuredOutputsParams
     from nanovllm_extras.vllm.engine_args import AsyncEngineArgs, EngineArgs
 
@@ -42,6 +43,7 @@ LAZY = {
     "embedding.pooling_params": ("PoolingParams",),
     "engine_stats": ("EngineStats",),
     "logprobs": ("Logprob",),
+    "serve.async_llm": ("AsyncLLM",),
     "prompt_forms": ("PromptType", "TextPrompt", "TokensPrompt"),
     "structured.structured_params": ("StructuredOutputsParams",),
     "vllm.engine_args": ("AsyncEngineArgs", "EngineArgs"),
@@ -54,6 +56,7 @@ __all__ = [
     "TINY_QWEN3",
     "TINY_QWEN3_5",
     "AsyncEngineArgs",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",

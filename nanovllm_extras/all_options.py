@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm import config
 from nanovllm.checks import check_bool, check_choice, check_int, check_str, checked
+from nanovllm.config import DTYPES
 from nanovllm_extras.option_checks import (
     check_dict,
     check_in,
@@ -35,8 +36,8 @@ class Config(config.Config):
     `gpu_memory_utilization` leaves."""
     attention_backend: str = checked("auto", check_choice, allowed=("auto", "torch", "flash_attn", "triton", "cpu"))
     """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
-    kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8", "int8"))
-    """`fp8` (with `triton`, `torch`), `int8` (`cpu`, `torch`): K and V have 8 bits; `auto` is the model's dtype."""
+    kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8", "int8", *DTYPES))
+    """`fp8` (with `triton`, `torch`), `int8` (`cpu`, `torch`): K and V have 8 bits; `auto` is `dtype`, or its name."""
     quantization: str | Mapping[str, Any] | None = checked(None, check_in, module="quantization.quantization_options")
     """`int8` or `int4` keeps weights in 8 or 4 bits; also a dict, as `{"method": "int4", "group_size": 64}`."""
     scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)

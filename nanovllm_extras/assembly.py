@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.config import DTYPES, resolve_dtype
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.checkpoint import read_model_config
@@ -28,6 +29,7 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
     """
     kind: Callable[[Config, Path], ModelRunner] = ModelRunner
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
+    config = with_own_cache_dtype(config, shape.dtype)
     is_shared = max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1
     if shape.state_shape is not None and is_shared:
         from nanovllm_extras.states.state_ranks import start_state_ranks as kind
@@ -59,6 +61,24 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
     runner = kind(config, folder)
     runner.description = tables + runner.description
     return runner, replace(config, max_num_seqs=runner.config.max_num_seqs)  # fewer, if there is memory for fewer
+
+
+def with_own_cache_dtype(config: Config, checkpoint_dtype: str) -> Config:
+    """Return options whose `kv_cache_dtype` is `auto` if it names the dtype that K and V have anyway.
+
+    Raises ValueError if it names another dtype that is not of 8 bits.
+    """
+    named = DTYPES.get(config.kv_cache_dtype)
+    if named is None:
+        return config
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype)
+    if named != dtype:
+        own = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"kv_cache_dtype must be auto, fp8, int8 or {own}, which the model computes in, got "
+            f"{config.kv_cache_dtype!r}; set dtype={config.kv_cache_dtype!r} to change both"
+        )
+    return replace(config, kv_cache_dtype="auto")
 
 
 def grouped_runner(shape: Any, is_shared: bool) -> Callable[[Config, Path], ModelRunner]:

@@ -158,7 +158,8 @@ class LLM(llm.LLM):
     def get_stats(self) -> "EngineStats":
         return self.engine.get_stats()
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, **vllm_options: Any) -> None:
+        translate_options(vllm_options, (), "request")
         self.engine.reset_prefix_cache()
 
     def shutdown(self) -> None:

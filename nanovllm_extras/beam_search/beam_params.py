@@ -2,12 +2,12 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.request import Prompt
 from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput
-from nanovllm_extras.option_checks import takes_vllm_options
+from nanovllm_extras.option_checks import takes_vllm_options, translate_options
 
 if TYPE_CHECKING:
     from nanovllm_extras.full_engine import Parts
@@ -55,12 +55,17 @@ class BeamSearchParams:
 
 
 def beam_search(
-    self: "LLM", prompts: Prompt | Collection[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    self: "LLM",
+    prompts: Prompt | Collection[Prompt],
+    params: BeamSearchParams,
+    use_tqdm: bool = False,
+    **vllm_options: Any,
 ) -> list[BeamSearchOutput]:
     """Return the likeliest completions of each prompt that `params.beam_width` beams find, best first.
 
     A method of `LLM`.
     """
+    translate_options(vllm_options, ("prompts", "params", "use_tqdm"), "beam search")
     if params is None:
         raise TypeError("params must be a BeamSearchParams, got None")
     return self._complete(self._check(prompts, params, None, "params", BeamSearchParams), use_tqdm)

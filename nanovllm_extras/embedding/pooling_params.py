@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.checks import check_bool, check_choice
 from nanovllm.request import Prompt
 from nanovllm_extras.embedding.embedding_outputs import EmbeddingRequestOutput
-from nanovllm_extras.option_checks import translate_options
+from nanovllm_extras.option_checks import takes_vllm_options, translate_options
 
 if TYPE_CHECKING:
     from nanovllm_extras.full_engine import Parts
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 POOLINGS = ("last", "mean")
 
 
+@takes_vllm_options("pooling")
 @dataclass
 class PoolingParams:
     """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""
@@ -53,7 +54,7 @@ def embed(
 
     A method of `LLM`. Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
     """
-    translate_options(vllm_options, ("prompts", "pooling_params", "use_tqdm"), "request")
+    translate_options(vllm_options, ("prompts", "pooling_params", "use_tqdm"), "pooling")
     params = PoolingParams() if pooling_params is None else pooling_params
     requests = self._check(prompts, params, None, "pooling_params", PoolingParams)
     return self._complete(requests, use_tqdm)

@@ -137,6 +137,10 @@ class StructuredOutputs(StrictModel):
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: Name | None = None
+    # accepted only with the value that has no effect
+    structural_tag: None = None
+    disable_fallback: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
 
 
 class Function(StrictModel):

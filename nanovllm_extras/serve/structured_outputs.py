@@ -119,7 +119,7 @@ def own_params(body: GenerationRequest) -> StructuredOutputsParams | None:
     if body.structured_outputs is None:
         return None
     with refuse("structured_outputs"):
-        return StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True))
+        return StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True, exclude_none=True))
 
 
 def schema_of(response_format: ResponseFormat) -> dict[str, Any] | None:

@@ -17,10 +17,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from nanovllm.checks import check_bool
+from nanovllm_extras.option_checks import takes_vllm_options
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
+@takes_vllm_options("structured outputs")
 @dataclass
 class StructuredOutputsParams:
     """The form of an output; exactly one of the forms must be given.
@@ -87,6 +89,10 @@ class StructuredOutputsParams:
         if not isinstance(value, Mapping):
             raise TypeError(f"structured_outputs must be a StructuredOutputsParams, a dict or None, got {value!r}")
         known = [field.name for field in fields(cls)]
+        if not value.keys() <= set(known):
+            from nanovllm_extras.vllm.vllm_options import translate
+
+            value = translate(value, known, "structured outputs")
         if unknown := sorted(set(map(str, value)) - set(known)):
             raise ValueError(f"structured_outputs has the fields {', '.join(known)}, got {', '.join(unknown)}")
         return cls(**value)

@@ -12,11 +12,21 @@ RENAMED: Mapping[str, str] = {
     "num_gpu_blocks_override": "num_kv_blocks",
     "async_scheduling": "enable_overlap",
 }
-"""vLLM's name -> nanovllm's name."""
+"""vLLM's name of an option of the engine -> nanovllm's name."""
+
+RENAMED_OF: Mapping[str, Mapping[str, str]] = {"engine": RENAMED, "pooling": {"use_activation": "normalize"}}
+"""Kind of options -> vLLM's name -> nanovllm's name."""
 
 VALUES: Mapping[str, Mapping[Any, Any]] = {
-    "dtype": {"half": "float16", "float": "float32"},
-    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "dtype": {None: "auto", "half": "float16", "float": "float32"},
+    "device": {None: "auto"},
+    "load_format": {None: "auto"},
+    "kv_cache_dtype": {None: "auto", "fp8_e4m3": "fp8", "half": "float16", "float": "float32"},
+    "gpu_memory_utilization": {None: 0.9},
+    "enforce_eager": {None: False},
+    "skip_tokenizer_init": {None: False},
+    "scheduling_policy": {None: "fcfs"},
+    "long_prefill_token_threshold": {None: 0},
     "quantization": {"None": None},
     "attention_backend": {None: "auto", "FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "CPU_ATTN": "cpu"},
     "enable_prefix_caching": {None: True},
@@ -25,9 +35,12 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
     "seed": {None: 0},
     "tensor_parallel_size": {None: 1},
     "nnodes": {None: 1},
+    "node_rank": {None: 0},
+    "master_addr": {None: "127.0.0.1"},
+    "master_port": {None: 29501},
     "disable_hybrid_kv_cache_manager": {None: False},
 }
-"""Option -> vLLM's value -> nanovllm's value with the same meaning."""
+"""Option of the engine -> vLLM's value -> nanovllm's value with the same meaning."""
 
 
 def each(names: str, *values: Any) -> dict[str, tuple[Any, ...]]:
@@ -72,6 +85,9 @@ WITHOUT_EFFECT = frozenset(
 )
 """Options that are accepted with any value, because outputs and limits do not depend on them. They control logging, or
 features that are disabled here, or internals of vLLM."""
+
+WITHOUT_EFFECT_OF = {"engine": WITHOUT_EFFECT, "pooling": frozenset({"output_kind"})}
+"""Kind of options -> options that are accepted with any value. An embedding has one output."""
 
 
 class Refused(NamedTuple):
@@ -230,6 +246,9 @@ REQUEST_OPTIONS = (
         "message content is text, or a list of text parts",
         {"chat_template_content_format": (None, "auto", "string", "openai")},
     ),
+    Refused("use enable_prefix_caching, or a cache_salt for each prompt", off("skip_reading_prefix_cache")),
+    Refused("running requests keep their blocks", off("reset_running_requests")),
+    Refused("the prefix cache and the K/V store are always reset together", {"reset_connector": (None, False)}),
     Refused("use n, or LLM.beam_search", {**off("use_beam_search early_stopping"), "best_of": (None, 1)}),
     Refused("use logprobs=-1 and select", off("logprob_token_ids prompt_logprob_token_ids prompt_logprob_start")),
     Refused("use logits_processors", {**off("repetition_detection extra_args"), "thinking_token_budget": (None, -1)}),
@@ -241,8 +260,8 @@ REQUEST_OPTIONS = (
     Refused(
         "prompts are text or token ids",
         off(
-            "multi_modal_data multi_modal_uuids mm_processor_kwargs prompt_embeds token_type_ids encoder_prompt "
-            "encoder_decoder_prompt"
+            "multi_modal_data multi_modal_uuids mm_processor_kwargs media_io_kwargs prompt_embeds token_type_ids "
+            "encoder_prompt encoder_decoder_prompt"
         ),
     ),
 )
@@ -251,12 +270,48 @@ REQUEST_OPTIONS = (
 BEAM_SEARCH_OPTIONS = (
     Refused("beams are ranked by the model's own probabilities", {"temperature": (0, 0.0)}),
     Refused("stop strings do not end a beam", off("include_stop_str_in_output")),
+    Refused("merge the adapter into the weights and load these", off("lora_request")),
+    Refused("all beams run together: use max_num_seqs", off("concurrency_limit")),
+    Refused("prompts are text or token ids", off("mm_processor_kwargs")),
 )
-"""Options of `BeamSearchParams`."""
+"""Options of `BeamSearchParams` and `LLM.beam_search`."""
+
+POOLING_OPTIONS = (
+    Refused("cut the vectors, or use dimensions of /v1/embeddings", {"dimensions": (None,)}),
+    Refused("LLM.embed computes embeddings", {"task": (None, "embed")}),
+    Refused("use token ids instead of text", {"truncate_prompt_tokens": (None,)}),
+    Refused("use normalize", off("softmax activation")),
+    Refused("use enable_prefix_caching, or a cache_salt for each prompt", off("skip_reading_prefix_cache")),
+    Refused(
+        "only vLLM has it",
+        off(
+            "step_tag_id returned_token_ids requires_token_ids extra_kwargs extra_args additional_data "
+            "late_interaction_params"
+        ),
+    ),
+    Refused("merge the adapter into the weights and load these", off("lora_request")),
+    Refused("use token ids instead of text", off("tokenization_kwargs")),
+)
+"""Options of `PoolingParams` and `LLM.embed`."""
+
+STRUCTURED_OPTIONS = (
+    Refused("use grammar", {"structural_tag": (None,)}),
+    Refused(
+        "objects with properties are closed; use additionalProperties in the schema",
+        {"disable_additional_properties": (None, False)},
+    ),
+    Refused(
+        "there is one library for all forms",
+        {"disable_fallback": (None, False), "_backend": (None,), "_backend_was_auto": (None, False)},
+    ),
+)
+"""Options of `StructuredOutputsParams`."""
 
 OPTIONS: Mapping[str, tuple[Refused, ...]] = {
     "engine": (*ENGINE_OPTIONS, *SERVER_OPTIONS),
     "request": REQUEST_OPTIONS,
     "beam search": BEAM_SEARCH_OPTIONS,
+    "pooling": POOLING_OPTIONS,
+    "structured outputs": STRUCTURED_OPTIONS,
 }
 """Kind of options -> vLLM's options that are accepted only with their neutral values."""

@@ -7,7 +7,15 @@ name or a value.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from nanovllm_extras.vllm.tables import ENGINE_OPTIONS, OPTIONS, RENAMED, VALUES, WITHOUT_EFFECT
+from nanovllm_extras.vllm.tables import (
+    ENGINE_OPTIONS,
+    OPTIONS,
+    RENAMED,
+    RENAMED_OF,
+    VALUES,
+    WITHOUT_EFFECT,
+    WITHOUT_EFFECT_OF,
+)
 
 
 def translate(options: Mapping[str, Any], known: Collection[str], kind: str) -> dict[str, Any]:
@@ -20,9 +28,11 @@ def translate(options: Mapping[str, Any], known: Collection[str], kind: str) -> 
     """
     translated: dict[str, Any] = {}
     for vllm_name, value in options.items():
-        name = RENAMED.get(vllm_name, vllm_name)
+        name = RENAMED_OF.get(kind, {}).get(vllm_name, vllm_name)
         if name in translated:
             raise TypeError(f"{name} is given twice, once with vLLM's name; use one of them")
+        if name in known and value is None and kind == "pooling":  # None is the default of vLLM
+            continue
         if name in known:
             translated[name] = here(name, value) if kind == "engine" else value
         elif not is_neutral(vllm_name, value, kind):
@@ -32,7 +42,7 @@ def translate(options: Mapping[str, Any], known: Collection[str], kind: str) -> 
 
 def is_neutral(name: str, value: Any, kind: str) -> bool:
     """Return whether an option of vLLM can be dropped. Raises ValueError if its value is not neutral."""
-    if kind == "engine" and name in WITHOUT_EFFECT:
+    if name in WITHOUT_EFFECT_OF.get(kind, ()):
         return True
     for refused in OPTIONS[kind]:
         if name in refused.neutral:

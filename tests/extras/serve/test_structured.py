@@ -384,3 +384,16 @@ def test_a_template_may_open_the_thoughts(client, llm, monkeypatch):
     monkeypatch.setattr(llm.engine.tokenizer, "chat_template", TEMPLATE)
     choice = scripted(client, "Two.</think>\n\nFour.", chat_template_kwargs={"open": True})
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Two.", "Four.")
+
+
+def test_vllms_fields_at_their_neutral_values(client):
+    neutral = {"structural_tag": None, "disable_fallback": False, "disable_additional_properties": False, "json": None}
+    body = {"prompt": "a", "temperature": 0, "max_tokens": 9}
+    answers = [
+        client.ask("/v1/completions", **body, structured_outputs={"choice": ["yes", "no"], **more})["choices"]
+        for more in ({}, neutral)
+    ]
+    assert answers[0] == answers[1]
+    error = client.post("/v1/completions", {**body, "structured_outputs": {"regex": "a", "structural_tag": "{}"}})
+    assert error.status_code == 400
+    assert "structural_tag" in error.text
