@@ -4,17 +4,21 @@ They check the layers that they replace, and keep PyTorch's threads out of the s
 its own runner.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from nanovllm.layers.attention import LoadedModel
+from nanovllm.layers.attention import BackendError, LoadedModel
 from nanovllm_extras.kernels.backend import KernelBackend
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm_extras.kernels.cpu.threads import limit_threads, one_thread
 from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
+from nanovllm_extras.self_check.mode import raise_if_strict
+
+logger = logging.getLogger(__name__)
 
 
 class CheckedBackend(KernelBackend):
@@ -34,6 +38,15 @@ class CpuBackend(CheckedBackend, CpuAttention):
 
     priority = 20
     supports_graphs = False
+
+    @classmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
+        try:
+            return super().why_not(device, dtype, head_dim, block_size)
+        except BackendError as error:  # the library crashes or hangs when it is loaded
+            raise_if_strict(error)
+            logger.warning("the CPU kernels cannot be used: %s", error)
+            return str(error)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         limit_threads()

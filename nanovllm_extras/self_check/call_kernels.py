@@ -3,8 +3,9 @@
     python -I -S call_kernels.py '[{"hidden_size": 1024, …}, "…/cpu-….so", "…/int8_kv-….so", "…/quantised-….so"]'
 
 The status is 0 if the products, the norm, argmax and attention return, and the products with weights of 8 and 4 bits.
-The first two libraries may be the same, and the last one may be left out. `crash_test.py` starts this file. It imports
-only the standard library, so that it ends within a tenth of a second.
+The first two libraries may be the same, and the last one may be left out. With `null` for the sizes, the libraries are
+only loaded. `own_process.py` and `crash_test.py` start this file. It imports only the standard library, so that it ends
+within a tenth of a second.
 """
 
 import ctypes
@@ -20,19 +21,23 @@ from typing import Any, ClassVar
 NUM_TOKENS = 21  # of a prompt whose last block is not full
 MAX_OUTPUTS = 400  # columns of a product; the loops over columns are the same for more
 NUM_QUANTISED, GROUP_SIZE = 128, 128  # outputs of a quantised product: two strips; inputs that share a scale
-FAILED = 3  # the exit status, as in `crash_test.py`
+FAILED = 3  # the exit status, as in `own_process.py`
 LONG_MAX = (1 << 63) - 1
 
 
 def main(text: str) -> None:
-    """Load the library and call its functions. `text` is JSON, as in the example above."""
+    """Load the libraries and call their functions. `text` is JSON, as in the example above."""
     sizes, *paths = json.loads(text)
     allow_tiles()
     two_threads = ctypes.CFUNCTYPE(c_int)(lambda: 2)
     libraries = [ctypes.CDLL(path) for path in paths]
     for library in libraries:
+        library.instructions()
+        library.element_bytes()
         library.join_team.restype = c_void_p
         library.join_team(None, two_threads, None, c_long(0))
+    if sizes is None:
+        return
     call_products(libraries[0], sizes)
     if sizes["has_kv"]:
         call_attention(libraries[1], sizes)

@@ -39,6 +39,10 @@ class HangError(SelfCheckError):
     """Raised if kernels did not return in time. The machine may have been busy, so the next start tries again."""
 
 
+class LoadError(SelfCheckError):
+    """Raised if a library crashes or hangs when it is loaded. Each start tries again: no result is stored for that."""
+
+
 class NotAvailableError(SelfCheckError):
     """Raised with the reason if a way to compute is not for this machine or this model."""
 

@@ -15,7 +15,7 @@ from nanovllm_extras.all_options import Config
 from nanovllm_extras.device_setup import Device, sample_with
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.self_check.comparison import SelfCheckError, has_kernels
-from nanovllm_extras.self_check.mode import mode_of
+from nanovllm_extras.self_check.mode import mode_of, raise_if_strict
 from nanovllm_extras.self_check.runner_check import SelfCheck
 from nanovllm_extras.self_check.stored_results import Result, StoredResult
 
@@ -43,8 +43,7 @@ def checked_layers(backend: Any, loaded: LoadedModel) -> Iterator[None]:
     no other backend replaces.
     """
     start: Any = CoreStart(backend, loaded)
-    mode = mode_of(start.config)
-    if mode == "off" or not has_kernels(start):
+    if mode_of(start.config) == "off" or not has_kernels(start):
         yield
         return
     stored = StoredResult(start)
@@ -62,6 +61,5 @@ def checked_layers(backend: Any, loaded: LoadedModel) -> Iterator[None]:
         else:
             yield
     except BackendError as error:
-        if mode == "strict":
-            raise RuntimeError(str(error)) from error
+        raise_if_strict(error)
         raise

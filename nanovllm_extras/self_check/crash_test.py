@@ -14,19 +14,10 @@ many seconds the part that follows may take.
 """
 
 import json
-import logging
-import os
-import queue
-import signal
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,90 +25,14 @@ import torch
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.kernels.backend import AttentionBackend
 from nanovllm_extras.kernels.cpu.library import QUANTISED, load_library
-from nanovllm_extras.self_check.comparison import HangError, SelfCheckError, has_kernels
+from nanovllm_extras.self_check.comparison import has_kernels
 from nanovllm_extras.self_check.networks import run_attention
+from nanovllm_extras.self_check.own_process import FAILED, TIMEOUTS, CrashTest, call_in_own_process
 from nanovllm_extras.self_check.random_layers import SHARE_OF_MEMORY, RandomLayers, describe_model
 from nanovllm_extras.self_check.steps import MIN_MODEL_LEN, draw_vectors, make_steps
 
 if TYPE_CHECKING:
     from nanovllm_extras.full_runner import ModelRunner
-
-logger = logging.getLogger(__name__)
-
-TIMEOUTS = {"cpu": 20.0, "compile": 120.0, "cuda": 15.0}  # seconds
-CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP}
-FAILED = 3  # exit status of the process: a kernel has raised an exception
-
-
-class CrashTest:
-    """Runs a command in another process. `wait` raises SelfCheckError if a kernel has crashed, hung or failed.
-
-    The process may take `timeout` seconds. If it prints a number, it may take that many seconds from then on. If it
-    ends in another way (it cannot be started, has no memory, is killed), nothing is known. The comparison in this
-    process must suffice then.
-    """
-
-    def __init__(self, command: list[str], timeout: float) -> None:
-        self.command, self.timeout = command, timeout
-        self.error: SelfCheckError | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        self._thread.join()
-        if self.error is not None:
-            raise self.error
-
-    def _run(self) -> None:
-        package = str(Path(__file__).parents[2])
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        try:
-            process = subprocess.Popen(
-                self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=environment, text=True, errors="replace",
-            )  # fmt: skip
-        except OSError as error:
-            logger.info("the kernels are not tested in a process of their own: %s", error)
-            return
-        try:
-            last = self._read_to_end(process)
-        except queue.Empty:
-            seconds = f"{self.timeout:g} s"
-            self.error = HangError(f"hang: the kernels did not return within {seconds}, in a process of their own")
-            process.kill()
-            with suppress(subprocess.TimeoutExpired):  # it may still wait for a device
-                process.wait(1)
-            return
-        status = process.wait()
-        if -status in CRASHES:
-            name = signal.Signals(-status).name
-            self.error = SelfCheckError(f"crash: the kernels ended a process of their own by {name}")
-        elif status == FAILED:
-            self.error = SelfCheckError(f"error: the kernels failed in a process of their own: {last}")
-        elif status:
-            logger.info("the kernels are not tested in a process of their own (%d): %s", status, last)
-
-    def _read_to_end(self, process: "subprocess.Popen[str]") -> str:
-        """Return the last line that is not a number. Raises queue.Empty if the process takes too long."""
-        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-        def read() -> None:
-            assert process.stdout is not None
-            with process.stdout:
-                for line in process.stdout:
-                    lines.put(line.strip())
-            lines.put(None)
-
-        threading.Thread(target=read, daemon=True).start()
-        last, end = "", time.monotonic() + self.timeout
-        while (line := lines.get(timeout=max(0.0, end - time.monotonic()))) is not None:
-            if line.isdecimal():
-                self.timeout = float(line)
-                end = time.monotonic() + self.timeout
-            else:
-                last = line or last
-        return last
 
 
 def start_crash_test(runner: "ModelRunner", kind: Device) -> CrashTest:
@@ -143,8 +58,6 @@ def path_of(definition: Any) -> str:
 
 def of_c_kernels(runner: "ModelRunner") -> list[str]:
     """Return the command that calls the C kernels, with those of 8 and 4 bits if the runner uses them."""
-    kernels = find_spec("nanovllm_extras.self_check.call_kernels")
-    assert kernels is not None
     config, shape, backend = runner.config, runner.shape, runner.backend
     sizes = {
         "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
@@ -157,8 +70,7 @@ def of_c_kernels(runner: "ModelRunner") -> list[str]:
     is_quantised = config.quantization is not None or shape.quantization_config is not None
     if (is_quantised or config.load_format == "gguf") and not config.enforce_eager:
         libraries.append(load_library(runner.dtype, QUANTISED))
-    paths = [library.path_for_others() for library in libraries]
-    return [sys.executable, "-I", "-S", str(kernels.origin), json.dumps([sizes, *paths])]
+    return call_in_own_process(sizes, *(library.path_for_others() for library in libraries))
 
 
 def sizes_of_states(shape: Any) -> list[int] | None:

@@ -20,7 +20,7 @@ from nanovllm.config import resolve_device
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.dead import EngineDeadError
 from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.self_check.comparison import NotAvailableError, SelfCheckError
+from nanovllm_extras.self_check.comparison import LoadError, NotAvailableError, SelfCheckError
 from nanovllm_extras.self_check.mode import mode_of
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def start(kind: Callable[[Config, Path], ModelRunner], config: Config, folder: P
     is_free = config.attention_backend in ("auto", "torch") and config.enable_cuda_graphs is not True
     is_free = is_free and config.nnodes == 1
     may_replace = is_free and mode_of(config) != "strict"
-    failed = ""
+    failed = reason = ""
     for way in ways:
         try:
             runner = (way.kind or kind)(replace(config, **way.options), folder)
@@ -82,6 +82,8 @@ def start(kind: Callable[[Config, Path], ModelRunner], config: Config, folder: P
             logger.info("not %s: %s", way.name, error)
             continue
         except SelfCheckError as error:
+            if isinstance(error, LoadError) and str(error) == reason:  # another way needs the same library
+                continue
             reason = str(error)
         except EngineDeadError as error:  # of another rank
             if SelfCheckError.__name__ not in str(error):

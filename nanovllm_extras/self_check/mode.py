@@ -5,6 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checks import check_choice
+from nanovllm.layers.attention import BackendError
 from nanovllm_extras.device_setup import Device, Unchecked
 from nanovllm_extras.self_check.comparison import SelfCheckError, has_kernels
 from nanovllm_extras.self_check.stored_results import StoredResult
@@ -16,11 +17,21 @@ if TYPE_CHECKING:
 FIELD_CHECKS = {"self_check": partial(check_choice, allowed=("on", "off", "strict"))}
 
 
-def mode_of(config: "Config") -> str:
-    """Return the mode of the self-check: the option `self_check`, or the variable NANOVLLM_SELF_CHECK, or `on`."""
-    mode = config.self_check or os.environ.get("NANOVLLM_SELF_CHECK") or "on"
+def mode_of(config: "Config | None") -> str:
+    """Return the mode of the self-check: the option `self_check`, or the variable NANOVLLM_SELF_CHECK, or `on`.
+
+    `config` None is that of `nanovllm.LLM`, which does not have the option.
+    """
+    option = None if config is None else config.self_check
+    mode = option or os.environ.get("NANOVLLM_SELF_CHECK") or "on"
     check_choice("NANOVLLM_SELF_CHECK", mode, ("on", "strict", "off"))
     return mode
+
+
+def raise_if_strict(error: BackendError) -> None:
+    """Raise an error that makes `nanovllm.LLM` take no other backend, if the mode is `strict`."""
+    if mode_of(None) == "strict":
+        raise RuntimeError(str(error)) from error
 
 
 def begin(runner: "ModelRunner", kind: Device) -> Unchecked:

@@ -28,12 +28,13 @@ from nanovllm_extras.self_check.comparison import (
     OF_QUANTISED,
     WIDER,
     HangError,
+    LoadError,
     SelfCheckError,
     check_rows,
     has_kernels,
     memory_errors,
 )
-from nanovllm_extras.self_check.crash_test import CrashTest, start_crash_test
+from nanovllm_extras.self_check.crash_test import start_crash_test
 from nanovllm_extras.self_check.networks import (
     Choices,
     attending_with,
@@ -47,6 +48,7 @@ from nanovllm_extras.self_check.networks import (
     send,
     unpacked,
 )
+from nanovllm_extras.self_check.own_process import CrashTest
 from nanovllm_extras.self_check.steps import draw_vectors, make_long_steps, make_steps, repeat_decodes
 from nanovllm_extras.self_check.stored_results import Result, StoredResult
 
@@ -89,7 +91,7 @@ class SelfCheck(Unchecked):
         try:
             with memory_errors():
                 yield
-        except (MemoryError, torch.OutOfMemoryError, HangError):
+        except (MemoryError, torch.OutOfMemoryError, HangError, LoadError):
             raise
         except SelfCheckError as error:
             self.stored.write(Result(False, str(error)))

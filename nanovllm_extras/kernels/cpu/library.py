@@ -43,6 +43,7 @@ from nanovllm_extras.kernels.cpu.toolchain import (
     thread_counter,
 )
 from nanovllm_extras.models.masking import AttentionOptions
+from nanovllm_extras.self_check.own_process import load_elsewhere_first
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +95,10 @@ NO_MEMORY = 2  # of `enum status` in allocate.h; 1 is that the ranks were aborte
 
 
 class Library(ctypes.CDLL):
-    """A loaded library, compiled from `cpu.c`, `quantised.c` or `int8_kv.c`."""
+    """A loaded library, compiled from `cpu.c`, `quantised.c` or `int8_kv.c`. LoadError if it crashes or hangs."""
 
     def __init__(self, path: Path, source: Path, why_no_tiles: str | None) -> None:
+        load_elsewhere_first(path)
         super().__init__(str(path))
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
@@ -146,7 +148,10 @@ def check_memory(status: int, function: Any, arguments: tuple[Any, ...]) -> int:
 
 @functools.cache
 def load_library(dtype: torch.dtype, source: Path = SOURCE) -> Library:
-    """Compile `source` for `dtype`, or take it from the cache, and load it. Raises NoLibraryError if that fails."""
+    """Compile `source` for `dtype`, or take it from the cache, and load it.
+
+    Raises NoLibraryError if that fails, and LoadError if the library crashes or hangs when it is loaded.
+    """
     if dtype not in DTYPES:
         raise NoLibraryError(f"the CPU kernels support bfloat16 and float32, not {dtype}")
     system = platform.system()
