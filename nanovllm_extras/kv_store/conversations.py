@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm_extras.kv_store.disk_tier import DiskTier, check_name
+from nanovllm_extras.kv_store.disk_tier import DiskTier, check_name, make_private_folder
 from nanovllm_extras.kv_store.tier import BlockName
 
 VERSION = 1
@@ -41,12 +41,13 @@ def save_conversation(
 ) -> int:
     """Save the names of a conversation's blocks, in order, and return how many of the first ones are in the store.
 
-    A conversation with the same name is replaced. Raises ValueError if the name could leave the folder, and OSError if
-    the file cannot be written.
+    A conversation with the same name is replaced. Raises ValueError if the name could leave the folder or others may
+    read the folder, and OSError if the file cannot be written.
     """
     path = path_of(store, name)
     listed = [{"key": block.key.hex(), "tokens": np.frombuffer(block.tokens, "<i4").tolist()} for block in blocks]
     content = {"version": VERSION, "blocks": listed, "messages": [dict(message) for message in messages]}
+    make_private_folder(store.folder)  # again, if it has been deleted
     path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)  # with mode 0600
     try:

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from nanovllm_extras.kv_store.tier import BlockName, Tier
+from nanovllm_extras.kv_store.tier import BlockName, Tier, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class DiskTier(Tier):
     """A tier in `folder`, which is created with mode 0700. All its blocks together take at most `max_bytes`.
 
     The block that `match` has found least recently is evicted first, whichever process has asked. A block that is being
-    written comes on top of `max_bytes`. If the disk is full or read-only, saving does nothing, and one line is logged.
+    written comes on top of `max_bytes`. If the disk is full or read-only, saving does nothing, and one line is logged
+    for each cause. A folder that is deleted is made again by the next block that is saved.
     """
 
     name = "disk"
@@ -60,7 +61,7 @@ class DiskTier(Tier):
         make_private_folder(self.folder)
         self._files = BoundedFolder(str(self.folder), max_bytes)
         self._stats_lock = threading.Lock()
-        self._has_warned = False
+        self._logged: set[tuple[type[Exception], int | None]] = set()
         try:
             self._count(evictions=self._files.start())
         except OSError as error:  # read-only: blocks can still be loaded
@@ -111,8 +112,8 @@ class DiskTier(Tier):
             header = header_of(block, data.nbytes)
             if len(header) + CHECKSUM_BYTES + data.nbytes > self.max_bytes:
                 return
-            num_evicted = self._files.add(path, [header, checksum_of(header, data), data.data])
-        except OSError as error:
+            num_evicted = self._add(path, [header, checksum_of(header, data), data.data])
+        except (OSError, ValueError) as error:
             self._warn(error)
             return
         self._count(saved_bytes=data.nbytes, save_time_s=time.perf_counter() - begin, evictions=num_evicted)
@@ -120,6 +121,8 @@ class DiskTier(Tier):
     def failed(self, block: BlockName) -> None:
         try:
             self._files.remove(self.path_of(block))
+        except FileNotFoundError:  # the folder has been deleted
+            pass
         except OSError as error:
             self._warn(error)
 
@@ -127,17 +130,30 @@ class DiskTier(Tier):
         """Return the file of a block. Its name is hexadecimal digits only, so it cannot leave the folder."""
         return f"{self._files.folder}/{block.key.hex()}{BLOCK}"
 
+    def _add(self, path: str, parts: Sequence[bytes | memoryview]) -> int:
+        """Do what `BoundedFolder.add` does, also if the folder has been deleted. ValueError if others own it now."""
+        try:
+            return self._files.add(path, parts)
+        except FileNotFoundError:
+            make_private_folder(self.folder)
+            logger.warning("K/V store: %s has been deleted, and is made again", self.folder)
+            return self._files.add(path, parts)
+
     def _count(self, **numbers: float) -> None:
         with self._stats_lock:
             for name, number in numbers.items():
                 setattr(self.stats, name, getattr(self.stats, name) + number)
 
-    def _warn(self, error: OSError) -> None:
+    def _warn(self, error: OSError | ValueError) -> None:
+        """Count an error, and log the first one of each cause."""
         self._count(failures=1)
-        if not self._has_warned:
-            self._has_warned = True
+        with self._stats_lock:
+            is_known = cause_of(error) in self._logged
+            self._logged.add(cause_of(error))
+        if not is_known:
             logger.warning(
-                "K/V store: %s cannot be changed, and further errors are only counted: %s", self.folder, error
+                "K/V store: %s cannot be changed, and further errors of this kind are only counted: %s",
+                *(self.folder, error),
             )
 
 

@@ -8,6 +8,7 @@ released when its process is killed. `multiprocessing.shared_memory` would also 
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import stat
@@ -21,6 +22,8 @@ import numpy as np
 from nanovllm_extras.kv_store.disk_tier import DiskTier, check_name, lock_file
 from nanovllm_extras.kv_store.shared_slots import SUFFIX, Slots, make_slots, sizes_of
 from nanovllm_extras.kv_store.tier import BlockName
+
+logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 USERS = "users"  # locked by each process that uses the folder, so that the last one knows to remove it
@@ -59,9 +62,14 @@ class SharedTier(DiskTier):
         users = open_users(folder)
         self._slots: dict[tuple[int, int], Slots] = {}  # (bytes of a name, bytes of a block) -> the file
         self._last_use_ns = 0
+        self._use(folder, users)
+        super().__init__(folder, max_bytes)
+
+    def _use(self, folder: Path, users: int) -> None:
+        """Give up the folder when this object ends. `users`: the open file of users"""
+        self._users = users
         # called by garbage collection and at exit, too
         self._release = weakref.finalize(self, release, folder, users, os.getpid())
-        super().__init__(folder, max_bytes)
 
     def match(self, blocks: Sequence[BlockName]) -> int:
         found = self._find(blocks)
@@ -83,6 +91,7 @@ class SharedTier(DiskTier):
     def save(self, block: BlockName, data: np.ndarray) -> None:
         begin = time.perf_counter()
         try:
+            self._open_again_if_deleted()
             slots = self._slots_for(block, data)
             if slots is not None and slots.find(block):
                 return
@@ -91,7 +100,7 @@ class SharedTier(DiskTier):
                 if slots is None or slots.find(block):  # it is too large, or another process has saved it
                     return
                 num_evicted = slots.save(block, data, self._now_ns())
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._warn(error)
             return
         self._count(saved_bytes=data.nbytes, save_time_s=time.perf_counter() - begin, evictions=num_evicted)
@@ -102,6 +111,8 @@ class SharedTier(DiskTier):
             with self._files.locked():
                 for slots in self._slots.values():
                     slots.remove(block)
+        except FileNotFoundError:  # the folder has been deleted
+            pass
         except OSError as error:
             self._warn(error)
 
@@ -123,6 +134,21 @@ class SharedTier(DiskTier):
         if sizes not in self._slots:
             self._open_new()
         return self._slots.get(sizes)
+
+    def _open_again_if_deleted(self) -> None:
+        """Make the folder again if it has been deleted, or use the one that another engine has made since."""
+        with self._stats_lock:
+            if not self._release.alive:  # closed
+                return
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(self.folder / USERS).st_ino == os.fstat(self._users).st_ino:
+                    return
+            users = open_users(self.folder)
+            logger.warning("K/V store: %s has been deleted, and is made again", self.folder)
+            self._release.detach()
+            os.close(self._users)
+            self._use(self.folder, users)
+            self._slots = {}  # another thread may still copy from the old ones
 
     def _open_new(self) -> bool:
         """Open the files that other processes have made. Returns whether there were any."""

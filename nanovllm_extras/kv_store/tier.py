@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,6 +87,7 @@ class Chain(Tier):
     def __init__(self, tiers: Sequence[Tier]) -> None:
         super().__init__()
         self.tiers = tuple(tiers)
+        self._logged: set[tuple[Any, ...]] = set()
 
     def match(self, blocks: Sequence[BlockName]) -> int:
         """Return how many of the first blocks the tiers have together: each may be in a different tier."""
@@ -110,7 +111,7 @@ class Chain(Tier):
                 is_loaded = tier.load(block, out)
             except Exception as error:
                 is_loaded = False
-                note_failure(tier, "load", error)
+                self._note_failure(tier, "load", error)
             if is_loaded:
                 for faster in self.tiers[:i]:
                     self._save(faster, block, out)
@@ -126,40 +127,47 @@ class Chain(Tier):
             try:
                 tier.finished()
             except Exception as error:
-                note_failure(tier, "finished", error)
+                self._note_failure(tier, "finished", error)
 
     def failed(self, block: BlockName) -> None:
         for tier in self.tiers:
             try:
                 tier.failed(block)
             except Exception as error:
-                note_failure(tier, "failed", error)
+                self._note_failure(tier, "failed", error)
 
     def close(self) -> None:
         for tier in self.tiers:
             try:
                 tier.close()
             except Exception as error:
-                note_failure(tier, "close", error)
+                self._note_failure(tier, "close", error)
 
     def _match(self, tier: Tier, blocks: Sequence[BlockName]) -> int:
         try:
             return min(max(0, int(tier.match(blocks))), len(blocks))
         except Exception as error:
-            note_failure(tier, "match", error)
+            self._note_failure(tier, "match", error)
             return 0
 
     def _save(self, tier: Tier, block: BlockName, data: np.ndarray) -> None:
         try:
             tier.save(block, data)
         except Exception as error:
-            note_failure(tier, "save", error)
+            self._note_failure(tier, "save", error)
+
+    def _note_failure(self, tier: Tier, call: str, error: Exception) -> None:
+        """Count a call that has raised, and log the first one of each tier and cause."""
+        tier.stats.failures += 1
+        cause = (id(tier), *cause_of(error))
+        if cause not in self._logged:
+            self._logged.add(cause)
+            logger.warning(
+                "K/V store: %s of tier %r has raised, further errors of this kind are only counted: %r",
+                *(call, tier.name, error),
+            )
 
 
-def note_failure(tier: Tier, call: str, error: Exception) -> None:
-    """Count a call that has raised, and log the first one of each tier."""
-    tier.stats.failures += 1
-    if tier.stats.failures == 1:
-        logger.warning(
-            "K/V store: %s of tier %r has raised, further errors are only counted: %r", call, tier.name, error
-        )
+def cause_of(error: Exception) -> tuple[type[Exception], int | None]:
+    """Return what errors of one cause have in common: a full disk is not a lost one."""
+    return type(error), getattr(error, "errno", None)

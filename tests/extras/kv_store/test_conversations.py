@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 from hypothesis import given, settings
@@ -57,6 +58,13 @@ def test_a_conversation_outlives_its_engine(store):
     assert restore_conversation(again, "chat-1") == (BLOCKS, 3, MESSAGES)
     again.failed(BLOCKS[1])
     assert restore_conversation(again, "chat-1") == (BLOCKS, 1, MESSAGES), "the others are computed"
+
+
+def test_a_conversation_is_saved_after_the_folder_was_deleted(store):
+    shutil.rmtree(store.folder)
+    assert save_conversation(store, "chat-1", BLOCKS, MESSAGES) == 0
+    assert restore_conversation(store, "chat-1") == (BLOCKS, 0, MESSAGES)
+    assert store.folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_conversation_is_replaced_and_deleted(store):

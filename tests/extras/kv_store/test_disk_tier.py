@@ -206,6 +206,21 @@ def test_a_save_that_fails_is_dropped_with_one_line(tier, path, monkeypatch, cap
     assert noted_sum(tier.folder) >= sum(files_of(tier.folder).values())
 
 
+def test_each_cause_has_a_line_of_its_own(tier, monkeypatch, caplog):
+    codes = (errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES)
+    for _ in range(2):
+        for code in codes:
+            with monkeypatch.context() as patch:
+                patch.setattr(disk_tier.os, "replace", raises(code))
+                for key in range(3):
+                    tier.save(block_name(key), DATA)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * len(codes)
+    for code, record in zip(codes, caplog.records, strict=True):
+        assert os.strerror(code) in record.message
+        assert "further errors of this kind are only counted" in record.message
+    assert tier.stats.failures == 2 * 3 * len(codes)
+
+
 def test_a_file_that_cannot_be_written_to_its_end(tier, path, caplog):
     """The system refuses files of more than 4,096 bytes, after it has written that many: like a full disk."""
     tier = DiskTier(tier.folder, 100_000)
@@ -332,9 +347,40 @@ def test_a_lost_or_wrong_sum_is_found_again(tier, path):
     for key in range(8):
         tier.save(block_name(key), DATA)
     assert noted_sum(tier.folder) == sum(files_of(tier.folder).values()) == 5 * (len(DATA) + OVERHEAD)
-    shutil.rmtree(tier.folder)  # a user's `rm -r`
-    tier.save(block_name(9), DATA)
-    assert tier.match([block_name(9)]) == 0
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["with its parents", "the folder"])
+def test_a_folder_that_is_deleted_is_made_again(tmp_path, caplog, is_whole):
+    tier = DiskTier(tmp_path / "a" / "b" / "store", MAX_BYTES)
+    for _ in range(2):
+        caplog.clear()
+        for key in range(9):
+            tier.save(block_name(key), DATA)
+        shutil.rmtree(tmp_path / "a" if is_whole else tier.folder)  # a user's `rm -r`
+        assert load(tier, block_name(8)) is None
+        tier.failed(block_name(8))
+        for key in range(9):
+            tier.save(block_name(key), DATA)
+        assert load(tier, block_name(8)) == DATA.tobytes()
+        assert tier.folder.stat().st_mode & 0o777 == 0o700
+        assert noted_sum(tier.folder) == sum(files_of(tier.folder).values()) == 5 * (len(DATA) + OVERHEAD)
+        assert [record.message for record in caplog.records] == [
+            f"K/V store: {tier.folder} has been deleted, and is made again"
+        ]
+        assert tier.stats.failures == 0
+
+
+def test_a_folder_that_cannot_be_made_again_is_a_failed_save(tmp_path, caplog):
+    tier = DiskTier(tmp_path / "a" / "store", MAX_BYTES)
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "a").symlink_to("/no/such/folder")
+    for key in range(2):
+        tier.save(block_name(key), DATA)
+    assert len(caplog.records) == 1
+    assert tier.stats.failures == 2
+    (tmp_path / "a").unlink()
+    tier.save(BLOCK, DATA)
+    assert load(tier, BLOCK) == DATA.tobytes()
 
 
 # ---- threads and processes

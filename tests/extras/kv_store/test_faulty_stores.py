@@ -124,6 +124,21 @@ def test_a_faulty_store_changes_no_token(folder, expected, kind):
     assert stats.num_free_blocks == stats.num_kv_blocks
 
 
+def test_a_folder_deleted_while_the_engine_runs_is_made_again(folder, expected, tmp_path):
+    extra = {"shared_storage_path": str(tmp_path / "store"), "max_bytes": 1 << 20}
+    transfer = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+    llm = LLM(folder, kv_transfer_config=transfer, **OPTIONS)
+    assert answers_of(llm) == expected
+    shutil.rmtree(tmp_path / "store")
+    llm.reset_prefix_cache()
+    assert answers_of(llm) == expected
+    loaded = llm.get_stats().kv_store.num_loaded_blocks
+    assert list((tmp_path / "store").glob("*.kv"))
+    assert answers_of(llm) == expected
+    assert llm.get_stats().kv_store.num_loaded_blocks > loaded
+    assert llm.get_stats().kv_store.tiers["disk"].failures == 0
+
+
 def test_a_store_that_stands_still_holds_up_no_request(folder, expected):
     """Saving lags behind: its queue fills up, and blocks are dropped."""
     gate = threading.Event()

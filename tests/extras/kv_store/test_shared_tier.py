@@ -226,6 +226,32 @@ def test_the_folder_goes_while_another_engine_opens_it(root, monkeypatch):
     one.close()
 
 
+@pytest.mark.parametrize("has_other", [False, True], ids=["for itself", "by another engine"])
+def test_a_folder_that_is_deleted_is_made_again(root, caplog, has_other):
+    num_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    tier = SharedTier("default", MAX_BYTES, root=root)
+    for _ in range(2):
+        tier.save(BLOCK, DATA)
+        shutil.rmtree(tier.folder)
+        tier.failed(block_name(5))
+        other = SharedTier("default", MAX_BYTES, root=root) if has_other else None
+        caplog.clear()
+        for key in range(1, 4):
+            tier.save(block_name(key), DATA)
+        assert len(caplog.records) == 1
+        assert "has been deleted, and is made again" in caplog.text
+        other = other or SharedTier("default", MAX_BYTES, root=root)
+        assert load(other, block_name(3)) == load(tier, block_name(3)) == DATA.tobytes()
+        other.close()
+        assert load(tier, block_name(3)) == DATA.tobytes(), "it is still in use"
+        assert tier.stats.failures == 0
+    tier.close()
+    assert not list(root.iterdir())
+    if num_open:
+        del tier, other
+        assert len(os.listdir("/proc/self/fd")) == num_open
+
+
 def test_folders_that_are_not_this_users(root, monkeypatch):
     folder = root / f"nanovllm-kv-{os.geteuid()}-default"
     secret = root / "secret"

@@ -1,5 +1,6 @@
 """The memory tier against a plain model of it, chains of tiers, and the names of blocks."""
 
+import errno
 import json
 import random
 import shutil
@@ -116,6 +117,24 @@ def test_a_tier_that_raises_is_passed_over(caplog):
     chain.close()
     assert [tier.stats.failures for tier in chain.tiers] == [9, 0, 6]
     assert len(caplog.records) == 2, "one for each tier"
+
+
+def test_each_cause_has_a_line_of_its_own(caplog):
+    """Of each tier, also if the tier itself has counted failures before."""
+    errors = [OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "damaged"), ValueError("no such block"), KeyError(1)]
+
+    class Failing(MemoryTier):
+        def save(self, block, data):
+            raise self.error
+
+    chain = Chain([Failing(100), Failing(100)])
+    chain.tiers[0].stats.failures = 7
+    for error in errors * 2:
+        for tier in chain.tiers:
+            tier.error = error
+        chain.save(name(1), data(1))
+    assert [record.args[-1] for record in caplog.records] == [error for error in errors for _ in range(2)]
+    assert [tier.stats.failures for tier in chain.tiers] == [7 + 8, 8]
 
 
 def test_a_chain_believes_no_number_beyond_what_it_asked():
