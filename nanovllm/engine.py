@@ -18,6 +18,7 @@ from nanovllm.config import Config
 from nanovllm.loader import find_folder, load_tokenizer, read_eos_token_ids
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observer import Stats
+from nanovllm.one_thread import InUseError, OneThread
 from nanovllm.outputs import RequestOutput
 from nanovllm.request import Prompt, Request, check_prompt_len, encode_prompt, make_seed
 from nanovllm.sampling_params import SamplingParams
@@ -36,12 +37,14 @@ class LLMEngine:
         self.eos_token_ids = self.read_eos_token_ids(folder)
         self.description = self.runner.description  # which classes compute, and why
         self.stats = self.make_stats()
+        self.one_thread = OneThread()  # refuses a second thread, and calls from within a step
         self.reset()
 
     def reset(self) -> None:
         """Drop all requests and free all blocks."""
-        self.requests: dict[str, Request] = {}
-        self.scheduler = self.make_scheduler(self.make_block_manager())
+        with self.one_thread.use(during_step=True):
+            self.requests: dict[str, Request] = {}
+            self.scheduler = self.make_scheduler(self.make_block_manager())
 
     # ---- the loop
 
@@ -50,11 +53,15 @@ class LLMEngine:
 
         A step that fails or is interrupted may have changed anything half-way, so all requests are dropped.
         """
+        has_begun = False
         try:
-            launched = self.launch()
-            return [] if launched is None else self.complete(*launched)
-        except BaseException:
-            self.on_failure()
+            with self.one_thread.step():
+                has_begun = True
+                launched = self.launch()
+                return [] if launched is None else self.complete(*launched)
+        except BaseException as error:
+            if has_begun or not isinstance(error, InUseError):  # else another thread's step goes on
+                self.on_failure()
             raise
 
     def launch(self) -> tuple[Step, Any] | None:
@@ -104,25 +111,27 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {request_id!r}")
-        if request_id in self.requests:
-            raise ValueError(f"request_id {request_id!r} belongs to an unfinished request; choose another")
-        params = self.check_params(sampling_params)
-        text, token_ids = self.encode(prompt)
-        seed = make_seed(params.seed, self.config.seed, self.stats.num_requests, token_ids)
-        # one sequence for each sample; the first computes the prompt, the others are its children
-        seqs = [Sequence(request_id, token_ids, params, self.eos_token_ids, seed, i) for i in range(params.n)]
-        seqs[0].children = seqs[1:]
-        backend_tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
-        self.requests[request_id] = Request(text, seqs, stream, backend_tokenizer)
-        self.scheduler.add(seqs[0])
+        with self.one_thread.use():
+            if request_id in self.requests:
+                raise ValueError(f"request_id {request_id!r} belongs to an unfinished request; choose another")
+            params = self.check_params(sampling_params)
+            text, token_ids = self.encode(prompt)
+            seed = make_seed(params.seed, self.config.seed, self.stats.num_requests, token_ids)
+            # one sequence for each sample; the first computes the prompt, the others are its children
+            seqs = [Sequence(request_id, token_ids, params, self.eos_token_ids, seed, i) for i in range(params.n)]
+            seqs[0].children = seqs[1:]
+            backend_tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
+            self.requests[request_id] = Request(text, seqs, stream, backend_tokenizer)
+            self.scheduler.add(seqs[0])
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request and free its blocks. Returns its output so far, or None if it is unknown or finished."""
-        request = self.requests.pop(request_id, None)
-        if request is None:
-            return None
-        request.abort(self.scheduler)
-        return request.make_output()
+        with self.one_thread.use():
+            request = self.requests.pop(request_id, None)
+            if request is None:
+                return None
+            request.abort(self.scheduler)
+            return request.make_output()
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Return text and token ids of a prompt that this engine can serve."""

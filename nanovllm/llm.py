@@ -5,7 +5,7 @@ of your own.
 """
 
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import fields
 from functools import partial
 from itertools import count
@@ -17,6 +17,7 @@ from tqdm import tqdm
 from nanovllm.chat import Message, render_conversation
 from nanovllm.config import Config
 from nanovllm.engine import LLMEngine
+from nanovllm.one_thread import InUseError
 from nanovllm.outputs import RequestOutput
 from nanovllm.request import Prompt, is_single_prompt
 from nanovllm.sampling_params import SamplingParams
@@ -40,6 +41,7 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.engine = self.make_engine(model, options)
         self._request_ids = count()
+        self._abandoned: list[Generator[Any, None, None]] = []  # streams whose requests are still to be aborted
 
     def make_engine(self, model: str | Path, options: dict[str, Any]) -> LLMEngine:
         known = {one.name for one in fields(Config)}
@@ -82,6 +84,7 @@ class LLM:
         """Return the last output of each request, in their order."""
         finished: dict[str, RequestOutput] = {}
         with (
+            self.engine.one_thread.use(),
             make_bar(total=len(requests), desc="Generating", unit="req") as bar,
             closing(self._stream(requests, stream=False)) as outputs,
         ):
@@ -95,13 +98,44 @@ class LLM:
         prompts = [prompts] if is_single_prompt(prompts) else list(prompts)
         params = spread("sampling_params", params, SamplingParams, None, len(prompts))
         requests: Requests = {}
-        for prompt, one in zip(prompts, params, strict=True):
-            text, token_ids = self.engine.encode(prompt)
-            encoded = {"prompt": text, "prompt_token_ids": token_ids}
-            requests[str(next(self._request_ids))] = encoded, self.engine.check_params(one)
+        with self.engine.one_thread.use():
+            for prompt, one in zip(prompts, params, strict=True):
+                text, token_ids = self.engine.encode(prompt)
+                encoded = {"prompt": text, "prompt_token_ids": token_ids}
+                requests[str(next(self._request_ids))] = encoded, self.engine.check_params(one)
         return requests
 
-    def _stream(self, requests: Requests, stream: bool = True) -> Generator[RequestOutput, None, None]:
+    def _stream(self, requests: Requests, stream: bool = True) -> Generator[Any, None, None]:
+        """Yield `_outputs`, and let other calls use the engine only while the consumer has an output.
+
+        Raises InUseError if another thread uses the engine, or has a stream that is unfinished.
+        """
+        outputs, one_thread = self._outputs(requests, stream), self.engine.one_thread
+        try:
+            while True:
+                with one_thread.use(outputs):
+                    self._close_abandoned()
+                    output = next(outputs, None)
+                if output is None:
+                    return
+                yield output
+        finally:
+            one_thread.end(outputs)
+            self._abandoned.append(outputs)
+            with suppress(InUseError), one_thread.use():  # garbage may be collected in any thread, during any step
+                self._close_abandoned()
+
+    def _close_abandoned(self) -> None:
+        """Abort the requests of streams that were closed while the engine was in use."""
+        while self._abandoned:
+            self._abandoned.pop().close()
+
+    def _step_engine(self) -> list[Any]:
+        """Advance all requests that a consumer still waits for."""
+        self._close_abandoned()
+        return self.engine.step()
+
+    def _outputs(self, requests: Requests, stream: bool) -> Generator[Any, None, None]:
         """Queue the requests when the first output is asked for, step until all are finished, and yield the outputs.
 
         However it ends, none of its requests stays in the engine. Raises RuntimeError if the engine has unfinished
@@ -117,7 +151,7 @@ class LLM:
             while unfinished:
                 if not unfinished & self.engine.requests.keys():
                     raise RuntimeError(f"requests {sorted(unfinished)} are not in the engine any more")
-                for output in self.engine.step():
+                for output in self._step_engine():
                     unfinished -= {output.request_id} if output.finished else set()
                     yield output
         finally:

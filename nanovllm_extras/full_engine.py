@@ -82,11 +82,11 @@ class LLMEngine(engine.LLMEngine):
 
     def reset(self) -> None:
         """Drop all requests, and start an empty scheduler."""
-        super().reset()
-        self._clocks: deque[LapClock] = deque()  # of the steps in flight
-        self._is_stepping = False
-        self._aborted_meanwhile.clear()
-        self._has_failed = False  # the last step
+        with self.one_thread.use(during_step=True):
+            super().reset()
+            self._clocks: deque[LapClock] = deque()  # of the steps in flight
+            self._aborted_meanwhile.clear()
+            self._has_failed = False  # the last step
 
     @property
     def observer(self) -> SchedulingStats:
@@ -101,15 +101,15 @@ class LLMEngine(engine.LLMEngine):
         the failure are returned by the next step.
         """
         check_process()
-        self._is_stepping = True
-        try:
-            if late := self._take_late():
-                return StepOutput(self.deliver(late, time.monotonic()))
-            with plain_defaults():
-                outputs: Any = super().step()
-            return outputs if isinstance(outputs, StepOutput) else StepOutput()  # there was nothing to do
-        finally:
-            self._end_step()
+        with self.one_thread.use():
+            try:
+                if late := self._take_late():
+                    return StepOutput(self.deliver(late, time.monotonic()))
+                with plain_defaults():
+                    outputs: Any = super().step()
+                return outputs if isinstance(outputs, StepOutput) else StepOutput()  # there was nothing to do
+            finally:
+                self._end_step()
 
     def launch(self) -> tuple[Step, Any] | None:
         """Return the step to wait for: the next one, or one that was launched ahead of it."""
@@ -202,19 +202,22 @@ class LLMEngine(engine.LLMEngine):
         """Check and queue one request. With `stream=False` its only output is the last one.
 
         `priority` is for scheduling policies; first come, first served does not use it. Raises ValueError or TypeError
-        before anything changes.
+        before anything changes. During a step (a logits processor may call this) the request waits for the next one.
         """
         check_process()
-        self._check_request_id(request_id)
-        number = self.stats.num_requests
-        with plain_defaults():
-            request = self.input_processor.make_request(request_id, prompt, sampling_params, priority, stream, number)
-        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-            from nanovllm_extras.cache_salt import salt_request
+        with self.one_thread.use(during_step=True):  # it waits for the next step
+            self._check_request_id(request_id)
+            number = self.stats.num_requests
+            with plain_defaults():
+                request = self.input_processor.make_request(
+                    request_id, prompt, sampling_params, priority, stream, number
+                )
+            if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
+                from nanovllm_extras.cache_salt import salt_request
 
-            salt_request(request, prompt["cache_salt"], self.scheduler.block_manager.prefix_cache)
-        request.queue(self.scheduler, self.config.max_num_seqs)
-        self.requests[request_id] = request
+                salt_request(request, prompt["cache_salt"], self.scheduler.block_manager.prefix_cache)
+            request.queue(self.scheduler, self.config.max_num_seqs)
+            self.requests[request_id] = request
 
     def abort_request(self, request_id: str | list[str]) -> Any:  # type: ignore[override]
         """End a request and free its blocks. Returns its output so far, or None if it is unknown or finished.
@@ -224,14 +227,15 @@ class LLMEngine(engine.LLMEngine):
         """
         if isinstance(request_id, list | tuple | set):
             return [self.abort_request(one) for one in request_id]
-        request = self.requests.pop(request_id, None)
-        if request is None:
-            return None
-        if self._is_stepping:
-            self._aborted_meanwhile.append(request)
-        else:
-            request.abort(self.scheduler)
-        return request.make_output()
+        with self.one_thread.use(during_step=True):
+            request = self.requests.pop(request_id, None)
+            if request is None:
+                return None
+            if self.one_thread.is_stepping:
+                self._aborted_meanwhile.append(request)
+            else:
+                request.abort(self.scheduler)
+            return request.make_output()
 
     def recover(self) -> None:
         """After an interrupt, which can come between any two lines: if no request is left, make a new scheduler."""
@@ -247,9 +251,10 @@ class LLMEngine(engine.LLMEngine):
         """Forget all cached prefixes, as before a fair measurement. Running requests are not affected."""
         from nanovllm_extras.roll_back import reset_prefix_cache
 
-        reset_prefix_cache(self.scheduler)
-        if self.parts.kv_store is not None:
-            self.parts.kv_store.forget_all()
+        with self.one_thread.use():
+            reset_prefix_cache(self.scheduler)
+            if self.parts.kv_store is not None:
+                self.parts.kv_store.forget_all()
 
     def deliver(self, requests: list[Any], now: float) -> list[Any]:
         """Return the outputs of requests that have read their tokens, and remove finished requests."""
@@ -277,7 +282,6 @@ class LLMEngine(engine.LLMEngine):
 
     def _end_step(self) -> None:
         """End the requests that were aborted during the step."""
-        self._is_stepping = False
         for request in self._aborted_meanwhile:
             request.abort(self.scheduler)
         self._aborted_meanwhile.clear()

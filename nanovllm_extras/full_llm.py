@@ -22,6 +22,7 @@ from nanovllm_extras.full_engine import LLMEngine
 from nanovllm_extras.lazy_outputs import RequestOutput
 from nanovllm_extras.option_checks import LazyMethod, translate_options
 from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.waiting_threads import check_process
 
 if TYPE_CHECKING:
     from nanovllm_extras.beam_search import beam_params
@@ -196,16 +197,18 @@ class LLM(llm.LLM):
         wanted = spread(name, params, kind, self.engine.parts.default_sampling_params, len(prompt_list))
         priorities = spread("priority", priority, int, 0, len(prompt_list))
         distinct = {id(one): one for one in wanted}  # parameters of many prompts are taken once
-        taken = {key: processor.take_params(one) for key, one in distinct.items()}
         requests: Requests = {}
-        for prompt, one, rank in zip(prompt_list, wanted, priorities, strict=True):
-            text, token_ids = processor.encode(prompt, taken[id(one)].params)
-            given = prompt if isinstance(prompt, Mapping) else {}
-            encoded = {**given, "prompt": text, "prompt_token_ids": token_ids}
-            requests[str(next(self._request_ids))] = encoded, taken[id(one)], rank
+        check_process()
+        with self.engine.one_thread.use():
+            taken = {key: processor.take_params(one) for key, one in distinct.items()}
+            for prompt, one, rank in zip(prompt_list, wanted, priorities, strict=True):
+                text, token_ids = processor.encode(prompt, taken[id(one)].params)
+                given = prompt if isinstance(prompt, Mapping) else {}
+                encoded = {**given, "prompt": text, "prompt_token_ids": token_ids}
+                requests[str(next(self._request_ids))] = encoded, taken[id(one)], rank
         return requests
 
-    def _stream(self, requests: Requests, stream: bool = True) -> Generator[Any, None, None]:
+    def _outputs(self, requests: Requests, stream: bool) -> Generator[Any, None, None]:
         """As the core's, but other calls may be unfinished; and however it ends, no step stays in flight."""
         try:
             yield from self._take_outputs(requests, stream)
@@ -249,6 +252,6 @@ class LLM(llm.LLM):
                 f"requests {sorted(unfinished)} are not in the engine any more: they were aborted, a step of another "
                 f"call failed, or another caller took their outputs"
             )
-        for output in self.engine.step():
+        for output in self._step_engine():
             if output.request_id in self._inboxes:
                 self._inboxes[output.request_id][output.request_id] = output
