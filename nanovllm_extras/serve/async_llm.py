@@ -134,7 +134,7 @@ class AsyncLLM:
     def close(self, inbox: Inbox) -> None:
         """Abort the inbox's unfinished requests: their blocks are free before the next step."""
         if inbox.unfinished and self._thread is not None:
-            self._thread.abort(inbox.unfinished)
+            self._thread.abort(inbox.unfinished, is_read=False)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; consumers get the output so far, with `finish_reason="abort"`. Unknown ids are ignored."""

@@ -3,7 +3,8 @@
     other threads ─add, abort, call→ commands ─between two steps→ LLMEngine.step() ─→ on_outputs, on_failure
 
 With nothing to do the thread sleeps in the queue of commands, and the next command wakes it. Forward passes run outside
-of Python's lock, so other threads go on meanwhile.
+of Python's lock, so other threads go on meanwhile. Aborts are executed before the commands that wait, and remove the
+requests among them: a client that leaves costs one step at most, however many requests it has sent.
 """
 
 import logging
@@ -61,10 +62,11 @@ class EngineThread:
         self.dead: EngineDeadError | None = None
         self._on_outputs = on_outputs
         self._on_failure = on_failure
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()  # nothing is posted once `dead` is set
-        self._num_posted = 0  # requests that `add` has posted
-        self._num_added = 0  # of these, requests that the engine has received
+        self._posted: dict[str, NewRequest] = {}  # requests that the engine has not received yet
+        self._aborts: queue.SimpleQueue[tuple[list[str], bool]] = queue.SimpleQueue()
+        self._must_end = False
         self._num_left = 0  # requests that the last step has left waiting
         self._unfinished: dict[str, NewRequest] = {}
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
@@ -87,9 +89,9 @@ class EngineThread:
         check_process()
         with self._lock:
             self.check_health()
-            self._num_posted += len(requests)
             for request in requests:
-                self._commands.put(partial(self._add, request))
+                self._posted[request.request_id] = request
+                self._commands.put(partial(self._add, request.request_id))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """The result of a function that the thread calls between two steps."""
@@ -106,10 +108,13 @@ class EngineThread:
         self.post(execute)
         return future
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests; the last output of each holds what it has so far. Unknown ids are ignored."""
-        ids = list(request_ids)
-        self._commands.put(lambda: self._abort(ids))
+    def abort(self, request_ids: Iterable[str], is_read: bool = True) -> None:
+        """End requests before the next step. Unknown ids are ignored.
+
+        is_read: whether a consumer waits for the last output of each, which holds what it has so far.
+        """
+        self._aborts.put((list(request_ids), is_read))
+        self._commands.put(lambda: None)  # wakes the thread
 
     def check_health(self) -> None:
         check_process()
@@ -123,13 +128,14 @@ class EngineThread:
         The next step starts as many as the batch has places free, or none if the last step has left some waiting.
         """
         scheduler = self.engine.scheduler
-        num_waiting = self._num_posted - self._num_added + len(scheduler.waiting)
+        num_waiting = len(self._posted) + len(scheduler.waiting)
         num_free = 0 if self._num_left else scheduler.max_num_seqs - count_places(scheduler.running)
         return max(0, num_waiting - num_free)
 
     def stop(self) -> None:
         """Fail the unfinished requests, and end the thread. A second call does nothing."""
-        self._commands.put(None)
+        self._must_end = True
+        self._commands.put(lambda: None)  # wakes the thread
         self._thread.join()
 
     def _lose(self, error: EngineDeadError) -> None:
@@ -161,17 +167,24 @@ class EngineThread:
     def _execute_commands(self, wait: bool) -> bool:
         """Execute posted commands in their order; with `wait` sleep until there is one. False if the thread must end.
 
-        Those that are left after `COMMANDS_S` are executed after a step, which other requests wait for.
+        Those that are left after `COMMANDS_S` are executed after a step, which other requests wait for. Aborts come
+        first, and all of them.
         """
         give_up = math.inf
         while (wait or not self._commands.empty()) and time.monotonic() < give_up:
             command = self._commands.get()
-            if command is None:
-                return False
             give_up = min(give_up, time.monotonic() + COMMANDS_S)
+            self._execute_aborts()
+            if self._must_end:
+                return False
             command()
             wait = False
+        self._execute_aborts()
         return True
+
+    def _execute_aborts(self) -> None:
+        while not self._aborts.empty():
+            self._abort(*self._aborts.get())
 
     def _step(self) -> None:
         try:
@@ -209,9 +222,10 @@ class EngineThread:
                 self._unfinished.pop(output.request_id, None)
         self._on_outputs(outputs)
 
-    def _add(self, request: NewRequest) -> None:
-        self._queue([request])
-        self._num_added += 1
+    def _add(self, request_id: str) -> None:
+        request = self._posted.pop(request_id, None)
+        if request is not None:  # else it was aborted before
+            self._queue([request])
 
     def _queue(self, requests: list[NewRequest]) -> None:
         for request in requests:
@@ -222,19 +236,24 @@ class EngineThread:
             except Exception as error:
                 self._on_failure([request.request_id], error)
 
-    def _abort(self, request_ids: list[str]) -> None:
-        if self.dead is None:
-            outputs = [self.engine.abort_request(request_id) for request_id in request_ids]
-            self._num_left = min(self._num_left, len(self.engine.scheduler.waiting))
-            self._hand_over([output for output in outputs if output is not None])
+    def _abort(self, request_ids: list[str], is_read: bool) -> None:
+        posted = [request_id for request_id in request_ids if request_id in self._posted]
+        if is_read:
+            for request_id in posted:  # its output says that it was aborted
+                self._add(request_id)
+        else:
+            for request_id in posted:
+                del self._posted[request_id]
+            self._on_failure(posted, RuntimeError("the consumer has closed this request"))
+        outputs = [self.engine.abort_request(request_id) for request_id in request_ids]
+        self._num_left = min(self._num_left, len(self.engine.scheduler.waiting))
+        self._hand_over([output for output in outputs if output is not None])
 
     def _die(self, error: EngineDeadError) -> None:
         with self._lock:
             self.dead = error
         while not self._commands.empty():  # commands posted before fail, so no caller waits for ever
-            command = self._commands.get()
-            if command is not None:
-                command()
+            self._commands.get()()
         self._on_failure(self._unfinished, error)
 
 

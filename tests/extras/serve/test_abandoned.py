@@ -1,0 +1,234 @@
+"""A client that leaves with many requests unfinished: at most one more step is computed for it, whatever it has sent.
+
+The engine stands still while the client leaves, so the steps that follow can be counted.
+"""
+
+import asyncio
+import contextlib
+import json
+import signal
+import threading
+import time
+import urllib.request
+
+import pytest
+
+from nanovllm_extras import PoolingParams, SamplingParams
+from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.batch.replica import Replica, ReplicaSpec
+from nanovllm_extras.serve.batch.rows import Row
+from nanovllm_extras.serve.engine_thread import NewRequest
+from nanovllm_extras.serve.state import ServerOptions
+from tests.extras.serve.conftest import CHAT_TEMPLATE
+from tests.extras.serve.real_server import in_process, in_thread
+
+MANY = 500
+PROMPTS = [[1 + i % 200, *range(1, 250), *range(1, 150)] for i in range(MANY)]
+MESSAGES = [{"role": "user", "content": "x" * 200}]
+
+
+@pytest.fixture(scope="module")
+def llm(with_tokenizer):
+    options = {"num_kv_blocks": 4096, "block_size": 4, "max_num_batched_tokens": 512, "max_num_seqs": 16}
+    with AsyncLLM(with_tokenizer, dtype="float32", **options) as made:
+        made.engine.tokenizer.chat_template = CHAT_TEMPLATE
+        yield made
+
+
+class Gate:
+    """Holds each step back until the gate is open, and counts the steps that have begun."""
+
+    def __init__(self, llm):
+        self.step, self.num_steps, self.is_open = llm.engine.step, 0, threading.Event()
+        self.is_open.set()
+
+    def __call__(self):
+        self.num_steps += 1
+        assert self.is_open.wait(60)
+        return self.step()
+
+
+@pytest.fixture
+def gate(llm, monkeypatch):
+    made = Gate(llm)
+    monkeypatch.setattr(llm.engine, "step", made)
+    yield made
+    made.is_open.set()
+    wait_until(lambda: at_rest(llm))
+
+
+def at_rest(llm):
+    stats = llm.get_stats()
+    return not llm._inboxes and (stats.num_running, stats.num_waiting, llm.thread.num_queued) == (0, 0, 0)
+
+
+def wait_until(condition, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def ask(url, path, body, timeout_s=60):
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        return json.load(response)
+
+
+ROUTES = {
+    "completions": ("/v1/completions", {"prompt": PROMPTS, "max_tokens": 50}),
+    "completions, streamed": ("/v1/completions", {"prompt": PROMPTS, "max_tokens": 50, "stream": True}),
+    "completions, texts": ("/v1/completions", {"prompt": ["x" * 400] * MANY, "max_tokens": 50}),
+    "chat with n": ("/v1/chat/completions", {"messages": MESSAGES, "n": 400, "max_tokens": 50}),
+    "chat with n, streamed": (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "n": 16, "max_tokens": 200, "stream": True},
+    ),
+    "embeddings": ("/v1/embeddings", {"input": PROMPTS}),
+    "responses": ("/v1/responses", {"input": "x" * 200, "max_output_tokens": 200}),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES.values(), ids=ROUTES)
+def test_a_client_that_closes_its_socket_costs_one_step_at_most(llm, gate, path, body):
+    with in_thread(llm, log_requests=False) as server:
+        gate.is_open.clear()
+        content = json.dumps({**body, "model": "tiny-qwen3"}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+        with server.connect() as connection:
+            connection.sendall(f"{head}\r\n\r\n".encode() + content)
+            wait_until(lambda: gate.num_steps == 1)
+        time.sleep(0.3)  # the server notices that the socket is closed
+        gate.is_open.set()
+        answer = ask(server.url, "/v1/completions", {"model": "tiny-qwen3", "prompt": [1, 2, 3], "max_tokens": 1})
+        assert answer["usage"]["completion_tokens"] == 1
+        assert gate.num_steps <= 2, "that which ran when the client left, and that of the other client's token"
+        wait_until(lambda: at_rest(llm))
+        assert gate.num_steps <= 3
+
+
+KINDS = {
+    "generate": (SamplingParams(max_tokens=50, ignore_eos=True), PROMPTS),
+    "embed": (PoolingParams(), PROMPTS),
+    "n": (SamplingParams(max_tokens=50, ignore_eos=True, n=16), PROMPTS[:20]),
+}
+
+
+@pytest.mark.parametrize(("params", "prompts"), KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("how", ["close", "cancel", "abort"])
+def test_a_consumer_that_leaves_costs_one_step_at_most(llm, gate, params, prompts, how):
+    gate.is_open.clear()
+
+    async def consume(requests):
+        outputs = []
+        async with contextlib.aclosing(llm.generate_many(requests)) as stream:
+            async for output in stream:
+                outputs.append(output)
+        return outputs
+
+    async def main():
+        requests = [NewRequest(f"one-{i}", prompt, params) for i, prompt in enumerate(prompts)]
+        consumer = asyncio.create_task(consume(requests))
+        while gate.num_steps == 0:
+            await asyncio.sleep(0.005)
+        if how == "abort":
+            await llm.abort([request.request_id for request in requests])
+        else:
+            consumer.cancel()
+            await asyncio.wait([consumer])
+        gate.is_open.set()
+        if how == "abort":
+            outputs = await consumer
+            assert sorted(output.request_id for output in outputs if output.finished) == sorted(
+                request.request_id for request in requests
+            )
+        (*_, last) = [output async for output in llm.generate([1, 2, 3], SamplingParams(max_tokens=1))]
+        assert len(last.outputs[0].token_ids) == 1
+
+    asyncio.run(main())
+    assert gate.num_steps <= 2
+    wait_until(lambda: at_rest(llm))
+    assert gate.num_steps <= 3
+
+
+def test_ids_of_requests_that_were_dropped_are_free_again(llm, gate):
+    async def main():
+        for _ in range(3):
+            requests = [
+                NewRequest(f"one-{i}", prompt, SamplingParams(max_tokens=5)) for i, prompt in enumerate(PROMPTS)
+            ]
+            stream = llm.generate_many(requests)
+            await anext(stream)
+            await stream.aclose()
+            while not at_rest(llm):
+                await asyncio.sleep(0.005)
+
+    asyncio.run(main())
+
+
+def test_shutdown_does_not_wait_for_requests_that_are_queued(with_tokenizer, monkeypatch):
+    with AsyncLLM(with_tokenizer, dtype="float32", max_num_batched_tokens=512) as made:
+        gate = Gate(made)
+        monkeypatch.setattr(made.engine, "step", gate)
+
+        async def main():
+            gate.is_open.clear()
+            requests = [NewRequest(f"{i}", prompt, SamplingParams(max_tokens=50)) for i, prompt in enumerate(PROMPTS)]
+            inbox = await made.submit(requests)
+            while gate.num_steps == 0:
+                await asyncio.sleep(0.005)
+            ending = asyncio.create_task(asyncio.to_thread(made.shutdown))
+            await asyncio.sleep(0.05)
+            gate.is_open.set()
+            await ending
+            with pytest.raises(RuntimeError, match="shut down"):
+                while inbox.unfinished:
+                    await inbox.take()
+
+        asyncio.run(main())
+        assert gate.num_steps == 1
+
+
+def test_a_batch_that_is_cancelled(llm, gate, tmp_path):
+    gate.is_open.clear()
+    options = ServerOptions(model_names=("tiny-qwen3",), log_requests=False)
+    rows = [Row(f"row {i}", "/v1/completions", json.dumps({"prompt": PROMPTS, "max_tokens": 50})) for i in range(3)]
+
+    async def main():
+        spec = ReplicaSpec(lambda: llm, options, tmp_path, "run", 16)
+        answering = asyncio.create_task(Replica(spec).answer(rows))
+        while gate.num_steps == 0:
+            await asyncio.sleep(0.005)
+        answering.cancel()
+        await asyncio.wait([answering])
+        await asyncio.sleep(0.1)
+        gate.is_open.set()
+
+    asyncio.run(main())
+    wait_until(lambda: at_rest(llm))
+    assert gate.num_steps <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_signal_ends_the_server_although_many_requests_wait(with_tokenizer, stream):
+    """The step that runs is finished, those that wait are not begun."""
+    options = ("--max-num-batched-tokens", 512, "--num-kv-blocks", 4096, "--block-size", 4)
+    with in_process(with_tokenizer, "--served-model-name", "tiny", *options) as server:
+        body = {"model": "tiny", "prompt": [list(range(1, 250))] * 1000, "max_tokens": 200, "stream": stream}
+
+        def read():
+            with contextlib.suppress(OSError, ValueError):  # the end of a stream that is cut off
+                ask(server.url, "/v1/completions", body)
+
+        asking = threading.Thread(target=read)
+        asking.start()
+        wait_until(lambda: server.metric("num_requests_running") > 0)
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(60)
+        seconds = time.monotonic() - start
+        asking.join()
+    assert seconds < 2
