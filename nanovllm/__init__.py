@@ -5,6 +5,7 @@ These are the engine's own classes, always. `nanovllm_extras` has the same names
 
 from pathlib import Path
 
+import nanovllm.waiting_threads  # noqa: F401, I001 (before torch is imported)
 from nanovllm.config import Config
 from nanovllm.engine import LLMEngine
 from nanovllm.llm import LLM

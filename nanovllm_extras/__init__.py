@@ -5,8 +5,6 @@ chooses it. The composition root is here: `all_options.py` and `request_params.p
 and `full_runner.py` make the parts, and `assembly.py` and `kernels/choices.py` choose them.
 """
 
-import nanovllm_extras.waiting_threads  # noqa: F401, I001 (before torch is imported)
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -20,6 +20,7 @@ from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
+from nanovllm_extras.forks import check_process
 from nanovllm_extras.full_observer import Observer, SchedulingStats
 from nanovllm_extras.full_request import note_admitted, read_tokens
 from nanovllm_extras.input_processor import InputProcessor
@@ -29,7 +30,6 @@ from nanovllm_extras.option_checks import LazyMethod
 from nanovllm_extras.plain_runner import PlainRunner, is_plain
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock, plain_defaults
-from nanovllm_extras.waiting_threads import check_process
 
 if TYPE_CHECKING:
     from nanovllm_extras.engine_stats import EngineStats

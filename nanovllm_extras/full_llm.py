@@ -18,11 +18,11 @@ from nanovllm.checks import check_bool
 from nanovllm.llm import Requests, spread
 from nanovllm.request import Prompt, is_single_prompt
 from nanovllm_extras.all_options import Config
+from nanovllm_extras.forks import check_process
 from nanovllm_extras.full_engine import LLMEngine
 from nanovllm_extras.lazy_outputs import RequestOutput
 from nanovllm_extras.option_checks import LazyMethod, translate_options
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.waiting_threads import check_process
 
 if TYPE_CHECKING:
     from nanovllm_extras.beam_search import beam_params

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams, waiting_threads
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams, forks
 from nanovllm_extras.serve.async_llm import AsyncLLM
 
 PARAMS = SamplingParams(temperature=0, max_tokens=2)
@@ -89,9 +89,9 @@ def test_ending_an_engine_in_a_forked_process_does_not_wait(llm, async_llm):
 
 
 def test_the_first_engine_may_be_made_after_the_fork():
-    waiting_threads.first_process.cache_clear()
+    forks.first_process.cache_clear()
     try:
-        assert what_is_raised_in_a_fork(waiting_threads.check_process) == "nothing"
+        assert what_is_raised_in_a_fork(forks.check_process) == "nothing"
     finally:
-        waiting_threads.first_process.cache_clear()
-        waiting_threads.check_process()
+        forks.first_process.cache_clear()
+        forks.check_process()

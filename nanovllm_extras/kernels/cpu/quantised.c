@@ -165,8 +165,8 @@ struct sums {
 #include "avx2_bytes.h"
 #else
 // Multiply the rows of a tile by panels of one strip. While a word is multiplied, the word AHEAD of it is prefetched,
-// in the next strip if this strip ends before. Only every second line is prefetched, because the processor prefetches
-// its neighbour itself. The next strip's scales are prefetched too.
+// in the next strip if this strip ends before. Every line is prefetched, because not every processor fetches a line's
+// neighbour itself. The next strip's scales are prefetched too.
 static inline __attribute__((always_inline)) void multiply_rounded(
     const struct quantised *w, const struct rounded *x, const struct panels *p, long row, struct sums out,
     const bool is_int4, const int num_rows, const int num_panels) {
@@ -190,7 +190,7 @@ static inline __attribute__((always_inline)) void multiply_rounded(
             words column[STRIP];
             for (int i = 0; i < num_panels; i++) {
                 column[i] = *(const words *)(at + i * LANES);
-                if (i % 2 == 0) __builtin_prefetch(at + (AHEAD * STRIP + i) * LANES, 0, 2);
+                __builtin_prefetch(at + (AHEAD * STRIP + i) * LANES, 0, 2);
             }
             for (int half = 0; half < halves; half++)
                 for (int r = 0; r < num_rows; r++, q += 4) {

@@ -37,8 +37,8 @@ def limit_threads() -> None:
 def on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function whose PyTorch operations are too small for threads, and return its result.
 
-    After an operation with threads, those of OpenMP spin on the kernels' cores: for 0.3 ms, or for 4 ms in a program
-    that has imported torch before nanovllm (`nanovllm_extras/waiting_threads.py`).
+    After an operation with threads, those of OpenMP spin on the kernels' cores: for 0.03 ms, or for 4 ms in a program
+    that has imported torch before nanovllm (`nanovllm/waiting_threads.py`).
     """
     with one_thread():
         return function(*arguments)

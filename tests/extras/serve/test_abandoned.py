@@ -181,9 +181,13 @@ def test_shutdown_does_not_wait_for_requests_that_are_queued(with_tokenizer, mon
             await asyncio.sleep(0.05)
             gate.is_open.set()
             await ending
-            with pytest.raises(RuntimeError, match="shut down"):
+
+            async def take_all():
                 while inbox.unfinished:
                     await inbox.take()
+
+            with pytest.raises(RuntimeError, match="shut down"):
+                await take_all()
 
         asyncio.run(main())
         assert gate.num_steps == 1
