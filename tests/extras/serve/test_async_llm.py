@@ -194,7 +194,7 @@ def test_what_is_made_of_parameters_is_made_once_and_not_in_the_engines_thread(n
     for kind, name in (
         (type(llm.engine.input_processor), "check_params"),
         (type(llm.engine.input_processor), "_processors"),
-        (compiler.GrammarCompiler, "_make_matcher"),
+        (compiler.GrammarCompiler, "_make_matchers"),
     ):
         make = getattr(kind, name)
 
@@ -212,7 +212,7 @@ def test_what_is_made_of_parameters_is_made_once_and_not_in_the_engines_thread(n
     outputs = {output.request_id: output.outputs[0].text for output in asyncio.run(main())}
     assert len(outputs) == 3
     assert all(set(text) <= set("abc") and text for text in outputs.values())
-    assert sorted(made) == [("_make_matcher", False), ("_processors", False), ("check_params", False)]
+    assert sorted(made) == [("_make_matchers", False), ("_processors", False), ("check_params", False)]
 
 
 # ---- consumers that leave, or are slow
