@@ -125,7 +125,7 @@ def measure_one_core(num_rows: list[int], dtype: torch.dtype, repeats: int) -> d
             x = torch.randn(count, shape[1]).to(dtype)
             row: dict[str, Any] = {"shape": shape, "rows": count}
             for kind, some in layers.items():
-                seconds = best_time(partial(multiply_all, some, x), repeats) / len(some)
+                seconds = best_time(partial(multiply_all, some, {shape[1]: x}), repeats) / len(some)
                 row[kind] = {"operations_per_s": 2 * count * math.prod(shape) / seconds}
                 row[kind]["read_bytes_per_s"] = some[0].packed.nbytes / seconds
             rows.append(row)
@@ -138,9 +138,10 @@ def measure_one_core(num_rows: list[int], dtype: torch.dtype, repeats: int) -> d
     return {"peak_per_s": peak, "read_bytes_per_s": most_read, "rows": rows}
 
 
-def multiply_all(layers: list[Any], x: torch.Tensor) -> None:
+def multiply_all(layers: list[Any], inputs: dict[int, torch.Tensor]) -> None:
+    """inputs: number of inputs -> [batch, number of inputs]"""
     for layer in layers:
-        layer(x)
+        layer(inputs[layer.in_features])
 
 
 def make_layers(shape: tuple[int, int], dtype: torch.dtype, bits: int | None) -> list[Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import QWEN3_06B, describe_machine
-from benchmarks.cpu_kernels import HEAD_SHAPE, LAYER_SHAPES, NUM_LAYERS, race
+from benchmarks.cpu_kernels import HEAD_SHAPE, LAYER_SHAPES, NUM_LAYERS, multiply_all, race
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, packed_bytes
 from nanovllm_extras.kernels.cpu.cpu_quantised import CpuQuantisedLinear
@@ -88,12 +88,6 @@ def race_requests(count: int) -> dict[str, Any]:
         range_of_half = f"{low:.2f} to {high:.2f}"
         print(f"one request  {name:<20} {median(values):6.1f} tokens/s  {median(ratios):5.2f}x ({range_of_half})")
     return speeds
-
-
-def multiply_all(layers: list[Any], inputs: dict[int, torch.Tensor]) -> None:
-    """inputs: number of inputs -> [batch, number of inputs]"""
-    for layer in layers:
-        layer(inputs[layer.in_features])
 
 
 def plain(weights: list[torch.Tensor]) -> list[Any]:

@@ -122,7 +122,8 @@ def load_elsewhere_first(path: Path) -> None:
 def why_not_loaded(path: Path) -> str | None:
     """Return how another process that loads the library ends, or None if it loads the library.
 
-    A file beside the library remembers that, until this machine is started again: images bring their folders along.
+    A file beside the library remembers a load until this machine starts again. A container image may contain the folder
+    of another machine.
     """
     stored = path.with_name(f"loaded-{path.stem}")
     if read_text(stored) == this_machine():

@@ -167,10 +167,11 @@ static inline __attribute__((always_inline)) void multiply_group(
 }
 
 // Define a function for each combination of counts. With counts that the compiler knows, sums stay in registers.
+#define FEW(DO) DO(1, 1) DO(1, 2) DO(1, 4) DO(2, 1) DO(2, 2) DO(4, 1)
 #if TILE_OF_ROWS == 6
-#define EACH(DO) DO(1, 1) DO(1, 2) DO(1, 4) DO(2, 1) DO(2, 2) DO(4, 1) DO(6, 1)
+#define EACH(DO) FEW(DO) DO(6, 1)
 #else
-#define EACH(DO) DO(1, 1) DO(1, 2) DO(1, 4) DO(2, 1) DO(2, 2) DO(4, 1)
+#define EACH(DO) FEW(DO)
 #endif
 #define DEFINE_OF(bits, m, n) \
     static __attribute__((noinline)) void multiply_##bits##_##m##_##n(const struct group *g) { \
