@@ -6,6 +6,8 @@ missing, unexpected or of another shape is an error that names it. No code of a 
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +46,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the `transformers` tokenizer of `folder`, or None if it has none."""
+    """Return the `transformers` tokenizer of `folder`, or None if it has none.
+
+    `transformers` checks all of config.json on the way. A fault there is not the tokenizer's, and the model's reader
+    reports it, or an option corrects it: then only the model's type counts.
+    """
     if not (folder / "vocab.json").is_file() and not any(folder.glob("tokenizer[._]*")):
         return None
-    from transformers import AutoTokenizer  # imported late: it takes longer than the rest of the engine together
+    from transformers import AutoConfig, AutoTokenizer  # late: it takes longer than the rest of the engine together
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    load = partial(AutoTokenizer.from_pretrained, folder, local_files_only=True, trust_remote_code=False)
+    try:
+        return load()
+    except Exception:
+        with suppress(Exception):
+            return load(config=AutoConfig.for_model(read_json(folder / "config.json")["model_type"]))
+        raise
 
 
 def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> frozenset[int]:
