@@ -69,7 +69,10 @@ class ChatOptions:
 def set_chat_template(tokenizer: Any, chat_template: str | Path) -> None:
     """Replace the tokenizer's chat template. Raises ValueError if it is invalid, or if there is no tokenizer."""
     if tokenizer is None:
-        raise ValueError(f"chat_template needs a tokenizer, but this model has none; got {str(chat_template)!r}")
+        raise ValueError(
+            f"chat_template needs a tokenizer, but this model has none; got {str(chat_template)!r}: leave out "
+            f"chat_template, or name a tokenizer by `tokenizer`, without skip_tokenizer_init"
+        )
     tokenizer.chat_template = check_chat_template(chat_template, tokenizer)
 
 

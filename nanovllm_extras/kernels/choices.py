@@ -39,7 +39,7 @@ def choose(
     choice = (config.attention_backend, device, dtype, shape.head_dim, config.block_size, config.kv_cache_dtype)
     is_latent = shape.latent_rank is not None
     if is_latent and config.kv_cache_dtype == "int8":
-        allowed = "take kv_cache_dtype='auto', or 'fp8' with attention_backend='torch'"
+        allowed = "take kv_cache_dtype='auto', or kv_cache_dtype='fp8' and attention_backend='torch'"
         raise ValueError(f"kv_cache_dtype='int8' is for K and V, and this model's cache holds latents: {allowed}")
     paths = LATENT_BACKENDS if is_latent else BACKENDS
     options = tuple(dict.fromkeys(shape.attention_options)) or (PLAIN,)
@@ -78,6 +78,7 @@ def select_backend(
 ) -> tuple[type[TorchAttention], str]:
     """Return the backend `name`, or for `auto` the best one here, and a line that says why it was chosen."""
     reasons: list[str] = []
+    advice = "take attention_backend='torch'"
     for candidate, path in paths.items():
         if name not in ("auto", candidate):
             continue
@@ -90,15 +91,22 @@ def select_backend(
             reason = why_not(backend_class, device, dtype, head_dim, block_size, kv_cache_dtype, options)
             if name == "auto":
                 reason = reason or backend_class.why_slow(device, dtype, kv_cache_dtype)
+            elif (
+                reason
+                and kv_cache_dtype != "auto"
+                and not why_not(backend_class, device, dtype, head_dim, block_size, "auto", options)
+            ):
+                advice += ", or kv_cache_dtype='auto'"
         else:  # PyTorch's attention always runs
             is_slow = name == "auto" and device.type == "cuda" and kv_cache_dtype != "auto"
             reason = "there it is for comparisons, and slow" if is_slow else None
         if reason is None:
             return backend_class, "; ".join([f"attention_backend={candidate}", *reasons])
         reasons.append(f"not {candidate}: {reason}")
-    wanted, advice = f"attention_backend={name!r}", "take attention_backend='torch'"
+    wanted = f"attention_backend={name!r}"
     if kv_cache_dtype != "auto":
-        wanted, advice = f"{wanted} with kv_cache_dtype={kv_cache_dtype!r}", f"{advice}, or kv_cache_dtype='auto'"
+        wanted += f" with kv_cache_dtype={kv_cache_dtype!r}"
+        advice += ", or kv_cache_dtype='auto'" if name == "auto" else ""
     raise ValueError(f"{wanted} cannot be used ({'; '.join(reasons)}); {advice}")
 
 

@@ -34,10 +34,10 @@ def check_options(config: Config) -> None:
                 f"{name} must be {' or '.join(map(repr, allowed))} for a model whose layers have K and V of different "
                 f"shapes, got {value!r}"
             )
-    if (config.speculative_config or {}).get("model") is not None:
+    if config.speculative_config is not None and config.speculative_config.get("model") is not None:
         raise ValueError(
-            "speculative_config must not name a draft model for a model whose layers have K and V of different "
-            "shapes, got 'model' in it: take method 'ngram', or no speculation"
+            f"speculative_config must not name a draft model for a model whose layers have K and V of different "
+            f"shapes, got {config.speculative_config}: take the method 'ngram', or leave out speculative_config"
         )
 
 

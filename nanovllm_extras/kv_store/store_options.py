@@ -104,7 +104,9 @@ def check_store(config: "Config") -> None:
     """Refuse options that a K/V store cannot be combined with. `Config` calls this function."""
     option = option_of(config)
     if not config.enable_prefix_caching:
-        raise ValueError(f"enable_prefix_caching must be True with {option}: blocks are found by their prefix")
+        raise ValueError(
+            f"enable_prefix_caching must be True with {option}, got False: blocks are found by their prefix"
+        )
     if config.nnodes > 1:
         raise ValueError(f"nnodes must be 1 with {option}, got {config.nnodes}: all ranks must use the same tiers")
     if config.kv_transfer_config is None:
@@ -117,7 +119,10 @@ def check_store(config: "Config") -> None:
         )
     if transfer.kv_connector == "OffloadingConnector":
         if config.kv_offloading_size is not None:
-            raise ValueError("kv_offloading_size and the connector 'OffloadingConnector' are the same tier; use one")
+            raise ValueError(
+                f"kv_offloading_size and the connector 'OffloadingConnector' are the same tier, got both "
+                f"({config.kv_offloading_size} GiB): leave out kv_offloading_size, or leave out kv_transfer_config"
+            )
         if transfer.kv_role != "kv_both":
             raise ValueError(
                 f"{name_of('kv_role')} must be 'kv_both' for OffloadingConnector, got {transfer.kv_role!r}: no other "

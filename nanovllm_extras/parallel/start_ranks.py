@@ -60,7 +60,17 @@ def start_ranks(config: Config, folder: Path, kind: "type[RankRunner] | None" = 
     check_nodes(config)
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     if shape.quantization_config is not None or config.load_format == "gguf":
-        raise ValueError("tensor_parallel_size > 1 does not go with a checkpoint that is quantised already, or GGUF")
+        is_gguf = config.load_format == "gguf"
+        what = "load_format='gguf'" if is_gguf else "a checkpoint that is quantised already"
+        other = "load_format='auto' for safetensors" if is_gguf else "a checkpoint in bfloat16, float16 or float32"
+        raise ValueError(
+            f"tensor_parallel_size > 1 does not go with {what}, got {config.tensor_parallel_size}: take "
+            f"tensor_parallel_size=1, or {other}"
+        )
+    if config.quantization is not None:
+        from nanovllm_extras.quantization.quantization_options import check_stored
+
+        check_stored(config.quantization, shape)
     share_of(shape, config.tensor_parallel_size)
     longest = shape.max_position_embeddings
     if (config.max_model_len or 0) > longest:  # each rank would find this too, but only when it has been started
@@ -243,7 +253,10 @@ def device_of(config: Config, rank: int) -> str:
 
 def check_nodes(config: Config) -> None:
     if config.tensor_parallel_size % config.nnodes:
-        raise ValueError(f"nnodes must divide tensor_parallel_size {config.tensor_parallel_size}, got {config.nnodes}")
+        raise ValueError(
+            f"nnodes must divide tensor_parallel_size {config.tensor_parallel_size}, got {config.nnodes}: take "
+            f"nnodes=1, or more ranks"
+        )
     if config.node_rank >= config.nnodes:
         raise ValueError(f"node_rank must be below nnodes {config.nnodes}, got {config.node_rank}")
 

@@ -99,7 +99,10 @@ class GgufFile:
         files = sorted(folder.glob("*.gguf"))
         if len(files) != 1:
             names = ", ".join(file.name for file in files) or "none"
-            raise ValueError(f"load_format='gguf' needs one file *.gguf in {folder}, there is {names}")
+            raise ValueError(
+                f"load_format='gguf' needs one file *.gguf in {folder}, there is {names}; for safetensors, take "
+                f"load_format='auto'"
+            )
         self.path = files[0]
         try:
             reader = GGUFReader(self.path)

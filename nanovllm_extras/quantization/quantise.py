@@ -17,7 +17,7 @@ from nanovllm_extras.quantization.quantised_linear import (
     QuantisedLinear,
     quantise_weight,
 )
-from nanovllm_extras.quantization.quantization_options import STORED, Quantization, read_options
+from nanovllm_extras.quantization.quantization_options import STORED, Quantization, check_stored, read_options
 
 VECTOR = 16  # the number of inputs must be a multiple of this
 Finish = Callable[[nn.Module], nn.Module]
@@ -33,10 +33,7 @@ def quantise(
     anything changes, if a layer does not fit.
     """
     if given in STORED:
-        stored = shape.quantization_config if shape else None
-        found = stored["quant_method"] if stored else "plain weights"
-        if given != found:
-            raise ValueError(f"quantization={given!r} needs a checkpoint in this format, config.json has {found}")
+        check_stored(given, shape)
         return
     options = read_options(given)
     for path, layer in model.named_modules():

@@ -65,3 +65,15 @@ def check_quantization(name: str, value: Any) -> None:
 
 
 FIELD_CHECKS = {"quantization": check_quantization}
+
+
+def check_stored(given: Any, shape: Any) -> None:
+    """Raise ValueError if `given`, the value of `Config.quantization`, is a format that the checkpoint does not have.
+
+    shape: a `NetworkConfig`, or None
+    """
+    stored = shape.quantization_config if shape else None
+    found = stored["quant_method"] if stored else "plain weights"
+    if given in STORED and given != found:
+        advice = "leave out quantization" + ("" if stored else ", or take quantization='int8'")
+        raise ValueError(f"quantization={given!r} needs a checkpoint in this format, config.json has {found}; {advice}")

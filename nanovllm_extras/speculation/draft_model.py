@@ -13,7 +13,8 @@ A draft is drawn as its position will be: with the same parameters, by the same 
 nearly the same probabilities, they draw the same token, at any temperature.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -101,13 +102,31 @@ def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
 def load_draft_model(runner: ModelRunner, options: Speculation) -> DraftModel:
     """Load the draft model. Raises ValueError or TypeError if it cannot be loaded, or cannot draft for this model."""
     found = find_draft_model(runner, options, runner.kv_cache.num_blocks)
-    proposer = DraftModel(start(partial(ModelRunner, max_rows=runner.max_rows), *found))
+    with named(options):
+        proposer = DraftModel(start(partial(ModelRunner, max_rows=runner.max_rows), *found))
     proposer.compute_along(runner)
     return proposer
 
 
+@contextmanager
+def named(options: Speculation) -> Iterator[None]:
+    """Let a ValueError or TypeError within the context say that the draft model is meant, and what serves instead."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        advice = "take another draft model, or the method 'ngram'"
+        raise kind(f"speculative_config['model'] {options.model!r}: {error}; {advice}") from error
+
+
 def find_draft_model(runner: ModelRunner, options: Speculation, num_kv_blocks: int) -> tuple[Config, Path]:
     """Return the draft model's configuration and folder. runner: the large model's. Raises as `load_draft_model`."""
+    with named(options):
+        return find_and_check(runner, options, num_kv_blocks)
+
+
+def find_and_check(runner: ModelRunner, options: Speculation, num_kv_blocks: int) -> tuple[Config, Path]:
+    """Do what `find_draft_model` does. Errors do not name the draft model."""
     assert options.model is not None
     config = replace(
         runner.config,
@@ -126,23 +145,17 @@ def find_draft_model(runner: ModelRunner, options: Speculation, num_kv_blocks: i
     large = runner.shape
     if shape.vocab_size != large.vocab_size:
         raise ValueError(
-            f"speculative_config['model'] must have the vocabulary of the model, {large.vocab_size} tokens; "
-            f"{options.model} has {shape.vocab_size}"
+            f"the draft model must have the vocabulary of the model, {large.vocab_size} tokens, got {shape.vocab_size}"
         )
-    if shape.max_position_embeddings < runner.max_model_len:
+    if (longest := shape.max_position_embeddings) < runner.max_model_len:
         raise ValueError(
-            f"speculative_config['model'] must take max_model_len {runner.max_model_len} tokens; "
-            f"{options.model} takes {shape.max_position_embeddings}"
+            f"the draft model must take max_model_len {runner.max_model_len} tokens; it takes {longest}: take "
+            f"max_model_len={longest}"
         )
     if shape.state_shape is not None:
-        raise ValueError(f"speculative_config['model'] must have K and V only: {options.model} has recurrent states")
+        raise ValueError("the draft model must have K and V only, it has recurrent states")
     if shape.kv_groups:
-        raise ValueError(
-            f"speculative_config['model'] must have K and V of one shape: the layers of {options.model} have several"
-        )
+        raise ValueError("the draft model must have K and V of one shape, its layers have several")
     if large.widest_window is not None:
-        raise ValueError(
-            "speculative_config['model'] cannot draft for a model whose layers all have a window: "
-            "blocks behind the window are given back"
-        )
+        raise ValueError("no model can draft for one whose layers all have a window: blocks behind it are given back")
     return config, folder

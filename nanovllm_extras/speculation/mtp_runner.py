@@ -160,7 +160,8 @@ def check_head(config: Config, folder: Path, shape: Any) -> None:
         raise ValueError(f"{METHOD} needs a head for multi-token prediction, but {folder} has no tensors mtp.*; take "
                          f"the method 'ngram'")  # fmt: skip
     if any(name.startswith("mtp.layers.") and not name.startswith("mtp.layers.0.") for name in names):
-        raise ValueError(f"{METHOD} works with a head of one layer, but {folder} has tensors mtp.layers.1.*")
+        raise ValueError(f"{METHOD} works with a head of one layer, but {folder} has tensors mtp.layers.1.*; take the "
+                         f"method 'ngram'")  # fmt: skip
 
 
 def names_of_tensors(folder: Path) -> set[str]:

@@ -82,13 +82,20 @@ def check_speculation(config: "Config") -> None:
     options = read_options(config.speculative_config)
     if config.enable_overlap:
         raise ValueError(
-            "enable_overlap must be None or False with speculative_config: the next drafts follow the newest token"
+            "enable_overlap must be None or False with speculative_config, got True: the next drafts follow the newest "
+            "token"
         )
     if options.model is None and options.method != "mtp":
         return
     drafter = "a draft model" if options.method == "draft_model" else "the method 'mtp'"
     if config.preemption_mode == "swap":
-        raise ValueError(f"preemption_mode must be 'recompute' with {drafter}, whose K and V are not swapped")
-    if max(config.tensor_parallel_size, config.nnodes) > 1:
-        advice = "" if options.method == "mtp" else "; the method 'ngram' works with any number of ranks"
-        raise ValueError(f"tensor_parallel_size must be 1 with {drafter}, got {config.tensor_parallel_size}{advice}")
+        raise ValueError(
+            f"preemption_mode must be 'recompute' with {drafter}, whose K and V are not swapped, got 'swap': take "
+            f"preemption_mode='recompute' and swap_space_bytes=0, or leave out speculative_config"
+        )
+    for name in ("nnodes", "tensor_parallel_size"):
+        if (value := getattr(config, name)) > 1:  # what serves instead depends on the model, which is not known here
+            raise ValueError(
+                f"{name} must be 1 with {drafter}, got {value}: take tensor_parallel_size=1 and nnodes=1, or leave out "
+                f"speculative_config"
+            )

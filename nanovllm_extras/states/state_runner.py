@@ -37,8 +37,8 @@ def check_options(config: Config) -> None:
             )
     if config.speculative_config is not None and read_options(config.speculative_config).model is not None:
         raise ValueError(
-            "speculative_config['model'] must be None for a model with recurrent states, whose pool leaves no memory "
-            "for a draft model; take the method 'ngram' or 'mtp'"
+            f"speculative_config['model'] must be None for a model with recurrent states, whose pool leaves no memory "
+            f"for a draft model, got {config.speculative_config['model']!r}: take the method 'ngram'"
         )
     if config.has_kv_store:
         check_stored_states(config)
@@ -52,7 +52,8 @@ def check_stored_states(config: Config) -> None:
         if (value := getattr(config, name)) != allowed:
             raise ValueError(
                 f"{name} must be {allowed} for a model with recurrent states and a K/V store ({option_of(config)}), "
-                f"got {value!r}: states are stored by one rank without drafts. Leave out one of the two options"
+                f"got {value!r}: states are stored by one rank without drafts. Leave out {name}, or leave out "
+                f"{option_of(config)}"
             )
 
 
