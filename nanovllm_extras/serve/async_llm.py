@@ -30,7 +30,7 @@ from nanovllm_extras.isolation import IsolatingEngine
 from nanovllm_extras.lazy_outputs import RequestOutput
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.serve.engine_thread import EngineDeadError, EngineThread, NewRequest, in_passing_thread
-from nanovllm_extras.serve.inbox import Inbox, Waker, gives_deltas
+from nanovllm_extras.serve.inbox import Inbox, ReadingTask, Waker, gives_deltas
 from nanovllm_extras.trace.recorder import start_engine
 
 RunLong = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -85,7 +85,8 @@ class AsyncLLM:
         """Yields the request's output whenever it has grown, `finished` on the last.
 
         A consumer that is slower than the engine gets fewer outputs, each of them up to date. Cancelling or closing the
-        iterator aborts the request before the next step. Raises ValueError or TypeError for what cannot be served,
+        iterator aborts the request before the next step, and so does the end of the task that reads it, by cancellation
+        or an exception. Raises ValueError or TypeError for what cannot be served,
         `QueueFullError`, `EngineDeadError`, or the exception of a step that failed.
         """
         return self.generate_many([NewRequest(request_id or self.new_id(), prompt, sampling_params, priority)])
@@ -99,11 +100,15 @@ class AsyncLLM:
     async def generate_many(self, requests: list[NewRequest]) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for several requests whose outputs are read together; if one is refused, all are."""
         inbox = await self.submit(requests)
+        reading = ReadingTask(partial(self.close, inbox))
         try:
+            reading.note(asyncio.current_task())
             while inbox.unfinished:
                 for output in await inbox.take():
                     yield output
+                    reading.note(asyncio.current_task())
         finally:
+            reading.note(None)
             self.close(inbox)
 
     async def submit(self, requests: list[NewRequest], run_long: RunLong = asyncio.to_thread) -> Inbox:

@@ -116,6 +116,32 @@ class Inbox:
         return outputs
 
 
+class ReadingTask:
+    """Calls `on_end` when the task that has read last is cancelled or fails, although it may do something else then.
+
+    Python closes an asynchronous generator only when it is collected, and the traceback of such a task keeps it alive.
+    A task that returns has not left: another task may go on, as for each output with `asyncio.wait_for`.
+    """
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._task: asyncio.Task[Any] | None = None
+
+    def note(self, task: asyncio.Task[Any] | None) -> None:
+        """Watch `task` instead of the task before; None watches no task."""
+        if task is self._task:
+            return
+        if self._task is not None:
+            self._task.remove_done_callback(self._note_end)
+        if task is not None:
+            task.add_done_callback(self._note_end)
+        self._task = task
+
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled() or task.get_stack(limit=1):  # `exception()` would suppress asyncio's own message
+            self._on_end()
+
+
 def gives_deltas(params: Any) -> bool:
     return isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
 

@@ -151,6 +151,136 @@ def test_a_consumer_that_leaves_costs_one_step_at_most(llm, gate, params, prompt
     assert gate.num_steps <= 3
 
 
+# ---- a task that reads outputs ends while it waits for something else
+
+LONG = SamplingParams(max_tokens=300, ignore_eos=True)
+
+
+async def steps_after(llm, gate, leave):
+    """Let one step begin, call `leave`, and return how many begin after it."""
+    gate.is_open.clear()
+    before = gate.num_steps
+    while gate.num_steps == before:
+        await asyncio.sleep(0.005)
+    await leave()
+    await asyncio.sleep(0.01)
+    before = gate.num_steps
+    gate.is_open.set()
+    while not at_rest(llm):
+        await asyncio.sleep(0.005)
+    return gate.num_steps - before
+
+
+@pytest.mark.parametrize("how", ["cancel", "fail"])
+@pytest.mark.parametrize("where", ["in send", "in a callee", "beside other tasks", "after another task"])
+def test_a_task_that_ends_between_two_outputs(llm, gate, how, where):
+    """The task is kept, and with its traceback the generator."""
+    fails = asyncio.Event()
+
+    async def send(_):
+        sent.set()
+        await fails.wait()
+        raise OSError("the connection is closed")
+
+    async def consume(stream):
+        async for output in stream:
+            await send(output)
+
+    async def main():
+        nonlocal sent
+        sent = asyncio.Event()
+        stream = llm.generate([1, 2, 3], LONG)
+        if where == "in a callee":
+            task = asyncio.create_task(call(stream))
+        elif where == "beside other tasks":
+            others = [asyncio.create_task(tokens(llm.generate([4, 5], SamplingParams(max_tokens=3)))) for _ in range(3)]
+            task = asyncio.create_task(consume(stream))
+        else:
+            if where == "after another task":
+                await asyncio.create_task(read_one(stream))
+            task = asyncio.create_task(consume(stream))
+        await sent.wait()
+
+        async def leave():
+            if how == "cancel":
+                task.cancel()
+            else:
+                fails.set()
+            await asyncio.wait([task])
+
+        num_steps = await steps_after(llm, gate, leave)
+        assert task.cancelled() if how == "cancel" else isinstance(task.exception(), OSError)
+        if where == "beside other tasks":
+            await asyncio.gather(*others)
+        return num_steps, stream
+
+    async def call(stream):
+        await consume(stream)
+
+    sent = None
+    num_steps, _ = asyncio.run(main())
+    assert num_steps <= 1
+
+
+async def read_one(stream):
+    return await anext(stream)
+
+
+async def tokens(stream):
+    return [output async for output in stream][-1].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "reads", [lambda stream: asyncio.wait_for(anext(stream), 30), read_one], ids=["wait_for", "task"]
+)
+def test_each_output_may_be_read_by_a_task_of_its_own(llm, reads):
+    """A task that returns has not left."""
+
+    async def main():
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        whole, stream, last = await tokens(llm.generate([1, 2, 3], params)), llm.generate([1, 2, 3], params), None
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                last = await asyncio.create_task(reads(stream))
+        return last.outputs[0], whole
+
+    last, whole = asyncio.run(main())
+    assert (last.token_ids, last.finish_reason) == (whole, "length")
+
+
+def test_a_task_that_is_cancelled_after_another_has_gone_on_ends_nothing(llm):
+    async def main():
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        whole, stream = await tokens(llm.generate([1, 2, 3], params)), llm.generate([1, 2, 3], params)
+
+        async def read_and_wait():
+            await anext(stream)
+            await asyncio.sleep(60)
+
+        first = asyncio.create_task(read_and_wait())
+        await asyncio.sleep(0.02)
+        second = asyncio.create_task(tokens(stream))
+        await asyncio.sleep(0)
+        first.cancel()
+        return await second, whole
+
+    assert len(set(map(tuple, asyncio.run(main())))) == 1
+
+
+def test_the_message_of_a_task_that_fails_is_still_logged(llm, caplog):
+    async def fail():
+        async for _ in llm.generate([1, 2, 3], LONG):
+            raise OSError("the connection is closed")
+
+    async def main():
+        task = asyncio.create_task(fail())
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert "Task exception was never retrieved" in caplog.text
+
+
 def test_ids_of_requests_that_were_dropped_are_free_again(llm, gate):
     async def main():
         for _ in range(3):
@@ -164,6 +294,11 @@ def test_ids_of_requests_that_were_dropped_are_free_again(llm, gate):
                 await asyncio.sleep(0.005)
 
     asyncio.run(main())
+
+
+async def read_all(inbox):
+    while inbox.unfinished:
+        await inbox.take()
 
 
 def test_shutdown_does_not_wait_for_requests_that_are_queued(with_tokenizer, monkeypatch):
@@ -181,13 +316,8 @@ def test_shutdown_does_not_wait_for_requests_that_are_queued(with_tokenizer, mon
             await asyncio.sleep(0.05)
             gate.is_open.set()
             await ending
-
-            async def take_all():
-                while inbox.unfinished:
-                    await inbox.take()
-
             with pytest.raises(RuntimeError, match="shut down"):
-                await take_all()
+                await read_all(inbox)
 
         asyncio.run(main())
         assert gate.num_steps == 1
