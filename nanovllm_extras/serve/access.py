@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm_extras.serve.errors import APIError
+from nanovllm_extras.serve.pace import Pace
 from nanovllm_extras.serve.state import Server
 
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/ui")  # no key: monitors read them; `/ui` contains no data
@@ -34,6 +35,7 @@ class AccessControl:
         self._max_bytes = options.max_request_bytes
         self._root_path = options.root_path
         self._keys = [key.encode() for key in options.api_keys]
+        self._pace = Pace()  # of requests that are read, checked and encoded in the event loop
         self._rate = RateLimit(options.max_requests_per_minute) if options.max_requests_per_minute else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,6 +51,8 @@ class AccessControl:
                 is_loading = self._server.is_loading  # requests refused during loading do not count
                 if self._rate is not None and scope["method"] == "POST" and not is_loading:
                     self._rate.check(caller)
+                if scope["method"] == "POST":
+                    await self._pace.take()
         except APIError as error:
             await error.response()(scope, receive, lingering(receive, send))
             return

@@ -12,7 +12,7 @@ from nanovllm_extras.printing import say
 from nanovllm_extras.serve.front import FrontOptions, make_front
 from nanovllm_extras.serve.serve_command import url_of
 from nanovllm_extras.serve.serve_settings import log_to_stderr, seconds
-from nanovllm_extras.serve.server import listen
+from nanovllm_extras.serve.server import listen, with_copies
 from nanovllm_extras.serve.state import ServerOptions
 
 
@@ -74,5 +74,5 @@ def main(arguments: list[str]) -> int:
         timeout_keep_alive=ServerOptions.timeout_keep_alive_s,  # type: ignore[arg-type]  # uvicorn takes floats, too
         timeout_graceful_shutdown=int(ServerOptions.drain_timeout_s),
     )
-    FrontServer(config).run([listening])
+    FrontServer(config).run(with_copies(listening))
     return 0

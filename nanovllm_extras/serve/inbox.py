@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from nanovllm_extras.lazy_outputs import RequestOutput
 from nanovllm_extras.request_params import RequestOutputKind, SamplingParams
+from nanovllm_extras.serve.pace import Pace
 
 PAUSE_S = 200e-6  # for each consumer that was woken
 
@@ -36,6 +37,7 @@ class Waker:
         self._lock = threading.Lock()
         self._waiting: list[Wakeable] = []
         self._last_woken = 0.0
+        self._pace = Pace()  # what consumers do with their outputs takes the loop longer than to wake them
 
     def wake_soon(self, consumers: list[Wakeable]) -> None:
         """Have `wake` of each called in the loop's thread: at once, or after the pause. May be called in any thread."""
@@ -57,7 +59,7 @@ class Waker:
             consumers, self._waiting = self._waiting, []
         self._last_woken = self._loop.time()
         for consumer in consumers:
-            consumer.wake()
+            self._pace.begin_soon(consumer.wake)
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> None:

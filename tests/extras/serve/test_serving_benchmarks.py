@@ -64,11 +64,15 @@ def test_a_streamed_token_has_its_price(server, run, monkeypatch):
 
     monkeypatch.setattr(serving_cost, "serving", serving_here)
     monkeypatch.setattr(serving_cost, "LLM", lambda model: LLM(model, device="cpu", num_kv_blocks=512))
-    report = run(serving_cost, "--streams", 4, "--input-len", 8, "--output-len", 6, "--repeats", 1)
+    report = run(serving_cost, "--streams", 4, "--input-len", 8, "--output-len", 6, "--repeats", 1, "--burst", 3)
     (served,), (offline,) = report["served"], report["offline_tokens_per_second"]
     assert report["served / offline"] == pytest.approx(served["tokens_per_second"] / offline)
     assert 0 < served["chunks_per_token"] <= 1
     assert min(report[f"µs per token, {part}"] for part in ("event loop", "engine", "client")) > 0
+    assert report["bursts"].keys() == serving_cost.KINDS.keys()
+    for kind, burst in report["bursts"].items():
+        assert burst["statuses"] == {"200": 3}
+        assert report[f"/health, {kind}, max ms"] == burst["max_ms"] > 0
 
 
 def test_a_made_up_tokenizer_reads_what_it_writes():
