@@ -196,7 +196,8 @@ def make_store(runner: Any) -> Any:
         from nanovllm_extras.states.state_store import StateKVStore as make
     else:
         from nanovllm_extras.kv_store.store import KVStore as make
-    return make(runner)
+    store = runner.store = make(runner)
+    return store
 
 
 def attach_store(store: Any, blocks: BlockManager) -> None:

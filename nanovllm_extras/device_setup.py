@@ -26,8 +26,20 @@ class Device:
     """The option to raise if there is not enough memory."""
     draw: Draw | None = None  # a kernel that draws tokens
 
+    def choose_draw(self, default: Draw) -> Draw:
+        """Return the function that draws tokens: this device's, or `default`."""
+        return self.draw or default
+
     def prepare(self, runner: "ModelRunner") -> None:
         """Prepare the runner. The runner calls this before the first forward pass."""
+
+    def send(self, record: Any) -> Any:
+        """Return a record of tensors, which are on the host, with its tensors on the device."""
+        return record
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context for each step."""
+        return nullcontext()
 
     def advice(self) -> AbstractContextManager[None]:
         """Return a context for what allocates memory."""
@@ -44,8 +56,8 @@ class Device:
         for cache in caches:
             cache.tensor = untouched_zeros(cache.tensor, num_blocks + 1)
 
-    def wrap(self, runner: "ModelRunner", newest: Any) -> None:
-        """Wrap the runner's `compute`, if needed. The runner calls this last, after allocating the KV cache."""
+    def record(self, runner: "ModelRunner") -> None:
+        """Record CUDA graphs. The runner calls this last, after allocating the KV cache."""
 
 
 class Unchecked:

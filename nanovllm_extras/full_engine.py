@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import engine
-from nanovllm.batch import build_batch
+from nanovllm.batch import Batch, build_batch
 from nanovllm.block_manager import BlockManager
 from nanovllm.block_tables import BlockTables
 from nanovllm.loader import read_json
@@ -128,13 +128,17 @@ class LLMEngine(engine.LLMEngine):
         clock = self._clock
         clock.lap("schedule_time_s")
         note_admitted(self.requests, step, clock.now)
+        batch = self.build(step)
+        clock.lap("build_time_s")
+        return self.runner.run(batch)
+
+    def build(self, step: Step) -> Batch:
+        """Return the tensors of a step."""
         build, tables = build_batch, self.scheduler.block_manager.block_tables
         # the core's, unless a sequence asks for more, or groups of layers have tables of their own
         if type(tables) is not BlockTables or not all([seq.is_plain for seq, _, _ in step.chunks]):  # type: ignore[attr-defined]
             from nanovllm_extras.processed_batch import build_batch as build
-        batch = build(step, tables)
-        clock.lap("build_time_s")
-        return self.runner.run(batch)
+        return build(step, tables)
 
     def complete(self, step: Step, tokens: Any) -> StepOutput:  # type: ignore[override]
         """Wait for the tokens, append them to their sequences, and give them to their requests."""

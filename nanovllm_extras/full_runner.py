@@ -1,15 +1,16 @@
 """The runner with kernels, other devices' start, quantised weights, and tokens that are computed ahead.
 
-Overlap, CUDA graphs of whole steps, ranks and draft models wrap the runner's `transfer` and `compute`. `assembly.py`
-makes this runner, or a subclass, if an option or the model needs more than `PlainRunner` has.
+`run` is all that a step does, in order. What varies is an object that the runner holds: the device, the other ranks,
+CUDA graphs, a draft model, a K/V store. `assembly.py` makes this runner, or a subclass, if an option or the model needs
+more than `PlainRunner` has.
 """
 
 import logging
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,31 @@ from nanovllm.sampler import sample_tokens
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.device_setup import Device, Unchecked, sample_with
 from nanovllm_extras.kernels.cpu.threads import on_one_thread
+from nanovllm_extras.layer_inputs import LayerInputs, Network
 from nanovllm_extras.plain_runner import PlainRunner
-from nanovllm_extras.runner_hooks import LapClock
+from nanovllm_extras.runner_hooks import (
+    ArrivingTokens,
+    Computed,
+    LapClock,
+    SampledTokens,
+    fill_in,
+    has_placeholders,
+    wants_only_tokens,
+)
 from nanovllm_extras.weights import load_model
+
+if TYPE_CHECKING:
+    from nanovllm_extras.cuda.graphs import CudaGraphs as CudaGraphsOfSteps
 
 logger = logging.getLogger(__name__)
 MAX_DRAFTED_ROWS = 64  # of a step with drafts, each of which is a row
+
+
+class Follower(Protocol):
+    """What runs after the model in each step."""
+
+    def follow(self, batch: Batch, computed: Computed) -> None:
+        """Compute the tokens of a step. batch: on the host; computed: the same step after the model's forward pass"""
 
 
 class ModelRunner(PlainRunner):
@@ -38,6 +58,10 @@ class ModelRunner(PlainRunner):
     decodes for which CUDA graphs are recorded: by default one for each sequence, and with speculation some drafts.
     """
 
+    layer_inputs = LayerInputs()
+    followers: tuple[Follower, ...] = ()
+    """What computes the tokens of each step, too, for its own K and V: a draft model, or a head of the model."""
+    step_graphs: "CudaGraphsOfSteps | None" = None  # if there are any, they replace `graphs`
     more_inputs: Any = None
     """What rows of decodes have beside one slot and one block table: a `MoreInputs` (`cuda/graphs.py`)."""
 
@@ -71,17 +95,20 @@ class ModelRunner(PlainRunner):
         logger.info(self.description)
         self.kv_cache = self.make_kv_cache()
         self.graphs = None
-        self.is_replayed: Callable[[Batch], bool] = lambda batch: False  # from a CUDA graph
+        self.newest_ids = torch.empty(0, dtype=torch.int64, device=self.device)  # sampled by the step before
         has_argmax = getattr(type(self.backend), "argmax", TorchAttention.argmax) is not TorchAttention.argmax
-        self.draw = partial(sample_with, self.backend.argmax) if has_argmax else sample_tokens
+        self.draw = self.device_setup.choose_draw(
+            partial(sample_with, self.backend.argmax) if has_argmax else sample_tokens
+        )
         self.device_setup.prepare(self)
-        self.prepare_layers()
+        self.layer_inputs = self.make_layer_inputs()
+        self.followers = self.make_followers()
         clock.lap("layers")
         with self.device_setup.advice():
             self.device_setup.allocate(self.kv_cache, self.num_blocks_that_fit())
         clock.lap("memory")
         with self.device_setup.advice(), check.steps():
-            self.device_setup.wrap(self, self.read_newest_tokens() if self.has_overlap else None)
+            self.device_setup.record(self)
         clock.lap("graphs")
 
     def describe(self) -> str:
@@ -94,13 +121,96 @@ class ModelRunner(PlainRunner):
 
     # ---- a step
 
+    @torch.inference_mode()
+    def run(self, batch: Batch, is_replayed: bool | None = None) -> ArrivingTokens:
+        """Compute a batch, and sample a token for each of its samples.
+
+        is_replayed: whether a CUDA graph computes it. By default it does if it can.
+        """
+        if is_replayed is None:
+            is_replayed = self.can_replay(batch)
+        with self.step_context(), self.ranks.step(batch, is_replayed=is_replayed):
+            computed = self.advance(batch, is_replayed)
+            sampled = self.sample_step(computed)
+        return self.end_step(batch, sampled)
+
+    @torch.inference_mode()
+    def compute_hidden(self, batch: Batch, is_replayed: bool = False) -> Computed:
+        with self.step_context(), self.ranks.step(batch, has_logits=False, is_replayed=is_replayed):
+            return self.advance(batch, is_replayed)
+
+    @torch.inference_mode()
+    def finish(self, computed: Computed) -> ArrivingTokens:
+        with self.step_context():
+            return self.end_step(computed.batch, self.sample_step(computed))
+
+    def can_replay(self, batch: Batch) -> bool:
+        """Return whether a CUDA graph can compute a batch, which is on the host."""
+        if self.step_graphs is not None:
+            return self.step_graphs.can_replay(batch, self.newest_ids)
+        return self.graphs is not None and self.graphs.can_replay(batch)
+
+    def advance(self, batch: Batch, is_replayed: bool = False) -> Computed:
+        """Copy blocks, and run the model."""
+        self.unsampled = None
+        self.kv_cache.copy_blocks(batch.copies)
+        if is_replayed and self.step_graphs is not None:
+            token_ids, hidden = self.step_graphs.replay(batch, self.newest_ids)
+            computed = Computed(hidden, batch, token_ids)
+        else:
+            sent = self.send_batch(batch)
+            hidden = self.graphs.replay(sent) if is_replayed and self.graphs is not None else self.forward(sent)
+            computed = Computed(hidden, sent)
+        self.ranks.end_forward()
+        for follower in self.followers:
+            follower.follow(batch, computed)
+        self.unsampled = computed
+        return computed
+
     def forward(self, batch: Batch) -> Tensor:
-        if self.graphs is not None and self.is_replayed(batch):
-            return self.graphs.replay(batch)
-        return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache.tensor)
+        """Run the model on a batch, which is on the device -> [num_tokens, hidden_size]"""
+        inputs = self.layer_inputs.of(batch.metadata, self.kv_cache.tensor)
+        return self.model(batch.input_ids, batch.positions, *inputs)
+
+    def sample_step(self, computed: Computed) -> SampledTokens:
+        hidden, batch, token_ids = computed
+        if token_ids is None:
+            return super().sample_step(computed)
+        if wants_only_tokens(batch.sampling):
+            return SampledTokens(token_ids)
+        return SampledTokens(*self.choose_tokens(hidden, self.send(batch.sampling)))
+
+    def end_step(self, batch: Batch, sampled: SampledTokens) -> ArrivingTokens:
+        """Let the next step read the tokens, save blocks that are full, and send the tokens to the host."""
+        self.unsampled = None
+        self.newest_ids = sampled.token_ids
+        if self.store is not None:
+            self.store.save_step(batch.copies)
+        return ArrivingTokens(sampled._replace(readings=(*sampled.readings, *self.ranks.readings)))
+
+    def step_context(self) -> AbstractContextManager[None]:
+        return self.device_setup.step()
+
+    def send(self, record: Any) -> Any:
+        return self.device_setup.send(record)
+
+    def send_batch(self, batch: Batch) -> Batch:
+        """Send a batch. Placeholders among its input ids become the tokens of the step before."""
+        sent: Batch = self.send(self.complete(batch))
+        if self.has_overlap and has_placeholders(batch):
+            sent = replace(sent, input_ids=fill_in(sent.input_ids, self.newest_ids))
+        return sent
+
+    def complete(self, batch: Batch) -> Batch:
+        """Return a batch with all that the layers read beside blocks, which here is nothing."""
+        return batch
 
     def take_rows(self, hidden: Tensor, indices: Tensor) -> Tensor:
         return hidden[indices] if hidden.is_cuda else on_one_thread(hidden.__getitem__, indices)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        with self.ranks.logits(hidden):
+            return super().compute_logits(hidden)
 
     # ---- the start
 
@@ -195,12 +305,21 @@ class ModelRunner(PlainRunner):
             kind = loading(kind)
         return kind(*arguments)  # type: ignore[no-any-return]
 
-    def prepare_layers(self) -> None:
-        """Prepare the layers for the first forward pass. From now on, no layer is replaced by a faster version."""
+    def make_layer_inputs(self) -> LayerInputs:
+        """Return what gives the layers what they read. From now on, no layer is replaced by a faster version."""
+        return LayerInputs()
+
+    def make_followers(self) -> tuple[Follower, ...]:
+        return ()
+
+    @property
+    def network(self) -> Any:
+        """The model, for CUDA graphs."""
+        return Network(self.model, self.layer_inputs)
 
     def make_graphs(self) -> CudaGraphs:
         """Return the core's graphs of the forward pass of decodes; `choose_graphs` has decided that there are some."""
-        return CudaGraphs(self.model, self.kv_cache.tensor, *self.largest_decode)
+        return CudaGraphs(self.network, self.kv_cache.tensor, *self.largest_decode)
 
     @property
     def largest_decode(self) -> tuple[int, int]:
@@ -218,12 +337,6 @@ class ModelRunner(PlainRunner):
     def bytes_to_leave(self, num_graph_bytes: int) -> int:
         """Return the device memory for what is loaded after the KV cache. num_graph_bytes: of this runner's graphs"""
         return 0
-
-    def read_newest_tokens(self) -> Any:
-        """Let the runner take tokens that the host does not know yet from the step before."""
-        from nanovllm_extras.overlap import NewestTokens
-
-        return NewestTokens(self)
 
 
 def has_overlap_by_default(config: Config) -> bool:

@@ -4,14 +4,13 @@ What a request asks for is done in the steps of all: its logits processors, bias
 these raises, the plain engine rolls the step back and raises. A server cannot do so: one client could fail everybody's
 requests, again and again. This engine looks for the request that is at fault:
 
-    step of A, B, C      raises
-    forward pass         without anything that requests ask for. If it raises, no request is at fault: the step fails.
-                         Else the hidden states of A, B and C are known, and their K and V are in the cache
+    step of A, B, C      the model has run, and a draw raises: the hidden states of A, B and C are known, and their K
+                         and V are in the cache. If the model itself raises, no request is at fault: the step fails
     a draw for each      A and C draw, B raises: B is at fault
-    step of A, B, C      once more, and B asks for nothing. A and C get their tokens, B ends with its error
+    a draw for all       once more, and B asks for nothing. A and C get their tokens, B ends with its error
 
 Tokens do not depend on other rows of the batch, and random numbers do not depend on earlier draws. So A and C get the
-tokens that they get without B, and only this step is computed again. All requests of the step that have readers end
+tokens that they get without B. All requests of the step that have readers end
 only if the readers' results cannot be returned. `serve/engine_thread.py` drives this engine, and gives each
 error to its request.
 """
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.batch import offsets
+from nanovllm.batch import Batch, offsets
 from nanovllm.scheduler import Step
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.dead import EngineDeadError
@@ -36,21 +35,9 @@ from nanovllm_extras.no_token import NoTokenError
 from nanovllm_extras.plain_runner import PlainRunner
 from nanovllm_extras.processed_batch import build_batch, build_sampling
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.runner_hooks import ArrivingTokens, SampledTokens
+from nanovllm_extras.runner_hooks import ArrivingTokens, Computed, SampledTokens
 
 logger = logging.getLogger(__name__)
-
-
-class Begun:
-    """Wraps the runner's `compute`, and notes that it was called: the step's blocks had been copied by then."""
-
-    def __init__(self, runner: PlainRunner) -> None:
-        self.compute, self.has_begun = runner.compute, False
-        runner.compute = self
-
-    def __call__(self, runner: PlainRunner, batch: Any) -> SampledTokens:
-        self.has_begun = True
-        return self.compute(runner, batch)
 
 
 class IsolatingEngine(LLMEngine):
@@ -58,7 +45,6 @@ class IsolatingEngine(LLMEngine):
 
     def __init__(self, config: Config, observer: Observer | None = None) -> None:
         super().__init__(config, observer)
-        self._begun = Begun(self.runner)
         self._failures: dict[str, Exception] = {}
 
     def take_failures(self) -> dict[str, Exception]:
@@ -68,58 +54,62 @@ class IsolatingEngine(LLMEngine):
 
     # ---- while a step is built and computed
 
+    def build(self, step: Step) -> Batch:
+        self._is_built = False
+        batch = super().build(step)
+        self._is_built = True
+        return batch
+
     def compute(self, step: Step) -> ArrivingTokens:
-        self._begun.has_begun = False
         try:
             return super().compute(step)
         except EngineDeadError:
             raise
         except Exception as error:
-            if self._begun.has_begun and not getattr(step.copies, "keeps_states", True):
-                raise  # nobody asked for more than the model's own tokens: the forward pass has failed
-            # copied twice, a block could overwrite what the step has stored
-            errors = self._find_guilty(without_copies(step) if self._begun.has_begun else step)
+            computed = self.runner.unsampled
+            if computed is None and self._is_built:
+                raise  # the model has failed
+            if computed is None:
+                everybody = {seq.request_id for seq, _, _ in step.chunks}
+                computed = self.runner.compute_hidden(self._build(neutralise(step, everybody)))
+            hidden = computed.hidden
+            errors = self._find_guilty(step, hidden)
             if not errors:
                 raise
             logger.warning("%d requests end, because their step has failed by them: %r", len(errors), error)
-            tokens = self._run_without(errors.keys(), without_copies(step))
+            tokens = self._sample_without(errors.keys(), step, hidden)
             for request_id, own_error in errors.items():
                 self._end_failed(request_id, own_error)
             return tokens
 
-    @torch.inference_mode()
-    def _find_guilty(self, step: Step) -> dict[str, Exception]:
-        """Return the requests whose own part of the step raises. Raises what the forward pass raises."""
-        with torch.cuda.device_of(self.runner.kv_cache.tensor):  # for the copies and kernels of a step, as in `run`
-            return self._try_each(step)
+    def _build(self, step: Step) -> Batch:
+        return build_batch(step, self.scheduler.block_manager.block_tables)
 
-    def _try_each(self, step: Step) -> dict[str, Exception]:
+    @torch.inference_mode()
+    def _find_guilty(self, step: Step, hidden: torch.Tensor) -> dict[str, Exception]:
+        """Return the requests whose own part of the step raises. hidden: [num_tokens, hidden_size]"""
         runner = self.runner
-        everybody = {seq.request_id for seq, _, _ in step.chunks}
-        batch = build_batch(neutralise(step, everybody), self.scheduler.block_manager.block_tables)
-        runner.kv_cache.copy_blocks(batch.copies)
-        batch = runner.send(batch)
-        hidden = runner.forward(batch)
         starts = offsets(np.array([num_new_tokens for _, _, num_new_tokens in step.chunks], dtype=np.int32))
         errors: dict[str, Exception] = {}
-        for i, (seq, start, num_new_tokens) in enumerate(step.chunks):
-            rows = hidden[int(starts[i]) : int(starts[i + 1])]  # [num_new_tokens, hidden_size]
-            try:
-                read_alone(runner, replace(step, chunks=[step.chunks[i]]), rows)
-            except Exception as error:
-                errors.setdefault(seq.request_id, error)
-            for sample, place in zip(step.samples, step.sampled_chunks, strict=True):
-                if place == i:
-                    try:
-                        sample_alone(runner, sample, start + num_new_tokens, rows[-1:])
-                    except Exception as error:
-                        errors.setdefault(sample.request_id, error)
+        with runner.step_context():
+            for i, (seq, start, num_new_tokens) in enumerate(step.chunks):
+                rows = hidden[int(starts[i]) : int(starts[i + 1])]  # [num_new_tokens, hidden_size]
+                try:
+                    read_alone(runner, replace(step, chunks=[step.chunks[i]]), rows)
+                except Exception as error:
+                    errors.setdefault(seq.request_id, error)
+                for sample, place in zip(step.samples, step.sampled_chunks, strict=True):
+                    if place == i:
+                        try:
+                            sample_alone(runner, sample, start + num_new_tokens, rows[-1:])
+                        except Exception as error:
+                            errors.setdefault(sample.request_id, error)
         return errors
 
-    def _run_without(self, guilty: Collection[str], step: Step) -> ArrivingTokens:
-        """Run the step, in which the guilty requests ask for nothing."""
+    def _sample_without(self, guilty: Collection[str], step: Step, hidden: torch.Tensor) -> ArrivingTokens:
+        """Sample the step, in which the guilty requests ask for nothing."""
         neutral = neutralise(step, guilty)
-        tokens = super().compute(neutral)
+        tokens: ArrivingTokens = self.runner.finish(Computed(hidden, self.runner.send(self._build(neutral))))
         tokens.readings = tuple(ReadingsOf(neutral, result) for result in tokens.readings)
         return tokens
 
@@ -173,12 +163,6 @@ class IsolatingEngine(LLMEngine):
                 self.scheduler.finish(seq, "abort")
 
 
-def without_copies(step: Step) -> Step:
-    """Return the step to be run once more, without copies of blocks. States begin as they were before the step."""
-    again = getattr(step.copies, "again", None)  # `StateMoves` has it
-    return replace(step, copies=[] if again is None else again())
-
-
 def neutralise(scheduled: Step, request_ids: Collection[str]) -> Step:
     """Return the same step, in which these requests only ask for greedy tokens.
 
@@ -211,7 +195,7 @@ def sample_alone(runner: PlainRunner, seq: Any, position: int, row: torch.Tensor
 def read_alone(runner: PlainRunner, step: Step, rows: torch.Tensor) -> None:
     """Read the hidden states of the step's only chunk, `rows`: [num_new_tokens, hidden_size], by its readers."""
     for reader in build_readers(step, np.array([0, len(rows)], dtype=np.int32)):
-        runner.send(reader).compute(rows, runner.model.compute_logits).to_host()
+        runner.send(reader).compute(rows, runner.compute_logits).to_host()
 
 
 class ReadingsOf(NamedTuple):

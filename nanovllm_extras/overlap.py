@@ -8,8 +8,8 @@ behind the known ones, and the place holds the placeholder -1 - row, where row i
     step N      has run          token_ids of A: [ 11  7  42  63 ]     of B: [ 5  90  0 ], where 0 ends B
     step N + 1  has run          its token for A is kept, its token for B is dropped
 
-`OverlappedScheduler` gives tokens in flight their places, `Ahead` wraps the engine's launches, and `NewestTokens` wraps
-the runner's transfers and computations:
+`OverlappedScheduler` gives tokens in flight their places, `Ahead` wraps the engine's launches, and the runner replaces
+placeholders by the newest tokens (`send_batch`):
 
     without overlap     launch N     wait N       update N     launch N+1     wait N+1
     with overlap        launch N     launch N+1   wait N       update N       launch N+2     wait N+1
@@ -20,12 +20,8 @@ owner writes its K and V later, and reads them after that.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import torch
-
-from nanovllm.batch import Batch
 from nanovllm.scheduler import Step
 from nanovllm_extras.extended_scheduler import ExtendedScheduler
 from nanovllm_extras.known_tokens import grow
@@ -112,37 +108,3 @@ class Ahead:
         if step is not None and self._scheduler.can_schedule_ahead():
             self._ahead = self._launch(engine)
         return step
-
-
-class NewestTokens:
-    """Wraps the runner's `transfer` and `compute`: placeholders become the tokens of the step before."""
-
-    def __init__(self, runner: Any) -> None:
-        self._send, self._compute = runner.transfer, runner.compute
-        runner.transfer, runner.compute = self.send, self.compute
-        self.ids = torch.empty(0, dtype=torch.int64, device=runner.device)  # drawn by the step before
-
-    def send(self, record: Any) -> Any:
-        sent = self._send(record)
-        if isinstance(record, Batch) and has_placeholders(record):
-            return replace(sent, input_ids=fill_in(sent.input_ids, self.ids))
-        return sent
-
-    def compute(self, runner: Any, batch: Batch) -> Any:
-        sampled = self._compute(runner, batch)
-        self.ids = sampled.token_ids
-        return sampled
-
-
-def has_placeholders(batch: Batch) -> bool:
-    """Return whether `batch`, on the host, has placeholders. Only decodes have them."""
-    return bool((batch.input_ids[: batch.metadata.num_decodes] < 0).any())
-
-
-def fill_in(input_ids: torch.Tensor, newest_ids: torch.Tensor) -> torch.Tensor:
-    """Replace each placeholder -1 - row in input_ids: [num_tokens] by newest_ids[row].
-
-    A row that has no token ends its sequence, so its input may be any token.
-    """
-    rows = (-1 - input_ids).clamp_(min=0)  # [num_tokens]
-    return torch.where(input_ids < 0, newest_ids[rows].clamp_(min=0).to(input_ids.dtype), input_ids)

@@ -1,12 +1,12 @@
 """The core's runner with what requests may ask for: log-probabilities, other logits, readers of their prompts.
 
-`run` returns a handle, because on CUDA the tokens have not arrived on the host when it returns. What wraps the steps
-replaces two functions of the runner: `transfer` (a step's tensors to the device) and `compute` (a batch to tokens).
-`full_runner.py` has the runner with kernels, quantised weights and other devices.
+`run` returns a handle, because on CUDA the tokens have not arrived on the host when it returns. `full_runner.py` has
+the runner with kernels, quantised weights and other devices.
 """
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,21 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import resolve_device
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.all_options import Config
+from nanovllm_extras.alone import Alone
 from nanovllm_extras.checkpoint import read_model_config
-from nanovllm_extras.runner_hooks import ArrivingTokens, Draw, LapClock, SampledTokens, sample, untouched_zeros
+from nanovllm_extras.runner_hooks import (
+    ArrivingTokens,
+    Computed,
+    Draw,
+    LapClock,
+    SampledTokens,
+    sample,
+    untouched_zeros,
+)
 from nanovllm_extras.weights import load_model
 
 if TYPE_CHECKING:
+    from nanovllm_extras.kv_store.share import Share
     from nanovllm_extras.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
@@ -41,14 +51,17 @@ class PlainRunner(model_runner.ModelRunner):
     config: Config
     shape: Any  # a `NetworkConfig`
     has_overlap = False
+    ranks = Alone()
+    """The ranks that share each step: here there are no others. `parallel/driver.py` has those of `start_ranks`."""
+    store: "Share | None" = None
+    """What saves blocks that a step has filled."""
     memory_knob = "kv_cache_memory_bytes"
 
     def __init__(self, config: Config, folder: Path, clock: LapClock | None = None) -> None:
         self.clock = clock or LapClock()
         self.stop: Callable[[], object] = lambda: None  # stops the other ranks
-        self.transfer: Callable[[Any], Any] = lambda record: record  # a record of tensors on the host -> on the device
-        self.compute: Callable[[Any, Batch], SampledTokens] = compute_eagerly
         self.draw: Draw = sample_tokens
+        self.unsampled: Computed | None = None  # the newest step, once the model has run
         super().__init__(config, folder)
 
     def start(self) -> None:
@@ -73,19 +86,59 @@ class PlainRunner(model_runner.ModelRunner):
     @torch.inference_mode()
     def run(self, batch: Batch) -> Any:
         """Compute a batch and sample a token for each of its samples. Returns `ArrivingTokens`."""
-        with torch.cuda.device_of(self.kv_cache.tensor):
-            self.kv_cache.copy_blocks(batch.copies)
-            return ArrivingTokens(self.compute(self, batch))
+        return self.end_step(batch, self.sample_step(self.advance(batch)))
+
+    @torch.inference_mode()
+    def compute_hidden(self, batch: Batch) -> Computed:
+        """Do all of a step that changes the KV cache, and sample nothing."""
+        return self.advance(batch)
+
+    @torch.inference_mode()
+    def finish(self, computed: Computed) -> Any:
+        """Sample the tokens of a step that is computed. Returns `ArrivingTokens`.
+
+        If a request makes `run` fail, `unsampled` is such a step. With another batch, it can be sampled without what
+        this request asks for.
+        """
+        return self.end_step(computed.batch, self.sample_step(computed))
+
+    def advance(self, batch: Batch) -> Computed:
+        """Copy blocks, and run the model."""
+        self.unsampled = None
+        self.kv_cache.copy_blocks(batch.copies)
+        self.unsampled = Computed(self.forward(batch), batch)
+        return self.unsampled
+
+    def sample_step(self, computed: Computed) -> SampledTokens:
+        """Sample a token for each of the step's samples, and let its readers read."""
+        hidden, batch, _ = computed
+        token_ids, logprobs = self.choose_tokens(self.take_rows(hidden, batch.logits_indices), batch.sampling)
+        readers = getattr(batch, "readers", ())
+        readings = tuple(one.compute(hidden, self.compute_logits) for one in readers)
+        return SampledTokens(token_ids, logprobs, readings)
+
+    def end_step(self, batch: Batch, sampled: SampledTokens) -> ArrivingTokens:
+        """Send the tokens of a step to the host."""
+        self.unsampled = None
+        return ArrivingTokens(sampled)
+
+    def step_context(self) -> AbstractContextManager[None]:
+        """Return a context for what computes."""
+        return nullcontext()
 
     def send(self, batch: Any) -> Any:
-        return self.transfer(batch)
+        return batch
 
     def take_rows(self, hidden: Tensor, indices: Tensor) -> Tensor:
         return hidden[indices]  # [num_samples, hidden_size]
 
     def choose_tokens(self, hidden: Tensor, sampling: SamplingBatch) -> "tuple[Tensor, Logprobs | None]":
         """Sample tokens. hidden: [num_samples, hidden_size] -> token ids [num_samples] int64, and log-probabilities."""
-        return sample(self.model.compute_logits(hidden), sampling, self.draw)  # type: ignore[operator]
+        return sample(self.compute_logits(hidden), sampling, self.draw)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]"""
+        return self.model.compute_logits(hidden)  # type: ignore[operator, no-any-return]
 
     # ---- the start
 
@@ -147,13 +200,3 @@ def is_plain(config: Config, folder: Path) -> bool:
     is_plain_model = is_plain_model and shape.state_shape is None and not shape.kv_groups
     is_plain_model = is_plain_model and len(set(shape.attention_options)) < 2  # layers with and without a window
     return is_plain_model and resolve_device(config.device).type == "cpu"
-
-
-def compute_eagerly(runner: PlainRunner, batch: Batch) -> SampledTokens:
-    """Compute any batch, kernel by kernel, or with the core's graphs of the forward pass."""
-    batch = runner.send(batch)
-    hidden = runner.forward(batch)  # [num_tokens, hidden_size]
-    token_ids, logprobs = runner.choose_tokens(runner.take_rows(hidden, batch.logits_indices), batch.sampling)
-    readers = getattr(batch, "readers", ())
-    readings = tuple(one.compute(hidden, runner.model.compute_logits) for one in readers)
-    return SampledTokens(token_ids, logprobs, readings)

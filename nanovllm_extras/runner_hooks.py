@@ -1,4 +1,4 @@
-"""What surrounds a runner: a step's tokens on their way to the host, sampling with more, memory, defaults, a clock."""
+"""What surrounds a runner: a step's results on their way to the host, sampling with more, memory, defaults, a clock."""
 
 import math
 import mmap
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.batch import SamplingBatch
+from nanovllm.batch import Batch, SamplingBatch
 
 if TYPE_CHECKING:
     from nanovllm_extras.logits_processors import ReaderResult
@@ -20,6 +20,16 @@ NO_TOKEN = -1
 """The token id of a row for which no token could be sampled (`no_token.py`)."""
 Draw = Callable[..., Tensor]
 """`sample_tokens`, or a fast version with the same signature."""
+
+
+class Computed(NamedTuple):
+    """A step after its forward pass."""
+
+    hidden: Tensor  # [num_tokens, hidden_size]
+    batch: Batch
+    """As it was sent to the device."""
+    token_ids: Tensor | None = None
+    """[num_samples] int64, drawn by a CUDA graph of the whole step, for rows that ask for no more than a token."""
 
 
 class SampledTokens(NamedTuple):
@@ -101,6 +111,23 @@ def plain_defaults() -> AbstractContextManager[None]:
     from nanovllm_extras.torch_defaults import reset_defaults
 
     return reset_defaults()
+
+
+# ---- tokens that only the device knows yet (`overlap.py`)
+
+
+def has_placeholders(batch: Batch) -> bool:
+    """Return whether `batch`, on the host, has placeholders. Only decodes have them."""
+    return bool((batch.input_ids[: batch.metadata.num_decodes] < 0).any())
+
+
+def fill_in(input_ids: Tensor, newest_ids: Tensor) -> Tensor:
+    """Replace each placeholder -1 - row in input_ids: [num_tokens] by newest_ids[row].
+
+    A row that has no token ends its sequence, so its input may be any token.
+    """
+    rows = (-1 - input_ids).clamp_(min=0)  # [num_tokens]
+    return torch.where(input_ids < 0, newest_ids[rows].clamp_(min=0).to(input_ids.dtype), input_ids)
 
 
 # ---- sampling

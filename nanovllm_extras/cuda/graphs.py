@@ -13,7 +13,7 @@ host decides: addresses, shapes, numbers of programs. The contents of the memory
     256 sequences, 27 graphs:   1 2 4 8 16 24 … 64 | 72 80 … 128 | 144 160 … 256
     a batch of 70               replays the one of 72, two rows of which are padding
 
-`ReplayedDecodes` wraps `ModelRunner.compute`: batches of decodes are replayed, all others are computed eagerly.
+`ModelRunner.advance` replays batches of decodes, and computes all others eagerly.
 """
 
 import gc
@@ -23,7 +23,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -33,11 +33,7 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.cuda.input_buffer import InputBuffer
-from nanovllm_extras.overlap import NewestTokens, fill_in, has_placeholders
-from nanovllm_extras.runner_hooks import Draw, SampledTokens, sample, wants_only_tokens
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.runner_hooks import Draw, fill_in, has_placeholders, sample
 
 T = TypeVar("T")
 
@@ -238,33 +234,6 @@ class CudaGraphs:
         return self._newest_ids[:num_seqs], self._graphs[size].hidden[:num_seqs]
 
 
-class ReplayedDecodes:
-    """Wraps `ModelRunner.compute`: replays batches that contain only decodes, and calls `compute` for all others."""
-
-    def __init__(self, graphs: CudaGraphs, runner: "ModelRunner", newest: NewestTokens) -> None:
-        self.graphs = graphs
-        self._newest = newest
-        self._compute, runner.compute = runner.compute, self
-        runner.is_replayed = self.can_replay
-
-    def can_replay(self, batch: Batch) -> bool:
-        return self.graphs.can_replay(batch, self._newest.ids)
-
-    def __call__(self, runner: "ModelRunner", batch: Batch) -> SampledTokens:
-        """Compute a batch. If a row asks for more than a token, all rows are sampled again outside the graph."""
-        if not runner.is_replayed(batch):
-            return self._compute(runner, batch)
-        is_plain = wants_only_tokens(batch.sampling)
-        if not is_plain:  # if a processor raises, the step runs again, and needs the tokens of the step before
-            self._newest.ids = self._newest.ids.clone()
-        token_ids, hidden = self.graphs.replay(batch, self._newest.ids)
-        logprobs = None
-        if not is_plain:
-            token_ids, logprobs = runner.choose_tokens(hidden, runner.send(batch.sampling))
-        self._newest.ids = token_ids
-        return SampledTokens(token_ids, logprobs)
-
-
 class DecodeInputs:
     """The tensors of a batch of decodes, at fixed addresses on the device: columns of `max_batch_size` rows.
 
@@ -367,14 +336,6 @@ def choose_graphs(
     if reason == NO_DRAW_KERNEL:
         return "forward", f", with CUDA graphs of the forward pass only ({reason})"
     return ("step", ", with CUDA graphs") if reason is None else (None, f", no CUDA graphs ({reason})")
-
-
-def replay_decodes(runner: "ModelRunner", newest: NewestTokens, sizes: StepSizes) -> None:
-    """Record graphs for all batches of decodes that a step can have, and wrap `compute` to replay them."""
-    table_width = -(-sizes.max_model_len // runner.backend.block_size)
-    recorded = (runner.model, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)
-    graphs = record_graphs(*recorded, runner.more_inputs)
-    ReplayedDecodes(graphs, runner, newest)
 
 
 def record_graphs(

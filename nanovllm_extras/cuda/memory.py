@@ -1,7 +1,7 @@
 """The GPU's memory: how much of it is left for the KV cache, and which option to lower where it does not suffice."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,9 @@ from nanovllm_extras.all_options import Config
 from nanovllm_extras.cuda.graphs import StepSizes, measure_graph_bytes
 from nanovllm_extras.cuda.warm_up import draws, null_batch
 from nanovllm_extras.processed_batch import ProcessedSampling, values_of
-from nanovllm_extras.runner_hooks import SampledTokens
 
 if TYPE_CHECKING:
     from nanovllm_extras.full_runner import ModelRunner
-
-Compute = Callable[["ModelRunner", Batch], SampledTokens]
 
 
 @contextmanager
@@ -32,21 +29,6 @@ def advice_on_start_memory() -> Iterator[None]:
             "that are too large, set quantization or tensor_parallel_size; "
             f"{error.__cause__ or error}"
         ) from error
-
-
-def advised(compute: Compute) -> Compute:
-    """Return `compute` with advice in its torch.OutOfMemoryError. The engine continues with other steps."""
-
-    def compute_with_advice(runner: "ModelRunner", batch: Batch) -> SampledTokens:
-        try:
-            return compute(runner, batch)
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(
-                "the GPU's memory does not suffice for this step: lower gpu_memory_utilization, which leaves it more, "
-                f"or max_num_batched_tokens or max_num_seqs; {error}"
-            ) from error
-
-    return compute_with_advice
 
 
 def measure_free_bytes(runner: "ModelRunner", config: Config, sizes: StepSizes, replayed: str | None) -> int:
@@ -65,7 +47,7 @@ def measure_free_bytes(runner: "ModelRunner", config: Config, sizes: StepSizes, 
         release_unused_memory()
     if replayed == "step":
         table_width = -(-sizes.max_model_len // runner.backend.block_size)
-        recorded = (runner.model, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)
+        recorded = (runner.network, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)
         num_graph_bytes = measure_graph_bytes(*recorded, runner.more_inputs)
         release_unused_memory()
     free, total = torch.cuda.mem_get_info(device)

@@ -4,27 +4,29 @@
 """
 
 import importlib
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanovllm.batch import Batch
 from nanovllm.kv_cache import KVCache
 from nanovllm_extras.all_options import Config
-from nanovllm_extras.cuda.graphs import StepSizes, choose_graphs, replay_decodes
+from nanovllm_extras.cuda.graphs import StepSizes, choose_graphs, record_graphs
 from nanovllm_extras.cuda.input_buffer import InputBuffer
-from nanovllm_extras.cuda.memory import Compute, advice_on_start_memory, advised, measure_free_bytes
+from nanovllm_extras.cuda.memory import advice_on_start_memory, measure_free_bytes
 from nanovllm_extras.cuda.warm_up import warm_up
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.kernels.backend import KernelBackend
 from nanovllm_extras.models.network_config import NetworkConfig
-from nanovllm_extras.overlap import NewestTokens
-from nanovllm_extras.runner_hooks import Draw, SampledTokens
+from nanovllm_extras.runner_hooks import Draw
 
 if TYPE_CHECKING:
     from nanovllm_extras.full_runner import ModelRunner
+
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class CudaDevice(Device):
@@ -48,10 +50,26 @@ class CudaDevice(Device):
         self.replayed, self.note = choose_graphs(config, backend, has_kernel, device, shape.num_experts)
 
     def prepare(self, runner: "ModelRunner") -> None:
-        runner.draw = self.draw or runner.draw
-        if not isinstance(self.backend, KernelBackend):  # PyTorch's
-            runner.compute = without_plans(runner.compute)
-        runner.transfer = InputBuffer(self.device, 1 << 16).send_record
+        self.buffer = InputBuffer(self.device, 1 << 16)
+
+    def send(self, record: Any) -> Any:
+        return self.buffer.send_record(record)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run on this device, with advice in a torch.OutOfMemoryError. The engine continues with other steps.
+
+        PyTorch's layers do not use cuDNN's attention, which makes a new plan for each shape; steps differ in shape.
+        """
+        has_own_kernels = isinstance(self.backend, KernelBackend)
+        with torch.cuda.device_of(self.buffer.device_bytes), nullcontext() if has_own_kernels else sdpa_kernel(KERNELS):
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(
+                    "the GPU's memory does not suffice for this step: lower gpu_memory_utilization, which leaves it "
+                    f"more, or max_num_batched_tokens or max_num_seqs; {error}"
+                ) from error
 
     def advice(self) -> AbstractContextManager[None]:
         return advice_on_start_memory()
@@ -62,31 +80,18 @@ class CudaDevice(Device):
     def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
         kv_cache.allocate(num_blocks)
 
-    def wrap(self, runner: "ModelRunner", newest: NewestTokens | None) -> None:
-        """Compile what requests will run, and wrap `compute`.
-
-        Graphs read the newest tokens on the device, with or without overlap.
-        """
+    def record(self, runner: "ModelRunner") -> None:
+        """Compile what requests will run, and record CUDA graphs."""
         warm_up(runner, self.sizes)
         if self.replayed == "step":
-            replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
+            table_width = -(-self.sizes.max_model_len // runner.backend.block_size)
+            recorded = (runner.network, runner.kv_cache.tensor, runner.draw, self.sizes.max_decodes, table_width)
+            runner.step_graphs = record_graphs(*recorded, runner.more_inputs)
         elif self.replayed == "forward":
             with torch.cuda.device_of(runner.kv_cache.tensor):
-                runner.graphs = runner.make_graphs()
-                runner.graphs.record_all()
-                runner.is_replayed = runner.graphs.can_replay
-        runner.compute = advised(runner.compute)
-
-
-def without_plans(compute: Compute) -> Compute:
-    """Return `compute` without cuDNN's attention, which makes a new plan for each shape; steps differ in shape."""
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-    def compute_without_plans(runner: "ModelRunner", batch: Batch) -> SampledTokens:
-        with sdpa_kernel(kernels):
-            return compute(runner, batch)
-
-    return compute_without_plans
+                graphs = runner.make_graphs()
+                graphs.record_all()
+            runner.graphs = graphs
 
 
 def choose_draw(config: Config, device: torch.device) -> Draw | None:

@@ -5,13 +5,14 @@ All slots are in the null block, which no sequence reads.
 """
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.batch import Batch, SamplingBatch, to_device
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.cuda.graphs import StepSizes
+from nanovllm_extras.runner_hooks import draw_arguments
 
 if TYPE_CHECKING:
     from nanovllm_extras.full_runner import ModelRunner
@@ -27,19 +28,6 @@ def warm_up(runner: "ModelRunner", sizes: StepSizes) -> None:
     context = min(CONTEXT, sizes.max_model_len)
     chunk, many, short = min(CHUNK, most), min(MANY, most), min(2, most)
     table_width = -(-sizes.max_model_len // runner.backend.block_size)
-    model: Any = runner.model
-    draw, compute_logits = runner.draw, model.compute_logits
-
-    def logits_of_many(hidden: torch.Tensor) -> torch.Tensor:
-        for num_rows in (CHUNK, MANY):  # as of a large batch, or of a prompt's log-probabilities
-            compute_logits(hidden[:1].repeat(num_rows, 1))
-        return compute_logits(hidden)
-
-    def draw_from_both(logits: torch.Tensor, *asked: torch.Tensor | None) -> torch.Tensor:
-        draw(logits.float(), *asked)  # as logits are that a request has changed
-        return draw(logits, *asked)
-
-    runner.draw, model.compute_logits = draw_from_both, logits_of_many
     for num_new, seq_len, is_decode, kind in [
         (1, context, True, "greedy"),
         (1, context, True, "plain"),
@@ -48,8 +36,21 @@ def warm_up(runner: "ModelRunner", sizes: StepSizes) -> None:
         (short, context, False, "plain"),
     ]:
         runner.run(null_batch([num_new], [seq_len], is_decode, table_width, draws(kind, 1))).wait()
-    runner.draw = draw
-    del model.compute_logits  # the class has its own
+    draw_from_both(runner)
+
+
+@torch.inference_mode()
+def draw_from_both(runner: "ModelRunner") -> None:
+    """Compute the logits of many rows, as for a prompt's log-probabilities, and draw from logits in both dtypes.
+
+    Logits that a request has changed are float32.
+    """
+    with runner.step_context():
+        for num_rows in (CHUNK, MANY):
+            hidden = torch.zeros(num_rows, runner.shape.hidden_size, dtype=runner.dtype, device=runner.device)
+            logits = runner.compute_logits(hidden)  # [num_rows, vocab_size]
+        for kind in ("greedy", "plain", "limited"):
+            runner.draw(logits[:1].float(), *draw_arguments(to_device(draws(kind, 1), runner.device)))
 
 
 def null_batch(

@@ -1,13 +1,12 @@
 """The runner of models whose K and V have two shapes, with block tables for each group of layers.
 
 `assembly.py` makes it if `why_one_table` finds no reason against it, and `GroupRunner` otherwise. `equal_blocks.py`
-says where the layers are in a block. The model and the attention backends do not depend on it: a hook gives each layer
-a view of the KV cache, and slots and block tables with the numbers of pieces in this view. A CUDA graph records what
-the hook computes, too.
+says where the layers are in a block. The model and the attention backends do not depend on it: each layer gets a view
+of the KV cache, and slots and block tables with the numbers of pieces in this view (`Pieces`). A CUDA graph records how
+they are computed, too.
 """
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -16,8 +15,10 @@ from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.kernels.cpu.threads import on_one_thread
 from nanovllm_extras.kv_groups.equal_blocks import BlockLayout, lay_out
 from nanovllm_extras.kv_groups.group_runner import ShapesRunner
-from nanovllm_extras.kv_groups.grouped_runner import GroupedLayersRunner, pass_groups, spread_over
+from nanovllm_extras.kv_groups.grouped_runner import GroupedLayersRunner, OfGroups
 from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
+from nanovllm_extras.kv_groups.layer_groups import LayerPlace
+from nanovllm_extras.layer_inputs import LayerInputs
 
 
 class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
@@ -28,27 +29,36 @@ class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
         self.layout = lay_out(self.shape.kv_groups, self.backend.block_size)
         return self.make_blocks(self.layout, self.layout.num_rows, self.dtype, self.config.swap_space_bytes)
 
-    def prepare_layers(self) -> None:
+    def make_layer_inputs(self) -> LayerInputs:
         full = [group.options.window for group in self.shape.kv_groups].index(None)
         shapes = (full, *[1 - full] * (self.layer_groups.num_groups - 1))
         piece_shapes = tuple([backend.kv_cache_shape(1, 1)[3:] for backend in self.backends])
-        pieces = Pieces(self.layout, self.backend.block_size, piece_shapes, shapes)
-        of_groups = partial(on_one_thread, pieces.number)
-        self.model.register_forward_pre_hook(spread_over(len(shapes), of_groups, pieces.caches_of))
-        pass_groups(self.model, self.layer_groups.places)
+        return Pieces(self.layer_groups.places, self.layout, self.backend.block_size, piece_shapes, shapes)
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """What the layers of each group need to find their pieces."""
+class Pieces(OfGroups):
+    """What the layers of each group need to find their pieces.
 
-    layout: BlockLayout
-    block_size: int
-    piece_shapes: tuple[tuple[int, ...], ...]  # of each shape of K and V: [block_size, num_kv_heads, head_dim]
-    shapes: tuple[int, ...]  # of each group: the number of its shape
+    piece_shapes: of each shape of K and V, [block_size, num_kv_heads, head_dim]
+    shapes: of each group, the number of its shape
+    """
+
+    def __init__(
+        self,
+        places: tuple[LayerPlace, ...],
+        layout: BlockLayout,
+        block_size: int,
+        piece_shapes: tuple[tuple[int, ...], ...],
+        shapes: tuple[int, ...],
+    ) -> None:
+        super().__init__(places)
+        self.layout, self.block_size, self.piece_shapes, self.shapes = layout, block_size, piece_shapes, shapes
+
+    def spread(self, metadata: GroupedMetadata) -> list[AttentionMetadata]:
+        """Return the metadata for the layers of each group, with numbers of pieces instead of blocks."""
+        return on_one_thread(self.number, metadata)
 
     def number(self, metadata: GroupedMetadata) -> list[AttentionMetadata]:
-        """Return the metadata for the layers of each group, with numbers of pieces instead of blocks."""
         per_row = map(self.layout.pieces_per_row, self.shapes)
         return [number_pieces(one, n, self.block_size) for one, n in zip(metadata.of_groups(), per_row, strict=True)]
 

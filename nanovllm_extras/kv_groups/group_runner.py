@@ -4,20 +4,20 @@
 `ShapesRunner` (`equal_blocks_runner.py`). All other models have the runners that they had.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
 from nanovllm.kv_cache import KVCache
-from nanovllm.layers.attention import TorchAttention
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.device_setup import Device, Unchecked
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kernels.choices import choose
 from nanovllm_extras.kv_groups.groups import GroupedKVCache
+from nanovllm_extras.layer_inputs import LayerInputs
 
 REFUSED = {  # option -> the values that work, of which the first is the default
     "kv_cache_dtype": ("auto",),
@@ -84,8 +84,8 @@ class GroupRunner(ShapesRunner):
 
     kv_cache: GroupedKVCache
 
-    def prepare_layers(self) -> None:
-        self.model.register_forward_pre_hook(pass_caches(self.kv_cache))
+    def make_layer_inputs(self) -> LayerInputs:
+        return AllShapes(self.kv_cache)
 
     def make_kv_cache(self) -> GroupedKVCache:
         """Return the caches of all shapes, each with its part of every block: also in host memory and in a store."""
@@ -104,6 +104,11 @@ class GroupRunner(ShapesRunner):
         return GroupedKVCache(tuple(caches))
 
 
-def pass_caches(kv_cache: GroupedKVCache) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a hook that replaces the last argument of a model, one KV cache, by those of all shapes."""
-    return lambda _, arguments: (*arguments[:-1], kv_cache.tensors)
+class AllShapes(LayerInputs):
+    """The KV caches of all shapes."""
+
+    def __init__(self, kv_cache: GroupedKVCache) -> None:
+        self._kv_cache = kv_cache
+
+    def of(self, metadata: AttentionMetadata, kv_cache: Tensor) -> tuple[AttentionMetadata, tuple[Tensor, ...]]:
+        return metadata, self._kv_cache.tensors

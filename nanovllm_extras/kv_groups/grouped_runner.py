@@ -1,20 +1,19 @@
 """The runner of models in which some layers see a window and others see all tokens: a block table for each group.
 
-`assembly.py` makes it if `why_one_table` finds no reason against it. The model does not depend on groups: a hook gives
-it the metadata of all groups, and before each layer runs, a hook passes it those of its group. So whatever calls the
-model, for example a CUDA graph while it is recorded, calls it as any other model. `group_ranks.py` has several ranks.
+`assembly.py` makes it if `why_one_table` finds no reason against it. The model gets a list with the metadata of each
+layer, and passes each layer its own (`layer_inputs.py`). `group_ranks.py` has several ranks.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.cuda_graphs import CudaGraphs
+from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
 from nanovllm_extras.kv_groups.layer_groups import LayerPlace, group_layers
+from nanovllm_extras.layer_inputs import LayerInputs
 
 
 class GroupedLayersRunner(ModelRunner):
@@ -47,41 +46,31 @@ class GroupedLayersRunner(ModelRunner):
         from nanovllm_extras.kv_groups.grouped_graphs import GroupedCudaGraphs
 
         num_windows = self.layer_groups.num_groups - 1
-        return GroupedCudaGraphs(self.model, self.kv_cache.tensor, *self.largest_decode, num_windows)
+        return GroupedCudaGraphs(self.network, self.kv_cache.tensor, *self.largest_decode, num_windows)
 
-    def prepare_layers(self) -> None:
-        groups = self.layer_groups
-        caches = partial(LayersOfBlocks, places=groups.places)
-        self.model.register_forward_pre_hook(spread_over(groups.num_groups, GroupedMetadata.of_groups, caches))
-        pass_groups(self.model, self.layer_groups.places)
+    def make_layer_inputs(self) -> LayerInputs:
+        return OfGroups(self.layer_groups.places)
 
 
-def spread_over(
-    num_groups: int, of_groups: Callable[[GroupedMetadata], Any], caches_of: Callable[[Tensor], Any]
-) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a hook that replaces the last arguments of a model: metadata by that of all groups, and the KV cache.
+class OfGroups(LayerInputs):
+    """The metadata of each layer's group, and its part of the blocks."""
 
-    of_groups: returns the metadata of each group; caches_of: returns what the layers read instead of the KV cache
-    """
+    def __init__(self, places: tuple[LayerPlace, ...]) -> None:
+        self.places = places
 
-    def spread(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        input_ids, positions, metadata, kv_cache = arguments
-        is_grouped = isinstance(metadata, GroupedMetadata)  # not in a step over null blocks only
-        spread_metadata = of_groups(metadata) if is_grouped else [metadata] * num_groups
-        return input_ids, positions, spread_metadata, caches_of(kv_cache)
+    def of(self, metadata: AttentionMetadata, kv_cache: Tensor) -> tuple[Any, Any]:
+        if isinstance(metadata, GroupedMetadata):
+            groups = self.spread(metadata)
+            metadata = [groups[place.group] for place in self.places]
+        return metadata, self.caches_of(kv_cache)  # a step over null blocks only has one metadata for all
 
-    return spread
+    def spread(self, metadata: GroupedMetadata) -> list[AttentionMetadata]:
+        """Return the metadata for the layers of each group."""
+        return metadata.of_groups()
 
-
-def pass_groups(model: Any, places: tuple[LayerPlace, ...]) -> None:
-    """Let each layer of the model take the metadata of its group from that of all groups."""
-    for layer, place in zip(model.model.layers, places, strict=True):
-        layer.register_forward_pre_hook(take_group(place.group))
-
-
-def take_group(group: int) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a hook that replaces the last argument of a layer, the metadata of all groups, by that of `group`."""
-    return lambda _, arguments: (*arguments[:-1], arguments[-1][group])
+    def caches_of(self, kv_cache: Tensor) -> Any:
+        """Return what the layers read instead of the KV cache."""
+        return LayersOfBlocks(kv_cache, self.places)
 
 
 class LayersOfBlocks:

@@ -8,15 +8,12 @@ done after all of those: a block that is loaded may have been the source of a co
 in a stream of their own.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.batch import Batch
 from nanovllm_extras.kv_store.tier import BlockName
-from nanovllm_extras.runner_hooks import SampledTokens
 from nanovllm_extras.swap.host_blocks import as_words, indices_on
 from nanovllm_extras.swap.space import SwapMoves
 
@@ -64,29 +61,6 @@ def loading(cache_class: type[Any]) -> type[Any]:
                 copy_in(self.tensor, [(moves.loaded[name][part], block_id) for name, block_id in moves.loads])
 
     return LoadingKVCache
-
-
-class SavesAfterwards:
-    """Wraps the runner's `compute`: when a step has computed, its full blocks are copied to the host and saved.
-
-    wait: called after these blocks have been queued. Without it, they are saved in the background.
-    """
-
-    def __init__(
-        self, compute: Callable[[Any, Batch], SampledTokens], saver: Any, wait: Callable[[], None] | None = None
-    ) -> None:
-        self._compute = compute
-        self._saver = saver
-        self._wait = wait
-
-    def __call__(self, runner: Any, batch: Batch) -> SampledTokens:
-        sampled = self._compute(runner, batch)
-        moves = moves_of(batch.copies)
-        if isinstance(moves, StoreMoves) and moves.has_saves:
-            moves.save(self._saver, runner.kv_cache)
-            if self._wait is not None:
-                self._wait()
-        return sampled
 
 
 def copy_in(kv_cache: torch.Tensor, loads: list[tuple[torch.Tensor, int]]) -> None:

@@ -4,12 +4,12 @@ An engine of one rank has one share. With several ranks, each rank has one (`ran
 """
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nanovllm_extras.kv_store.keys import KEY_BYTES
-from nanovllm_extras.kv_store.moves import SavesAfterwards
+from nanovllm_extras.kv_store.moves import StoreMoves, moves_of
 from nanovllm_extras.kv_store.saver import Saver
 from nanovllm_extras.kv_store.store_options import has_users_tier, make_tiers, role_of
 from nanovllm_extras.kv_store.tier import BlockName, Chain
@@ -29,7 +29,7 @@ class Loaded(NamedTuple):
 
 
 class Share:
-    """The tiers of one runner, whose `compute` saves the blocks that a step's moves name."""
+    """The tiers of one runner. After each step it saves the blocks that the step's moves name."""
 
     def __init__(self, runner: "PlainRunner") -> None:
         config, cache = runner.config, runner.kv_cache
@@ -40,9 +40,17 @@ class Share:
         own_tiers = tiers[:-1] if has_users_tier(config) else tiers
         self.saver = Saver(Chain(tiers), self.bytes_per_block, own_tiers)
         self.saver.further_caches += getattr(cache, "further_caches", ())  # of K and V of other shapes
+        self.kv_cache = cache
         # when a producer answers, its blocks must be in the store: the engine that decodes is asked next
-        wait = self.wait if role_of(config) == "kv_producer" else None
-        runner.compute = SavesAfterwards(runner.compute, self.saver, wait)
+        self.waits = role_of(config) == "kv_producer"
+
+    def save_step(self, copies: Any) -> None:
+        """Copy the blocks that a step has filled to the host, and have them saved. copies: those of the step's batch"""
+        moves = moves_of(copies)
+        if isinstance(moves, StoreMoves) and moves.has_saves:
+            moves.save(self.saver, self.kv_cache)
+            if self.waits:
+                self.wait()
 
     def wait(self) -> None:
         """Wait until the blocks of the step are saved."""

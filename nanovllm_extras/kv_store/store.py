@@ -75,7 +75,7 @@ class KVStore(Share):
             from nanovllm_extras.kv_store.ranks import AllRanks
 
             ranked: Any = runner
-            self.tiers = AllRanks(self.tiers.tiers, ranked.driver)
+            self.tiers = AllRanks(self.tiers.tiers, ranked.ranks)
 
     def add_draft(self, draft: "PlainRunner") -> None:
         """Let each block also have the K and V of a draft model, which shares the block tables."""

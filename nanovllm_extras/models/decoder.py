@@ -2,16 +2,18 @@
 
     token ids → embedding → num_layers × layer → norm → hidden states → lm_head → logits
 
-The forward passes are those of the core's Qwen3. Each architecture has its layer in a file of its own. The modules have
-the names that they have in the checkpoint.
+The forward passes are those of the core's Qwen3, except that each layer may have metadata of its own
+(`layer_inputs.py`). Each architecture has its layer in a file of its own. The modules have the names that they have in
+the checkpoint.
 """
 
-from torch import nn
+from torch import Tensor, nn
 
-from nanovllm.layers.attention import TorchAttention
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.linear import Embedding
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3Model
+from nanovllm_extras.layer_inputs import metadata_of
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.rope import Rope, ScaledRotary
 
@@ -26,6 +28,13 @@ class DecoderModel(Qwen3Model):
         self.rotary = ScaledRotary(config.rotary_dim or config.head_dim, rope, config.max_position_embeddings)
         self.layers = nn.ModuleList(layer_class(config, backend, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)  # [num_tokens, hidden_size]
+        cos, sin = self.rotary(positions, x.dtype)  # [num_tokens, 1, head_dim / 2] each
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, kv_cache[:, i], metadata_of(metadata, i))
+        return self.norm(x)  # [num_tokens, hidden_size]
 
 
 class CausalLM(Qwen3ForCausalLM):

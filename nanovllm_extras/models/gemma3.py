@@ -19,6 +19,7 @@ from nanovllm.checks import check_int, check_number
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.config import refuse
+from nanovllm_extras.layer_inputs import metadata_of
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel
 from nanovllm_extras.models.gated_mlp import GATES, GatedMLP
 from nanovllm_extras.models.llama import LlamaAttention
@@ -158,7 +159,7 @@ class Gemma3Model(DecoderModel):
         global_angles, local_angles = self.rotary(positions, x.dtype), self.local_rotary(positions, x.dtype)
         for i, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
             cos, sin = global_angles if window is None else local_angles  # [num_tokens, 1, head_dim / 2] each
-            x = layer(x, cos, sin, kv_cache[:, i], metadata)
+            x = layer(x, cos, sin, kv_cache[:, i], metadata_of(metadata, i))
         return self.norm(x)  # [num_tokens, hidden_size]
 
 

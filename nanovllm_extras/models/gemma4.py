@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.linear import Embedding, Linear
+from nanovllm_extras.layer_inputs import metadata_of
 from nanovllm_extras.models.decoder import DecoderModel
 from nanovllm_extras.models.gemma3 import Gemma3ForCausalLM
 from nanovllm_extras.models.gemma4_config import Gemma4Config, override_ropes, read_gemma4_config
@@ -72,9 +73,9 @@ class Gemma4Model(DecoderModel):
         angles = {FULL: self.rotary(positions, x.dtype)}
         if SLIDING in self.layer_types:
             angles[SLIDING] = self.local_rotary(positions, x.dtype)
-        for layer, own_embedding, kind, place in zip(self.layers, own, self.layer_types, self.kv_places, strict=True):
+        for i, (layer, kind, place) in enumerate(zip(self.layers, self.layer_types, self.kv_places, strict=True)):
             cos, sin = angles[kind]  # [num_tokens, 1, head_dim / 2] each
-            x = layer(x, own_embedding, cos, sin, kv_caches[place.group][:, place.layer], metadata)
+            x = layer(x, own[i], cos, sin, kv_caches[place.group][:, place.layer], metadata_of(metadata, i))
         return self.norm(x)  # [num_tokens, hidden_size]
 
     def own_embeddings(self, input_ids: Tensor, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nanovllm.checks import check_bool, check_number
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
+from nanovllm_extras.layer_inputs import metadata_of
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel
 from nanovllm_extras.models.llama import LlamaDecoderLayer
 from nanovllm_extras.models.masking import AttentionOptions
@@ -62,7 +63,7 @@ class GraniteModel(DecoderModel):
         x = self.embed_tokens(input_ids) * self.embedding_multiplier  # [num_tokens, hidden_size]
         cos, sin = self.rotary(positions, x.dtype)  # [num_tokens, 1, head_dim / 2] each
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, kv_cache[:, i], metadata)
+            x = layer(x, cos, sin, kv_cache[:, i], metadata_of(metadata, i))
         return self.norm(x)  # [num_tokens, hidden_size]
 
 

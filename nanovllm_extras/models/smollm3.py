@@ -16,6 +16,7 @@ from nanovllm.checks import check_bool, check_int
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.rotary import Rotary
 from nanovllm.models.config import refuse
+from nanovllm_extras.layer_inputs import metadata_of
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel
 from nanovllm_extras.models.llama import LlamaDecoderLayer
 from nanovllm_extras.models.network_config import NetworkConfig
@@ -84,7 +85,7 @@ class SmolLM3Model(DecoderModel):
         angles, no_angles = self.rotary(positions, x.dtype), self.no_rotary(positions, x.dtype)
         for i, (layer, is_rotated) in enumerate(zip(self.layers, self.rotated_layers, strict=True)):
             cos, sin = angles if is_rotated else no_angles  # [num_tokens, 1, head_dim / 2] each
-            x = layer(x, cos, sin, kv_cache[:, i], metadata)
+            x = layer(x, cos, sin, kv_cache[:, i], metadata_of(metadata, i))
         return self.norm(x)  # [num_tokens, hidden_size]
 
 

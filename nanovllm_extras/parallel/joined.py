@@ -10,8 +10,6 @@ Gemma 4, the table of the layers' own embeddings does the same. Logits are gathe
 `join` adds this to a network that is loaded and has its fast layers. Called by `start_ranks.py`, on every rank.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -57,8 +55,6 @@ class VocabularyShare(nn.Module):
         self.vocab_size = vocab_size
         self.num_rows = -(-vocab_size // communicator.size)
         self.hears_tokens = hears_tokens
-        self.around_logits: Callable[[torch.Tensor], AbstractContextManager[Any]] = nullcontext
-        """On rank 0: made with [num_samples, hidden_size], the context in which logits are computed (`driver.py`)."""
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Look up token vectors on every rank: [num_tokens] int -> [num_tokens, hidden_size]"""
@@ -73,7 +69,6 @@ class VocabularyShare(nn.Module):
         """Compute logits: [num_samples, hidden_size] -> [num_samples, vocab_size]; above rank 0 only the rank's part"""
         if not len(hidden):  # each rank knows it: nothing is sent
             return hidden.new_empty(0, self.vocab_size)
-        with self.around_logits(hidden):
-            logits = self.communicator.gather(self.inner.logits(hidden))
+        logits = self.communicator.gather(self.inner.logits(hidden))
         is_filled_up = logits.shape[1] > self.vocab_size
         return logits[:, : self.vocab_size].contiguous() if is_filled_up else logits

@@ -54,8 +54,6 @@ class Header(NamedTuple):
     hidden_size: int = 0
     num_windows: int = 0  # groups of layers with a window, if each has a block table of its own
     num_state_copies: int = -1  # without recurrent states
-    keeps_states: int = 0
-    is_again: int = 0
     num_copies: int = 0
     num_swap_outs: int = -1  # without swap
     num_swap_ins: int = -1
@@ -132,7 +130,7 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
     if num_saves >= 0:
         moves = with_store(moves, num_loads, rest.view(num_loads + num_saves, -1).numpy())
     if has_states:
-        moves = with_states(moves, state_copies, slots, header)
+        moves = with_states(moves, state_copies, slots)
     greedy = SamplingBatch(torch.zeros(header.num_samples))
     if not header.is_plain:
         greedy = ProcessedSampling(torch.zeros(header.num_samples), num_logprobs=0)
@@ -180,14 +178,13 @@ def states_of(copies: Any) -> tuple[list[np.ndarray], dict[str, int]]:
     if not hasattr(copies, "state_copies"):
         return [], {}
     arrays = [np.array(values, dtype=np.int32) for values in (copies.slots, copies.state_copies)]
-    flags = {"keeps_states": copies.keeps_states, "is_again": copies.is_again}
-    return arrays, {"num_state_copies": len(copies.state_copies), **flags}
+    return arrays, {"num_state_copies": len(copies.state_copies)}
 
 
-def with_states(moves: list[Any], state_copies: list[Any], slots: list[int], header: Header) -> list[Any]:
+def with_states(moves: list[Any], state_copies: list[Any], slots: list[int]) -> list[Any]:
     from nanovllm_extras.states.slots import StateMoves
 
-    return StateMoves(moves, state_copies, slots, bool(header.keeps_states), bool(header.is_again))
+    return StateMoves(moves, state_copies, slots)
 
 
 # ---- the K/V store

@@ -31,7 +31,7 @@ from nanovllm_extras.parallel.driver import Driver
 from nanovllm_extras.parallel.joined import join
 from nanovllm_extras.parallel.meeting import Meeting, choose_kind, connect, make_meeting
 from nanovllm_extras.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
-from nanovllm_extras.runner_hooks import LapClock
+from nanovllm_extras.runner_hooks import Draw, LapClock
 from nanovllm_extras.weights import load_model
 
 NOT_OF_WORKERS = (
@@ -82,8 +82,7 @@ def start_ranks(config: Config, folder: Path, kind: "type[RankRunner] | None" = 
         run_node(config)
     with private_folder() if config.nnodes == 1 else nullcontext("") as private:
         runner, driver = start_all(config, shape, private, kind or RankRunner)
-    driven: Any = runner
-    driven.driver = driver
+    runner.ranks = driver
     return runner
 
 
@@ -212,11 +211,18 @@ class RankDevice(Device):
         self.draw = None if communicator.rank else kind.draw
         self.communicator, self.vocab_size, self.hears_tokens = communicator, vocab_size, hears_tokens
 
+    def choose_draw(self, default: Draw) -> Draw:
+        return draw_nothing if self.communicator.rank else self.kind.choose_draw(default)
+
     def prepare(self, runner: ModelRunner) -> None:
         self.kind.prepare(runner)
         join(runner.model, self.communicator, self.vocab_size, self.hears_tokens)
-        if self.communicator.rank:
-            runner.draw = draw_nothing
+
+    def send(self, record: Any) -> Any:
+        return self.kind.send(record)
+
+    def step(self) -> AbstractContextManager[None]:
+        return self.kind.step()
 
     def advice(self) -> AbstractContextManager[None]:
         return self.kind.advice()
@@ -230,8 +236,8 @@ class RankDevice(Device):
     def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
         self.kind.allocate(kv_cache, num_blocks)
 
-    def wrap(self, runner: ModelRunner, newest: Any) -> None:
-        self.kind.wrap(runner, newest)
+    def record(self, runner: ModelRunner) -> None:
+        self.kind.record(runner)
 
 
 def draw_nothing(logits: torch.Tensor, *_: Any) -> torch.Tensor:

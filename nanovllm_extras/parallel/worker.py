@@ -78,7 +78,7 @@ def serve(
         header = Header(*np.frombuffer(receive(driver, HEADER_BYTES), dtype=np.int32).tolist())
         values = np.frombuffer(receive(driver, 4 * header.num_values), dtype=np.int32)
         if share is None and runner.config.has_kv_store:  # rank 0 has its own by now, and would have raised its errors
-            share = make_share(runner)
+            share = runner.store = make_share(runner)
             at_exit(share.saver.stop)
         if header.kind == STEP:
             compute_step(runner, header, values, share)
@@ -98,11 +98,10 @@ def make_share(runner: RankRunner) -> "RankShare":
 
 def compute_step(runner: ModelRunner, header: Header, values: np.ndarray, share: Optional["RankShare"] = None) -> None:
     """Compute the rank's share of a step, from a CUDA graph exactly if rank 0 does."""
-    runner.is_replayed = lambda batch: bool(header.is_replayed)
     batch = unpack_step(header, values)
     if share is not None:
         share.take_part(batch.copies)
-    runner.run(batch)
+    runner.run(batch, is_replayed=bool(header.is_replayed))
 
 
 @torch.inference_mode()
@@ -110,4 +109,4 @@ def compute_logits(runner: ModelRunner, communicator: Communicator, header: Head
     """Compute the logits of rows that no step has named. Their hidden states are received first."""
     shape = header.num_samples, header.hidden_size
     hidden = torch.empty(shape, dtype=runner.dtype, device=runner.device)
-    runner.model.compute_logits(communicator.broadcast(hidden))  # type: ignore[operator]
+    runner.compute_logits(communicator.broadcast(hidden))

@@ -280,7 +280,7 @@ class SelfCheck(Unchecked):
         for num_decodes in dict.fromkeys((4, 3, max(1, largest - 1))):
             for added in (0, 7):  # a graph that reads its inputs from another place gives the first tokens again
                 batch = self.complete(repeat_decodes(batches[-1], num_decodes, added, num_used))
-                if runner.is_replayed(batch):
+                if runner.can_replay(batch):
                     used.copy_(old)
                     token_ids = torch.tensor(runner.run(batch).wait().token_ids)
                     written = used[:, ENDS].float()  # [parts, 2, num_blocks - 1, block_size, …]
@@ -295,10 +295,10 @@ class SelfCheck(Unchecked):
 
     def compare_decodes(self, batch: Batch, token_ids: Tensor) -> None:
         """Compare the tokens of a graph, [num_decodes], with the logits of the same decodes without one."""
-        runner, model = self.runner, self.runner.model
-        sent = send(batch, runner.device)
-        hidden = model(sent.input_ids, sent.positions, sent.metadata, runner.kv_cache.tensor)
-        logits = model.compute_logits(hidden[:4]).float().cpu()  # type: ignore[operator]  # of decodes that differ
+        network = self.runner.network
+        sent = send(batch, self.runner.device)
+        hidden = network(sent.input_ids, sent.positions, sent.metadata, self.runner.kv_cache.tensor)
+        logits = network.compute_logits(hidden[:4]).float().cpu()  # of decodes that differ
         rows = torch.arange(len(token_ids)) % 4
         behind = logits.amax(1)[rows] - logits[rows, token_ids.clamp(min=0)]  # [num_decodes]
         is_wrong = (behind > NEARLY_BEST * logits.std(1)[rows]) | (token_ids == NO_TOKEN)

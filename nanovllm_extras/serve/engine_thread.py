@@ -71,9 +71,7 @@ class EngineThread:
         self._unfinished: dict[str, NewRequest] = {}
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         self._thread.start()
-        driver = getattr(engine.runner, "driver", None)  # of several ranks, one of which can end while nothing runs
-        if driver is not None:
-            driver.peers.tell_failure(self._lose)
+        engine.runner.ranks.tell_failure(self._lose)  # one can end while nothing runs
 
     # ---- in any thread
 

@@ -2,7 +2,7 @@
 
 The small model has a KV cache of its own, with as many blocks of the same size, and shares the block tables: the block
 that holds a token's K and V in one cache holds them in the other. So prefix hits, forks and preemption need no second
-bookkeeping. It only has to compute each token that the large model computes, in the same step (`compute`); what it
+bookkeeping. It only has to compute each token that the large model computes, in the same step (`follow`); what it
 computed while it proposed is among these tokens once more.
 
     the step runs   t6                    large model and small model; t7 is drawn
@@ -13,7 +13,7 @@ A draft is drawn as its position will be: with the same parameters, by the same 
 nearly the same probabilities, they draw the same token, at any temperature.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.known_tokens import grow
 from nanovllm_extras.processed_batch import build_batch
-from nanovllm_extras.runner_hooks import NO_TOKEN, SampledTokens
+from nanovllm_extras.runner_hooks import NO_TOKEN, Computed
 from nanovllm_extras.self_check.fallbacks import start
 from nanovllm_extras.speculation.blocks import reserve
 from nanovllm_extras.speculation.speculation_options import Speculation
@@ -74,20 +74,11 @@ class DraftModel:
         step = Step([(seq, seq.num_known_tokens - 1, 1) for seq in seqs], count, count, seqs, [*range(count)])
         return build_batch(step, self._scheduler.block_manager.block_tables)
 
-    def compute_along(self, runner: ModelRunner) -> None:
-        """Wrap the `compute` of the large model's runner: this model computes each batch too, for its K and V."""
-        inner: Callable[[ModelRunner, Batch], SampledTokens] = runner.compute
-
-        def compute(runner: ModelRunner, batch: Batch) -> SampledTokens:
-            own = self.runner
-            own.kv_cache.copy_blocks(batch.copies)
-            if own.graphs is None and own.is_replayed(batch):  # a whole step; its tokens are not used
-                own.compute(own, replace(batch, sampling=SamplingBatch(torch.zeros(len(batch.logits_indices)))))
-            else:
-                own.forward(own.send(batch))
-            return inner(runner, batch)
-
-        runner.compute = compute
+    def follow(self, batch: Batch, computed: Computed) -> None:
+        """Compute the tokens of a step of the large model, for their K and V."""
+        greedy = SamplingBatch(torch.zeros(len(batch.logits_indices)))  # a graph of whole steps samples, too
+        batch = replace(batch, sampling=greedy)
+        self.runner.compute_hidden(batch, self.runner.can_replay(batch))
 
 
 def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
@@ -104,7 +95,7 @@ def load_draft_model(runner: ModelRunner, options: Speculation) -> DraftModel:
     found = find_draft_model(runner, options, runner.kv_cache.num_blocks)
     with named(options):
         proposer = DraftModel(start(partial(ModelRunner, max_rows=runner.max_rows), *found))
-    proposer.compute_along(runner)
+    runner.followers = (proposer,)
     return proposer
 
 

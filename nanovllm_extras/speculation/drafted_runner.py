@@ -33,7 +33,7 @@ class DraftedRunner(ModelRunner):
     def bytes_to_leave(self, num_graph_bytes: int) -> int:
         """Return the size of the draft model's weights, and of its graphs, which need less than the large model's.
 
-        Its forward pass needs no more: it runs before that of the large model, whose memory has been measured.
+        Its forward pass needs no more: it runs after that of the large model, which takes more memory.
         """
         return self.draft.weight_bytes + num_graph_bytes
 

@@ -27,7 +27,7 @@ from nanovllm.loader import checkpoint_files
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.models.gated_delta import read_states
-from nanovllm_extras.runner_hooks import ArrivingTokens, SampledTokens
+from nanovllm_extras.runner_hooks import ArrivingTokens, Computed, SampledTokens
 from nanovllm_extras.states.pool import StateKVCache, StateMetadata, StateShape
 from nanovllm_extras.states.state_runner import StateRunner, check_options
 
@@ -79,6 +79,26 @@ class MtpKVCache(StateKVCache):
         self.head.copy_blocks(copies)
 
 
+class MtpHead:
+    """The head of a model, which computes each step after the model."""
+
+    def __init__(self, model: Any, kv_cache: MtpKVCache) -> None:
+        self._model, self._kv_cache = model, kv_cache
+
+    def follow(self, batch: Batch, computed: Computed) -> None:
+        """Run the head, and keep the model's hidden state of the last token of each chunk."""
+        hidden, sent, _ = computed
+        metadata: Any = sent.metadata  # a `StateMetadata`
+        self.run(sent, hidden_before(hidden, self._kv_cache.hidden[0], metadata))
+        last = (metadata.cu_seqlens_q[1:] - 1).long()  # [num_seqs]
+        self._kv_cache.hidden[0, metadata.state_slots] = hidden[last]
+
+    def run(self, batch: Batch, previous: Tensor) -> Tensor:
+        """Return the head's hidden states: [num_tokens, hidden_size]. previous: those of the tokens before, as shape"""
+        inputs = (batch.input_ids, batch.positions, previous, self._kv_cache.head.tensor, batch.metadata)
+        return self._model.predict(*inputs)  # type: ignore[no-any-return]
+
+
 class MtpRunner(StateRunner):
     """Computes the head along with the model, and makes drafts with it."""
 
@@ -102,21 +122,9 @@ class MtpRunner(StateRunner):
             device.replayed, device.note = "forward", f"{device.note} of the forward pass only (without the head)"
         return device
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Run the model, or replay its graph, and then the head -> [num_tokens, hidden_size], of the model"""
-        metadata: Any = batch.metadata  # a `StateMetadata`
-        hidden = super().forward(batch)
-        previous = hidden_before(hidden, self.kv_cache.hidden[0], metadata)
-        self.run_head(batch, previous, metadata)
-        last = (metadata.cu_seqlens_q[1:] - 1).long()  # [num_seqs]
-        self.kv_cache.hidden[0, metadata.state_slots] = hidden[last]
-        return hidden
-
-    def run_head(self, batch: Batch, previous: Tensor, metadata: Any) -> Tensor:
-        """Return the head's hidden states: [num_tokens, hidden_size]. previous: those of the tokens before, as shape"""
-        model: Any = self.model
-        head: Tensor = model.predict(batch.input_ids, batch.positions, previous, self.kv_cache.head.tensor, metadata)
-        return head
+    def make_followers(self) -> tuple[MtpHead, ...]:
+        self.head = MtpHead(self.model, self.kv_cache)
+        return (self.head,)
 
     @torch.inference_mode()
     def draft(self, batch: Batch, previous: Tensor) -> tuple[list[int], Tensor]:
@@ -125,9 +133,9 @@ class MtpRunner(StateRunner):
         previous: [num_seqs, hidden_size], the hidden states of the tokens before. Returns the drafts, and the hidden
         states of the head: like `previous`
         """
-        with torch.cuda.device_of(self.kv_cache.tensor):
-            sent = self.send(batch)
-            hidden = self.run_head(sent, previous, sent.metadata)
+        with self.step_context():
+            sent = self.send_batch(batch)
+            hidden = self.head.run(sent, previous)
             token_ids, _ = self.choose_tokens(hidden, sent.sampling)
             return ArrivingTokens(SampledTokens(token_ids)).wait().token_ids, hidden
 

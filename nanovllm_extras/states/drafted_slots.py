@@ -94,7 +94,7 @@ class DraftedStateScheduler(SpeculativeScheduler, StateScheduler):
             slots += rows
             sources += rows[:1] + rows[:-1]
         moves: Any = step.copies
-        return replace(step, copies=StateMoves(moves, moves.state_copies, slots, moves.keeps_states, sources=sources))
+        return replace(step, copies=StateMoves(moves, moves.state_copies, slots, sources))
 
     def update(self, step: Step, new_token_ids: list[int]) -> list[tuple[int, Any]]:
         drafts: Drafts = {} if self._underway is None else self._underway.drafts

@@ -106,7 +106,6 @@ class StateKVCache(KVCache):
     ) -> None:
         self.state_shape = shape
         self.num_slots = 0
-        self._kept: tuple[Tensor, ...] | None = None
         super().__init__(backend, num_layers, dtype, device)
 
     @property
@@ -143,10 +142,6 @@ class StateKVCache(KVCache):
             return
         super().copy_blocks(copies.block_moves)
         self.copy_states(copies)
-        if copies.is_again:
-            self._bring_back(copies.slots)
-        else:
-            self._keep(copies.slots if copies.keeps_states else [])
 
     def copy_states(self, copies: StateMoves) -> None:
         """Write the states that a step reads to the slots of its sequences."""
@@ -156,14 +151,3 @@ class StateKVCache(KVCache):
     def copy_state(self, source: int, destination: int) -> None:
         for states in self.states:
             states[:, destination] = states[:, source]
-
-    def _keep(self, slots: list[int]) -> None:
-        """Keep a copy of the states in `slots`, and forget what was kept before."""
-        self._kept = tuple(states[:, slots] for states in self.states) if slots else None
-
-    def _bring_back(self, slots: list[int]) -> None:
-        if self._kept is None:
-            raise RuntimeError("a step that has overwritten its states cannot be run again: no request asked for more "
-                               "than the model's own tokens, so the states before it were not kept")  # fmt: skip
-        for states, kept in zip(self.states, self._kept, strict=True):
-            states[:, slots] = kept

@@ -70,9 +70,6 @@ class StateMoves(list[tuple[int, int]]):
     may be copied from later. Negative numbers are slots in host memory. `block_moves` are the block copies as they were
     given: a `SwapMoves` with swap, also if `copies` is a `StateMoves`. `sources` are the slots from which the chunks
     read: their own, unless they are drafts (`drafted_slots.py`).
-
-    A step overwrites the states of its sequences, so it can only be run again if `keeps_states` is set: the states
-    before it are kept, and `is_again` brings them back.
     """
 
     def __init__(
@@ -80,8 +77,6 @@ class StateMoves(list[tuple[int, int]]):
         copies: BlockCopies,
         state_copies: SlotCopies,
         slots: list[int],
-        keeps_states: bool = False,
-        is_again: bool = False,
         sources: list[int] | None = None,
     ) -> None:
         super().__init__(copies)
@@ -89,12 +84,6 @@ class StateMoves(list[tuple[int, int]]):
         self.state_copies = state_copies
         self.slots = slots
         self.sources = slots if sources is None else sources
-        self.keeps_states = keeps_states
-        self.is_again = is_again
-
-    def again(self) -> "StateMoves":
-        """Return what is to be done before the same step runs once more (`isolation.py`)."""
-        return StateMoves([], [], self.slots, is_again=True, sources=self.sources)
 
 
 class SnapshotCache(PrefixCache):
@@ -332,7 +321,6 @@ class StateScheduler(ExtendedScheduler):
         for seq in seqs:
             blocks.take_snapshot(seq)
         moves.slots = moves.sources = [blocks.slot_of(seq) for seq in seqs]
-        moves.keeps_states = not all([seq.is_plain for seq in seqs])  # what a request asks for may make the step fail
         return step
 
     def forget_steps(self) -> None:

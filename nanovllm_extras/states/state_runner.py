@@ -4,19 +4,20 @@
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.cuda_graphs import CudaGraphs
+from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.full_runner import MAX_DRAFTED_ROWS, ModelRunner
+from nanovllm_extras.layer_inputs import LayerInputs
 from nanovllm_extras.speculation.speculation_options import read_options
-from nanovllm_extras.states.pool import StateKVCache, with_states
+from nanovllm_extras.states.pool import StateCaches, StateKVCache, with_states
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +70,11 @@ class StateRunner(ModelRunner):
         check_options(config)
         super().__init__(config, folder, *arguments, **options)
 
-    def prepare_layers(self) -> None:
-        self.model.register_forward_pre_hook(give_pool(self.kv_cache))
-        send = self.transfer
-        self.transfer = lambda record: send(with_states(record) if isinstance(record, Batch) else record)
+    def make_layer_inputs(self) -> LayerInputs:
+        return Pool(self.kv_cache)
+
+    def complete(self, batch: Batch) -> Batch:
+        return with_states(batch)
 
     @property
     def more_inputs(self) -> Any:  # type: ignore[override]  # a constant of the parent
@@ -83,7 +85,7 @@ class StateRunner(ModelRunner):
     def make_graphs(self) -> CudaGraphs:
         from nanovllm_extras.states.state_graphs import StateCudaGraphs
 
-        return StateCudaGraphs(self.model, self.kv_cache.tensor, *self.largest_decode, self.more_inputs)
+        return StateCudaGraphs(self.network, self.kv_cache.tensor, *self.largest_decode, self.more_inputs)
 
     def describe(self) -> str:
         num_bytes = self.shape.state_shape.bytes_per_slot(self.dtype)
@@ -155,6 +157,11 @@ def num_draft_slots(config: Config) -> int:
     return min(config.max_num_seqs * most, MAX_DRAFTED_ROWS)
 
 
-def give_pool(pool: StateKVCache) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a hook that replaces the last argument of a model, the KV cache, by the KV cache and the states."""
-    return lambda _, arguments: (*arguments[:-1], pool.caches)
+class Pool(LayerInputs):
+    """The states beside the KV cache."""
+
+    def __init__(self, kv_cache: StateKVCache) -> None:
+        self._kv_cache = kv_cache
+
+    def of(self, metadata: AttentionMetadata, kv_cache: Tensor) -> tuple[AttentionMetadata, StateCaches]:
+        return metadata, self._kv_cache.caches

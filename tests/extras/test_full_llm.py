@@ -1035,14 +1035,12 @@ def test_memory_is_freed_at_once_without_the_garbage_collector(checkpoint, with_
     llm = make_llm(checkpoint[0])
     generate(llm, [GOOD])
     if with_graphs:
-        from nanovllm_extras.cuda.graphs import CudaGraphs, ReplayedDecodes
-        from nanovllm_extras.overlap import NewestTokens
+        from nanovllm_extras.cuda.graphs import CudaGraphs
 
         runner = llm.engine.runner
-        graphs = CudaGraphs(runner.model, runner.kv_cache.tensor, runner.draw, [1, 2], 4, recorder=object())
-        newest = NewestTokens(runner)
-        ReplayedDecodes(graphs, runner, newest)
-        del runner, graphs, newest
+        arguments = (runner.model, runner.kv_cache.tensor, runner.draw, [1, 2], 4)
+        runner.step_graphs = CudaGraphs(*arguments, recorder=object())
+        del runner, arguments
     refs = references(llm)
     gc.collect()
     gc.disable()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nanovllm_extras import Config, SamplingParams
+from nanovllm_extras.cuda.startup import CudaDevice
 from nanovllm_extras.embedding.pooling import Pooling
 from nanovllm_extras.embedding.pooling_params import PoolingParams
 from nanovllm_extras.full_request import Request
@@ -116,19 +117,22 @@ def test_the_search_for_the_fault_runs_on_the_engines_device(tiny_checkpoint, mo
 
     @contextlib.contextmanager
     def device_of(tensor):
-        assert tensor is engine.runner.kv_cache.tensor
         inside.append(tensor)
         try:
             yield
         finally:
             inside.pop()
 
-    def transfer(record):
-        copied.append(len(inside))
-        return record
+    class NotingDevice(CudaDevice):
+        def send(self, record):
+            copied.append(len(inside))
+            return record
 
+    runner = engine.runner
+    sizes = (runner.backend, runner.shape, runner.max_num_batched_tokens)
+    runner.device_setup = NotingDevice(engine.config, runner.device, *sizes)
+    runner.device_setup.prepare(runner)
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    engine.runner.transfer = transfer
     engine.add_request("bad", ids(11), greedy(10, logits_processors=[failing_at(1)]))
     _, errors = run(engine)
     assert list(errors) == ["bad"]

@@ -30,12 +30,11 @@ def test_who_draws_with_triton(monkeypatch):
 def test_pytorchs_attention_is_not_cudnns(runner):
     """It plans for seconds at each new shape."""
     shape = NetworkConfig(300, 64, 96, 2, 4, 2, 32, 512, tie_word_embeddings=False)
-    seen = []
-    runner.compute = lambda runner, batch: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    CudaDevice(Config("model"), CPU, runner.backend, shape, 64).prepare(runner)
-    runner.compute(runner, None)
-    assert seen == [False]
+    device = CudaDevice(Config("model"), CPU, runner.backend, shape, 64)
+    device.prepare(runner)
+    with device.step():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
@@ -43,10 +42,10 @@ def test_pytorchs_attention_is_not_cudnns(runner):
 def test_each_kind_of_step_is_run_at_the_start(runner, max_num_batched_tokens, max_model_len):
     """On CPU here; `test_host_waits.py` shows that requests launch no other variants of kernels."""
     shape = NetworkConfig(300, 64, 96, 2, 4, 2, 32, max_model_len, tie_word_embeddings=False)
-    seen, compute, draw = [], runner.compute, runner.draw
-    runner.compute = lambda runner, batch: seen.append(batch) or compute(runner, batch)
+    seen, forward, draw = [], runner.forward, runner.draw
+    runner.forward = lambda batch: seen.append(batch) or forward(batch)
     cache = runner.kv_cache.tensor.clone()
-    CudaDevice(Config("model"), CPU, runner.backend, shape, max_num_batched_tokens).wrap(runner, None)
+    CudaDevice(Config("model"), CPU, runner.backend, shape, max_num_batched_tokens).record(runner)
     assert [batch.metadata.num_decodes for batch in seen] == [1, 1, 0, 0, 0]
     assert all(len(batch.input_ids) <= max_num_batched_tokens for batch in seen)
     assert all(batch.metadata.seq_lens <= max_model_len for batch in seen)

@@ -26,20 +26,16 @@ from nanovllm_extras.cuda.graphs import (
     CudaGraphs,
     DecodeInputs,
     Recorder,
-    ReplayedDecodes,
-    StepSizes,
     choose_graphs,
     frozen_objects,
     graph_sizes,
     measure_graph_bytes,
     record_graphs,
-    replay_decodes,
 )
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.logits_processors import ForbiddenTokens
-from nanovllm_extras.overlap import NewestTokens
 from nanovllm_extras.processed_batch import ProcessedSampling, ReadBatch, values_of
 from nanovllm_extras.prompt_logprobs import TargetRows
 from nanovllm_extras.runner_hooks import wants_only_tokens
@@ -197,21 +193,16 @@ def draw_plainly(logits, temperatures, uniforms, *_):
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     """The same engine with and without graphs, both with the same attention."""
     monkeypatch.setitem(OWN_BACKENDS, "torch", GatherAttention)
-    monkeypatch.setattr("nanovllm_extras.cuda.graphs.wants_only_tokens", wants_no_truncation)
+    monkeypatch.setattr("nanovllm_extras.full_runner.wants_only_tokens", wants_no_truncation)
     recorder = OperationRecorder()
 
-    def record(model, kv_cache, draw, max_batch_size, max_num_blocks, more):
-        sizes = graph_sizes(max_batch_size)
-        graphs = CudaGraphs(model, kv_cache, draw_plainly, sizes, max_num_blocks, recorder, more)
-        graphs.record_all()
-        return graphs
-
     class RecordingDevice(Device):
-        def wrap(self, runner, newest):
-            sizes = StepSizes(runner.max_num_batched_tokens, runner.max_rows, runner.max_model_len)
-            replay_decodes(runner, newest or NewestTokens(runner), sizes)
+        def record(self, runner):
+            max_rows, max_num_blocks = runner.largest_decode
+            arguments = (runner.network, runner.kv_cache.tensor, draw_plainly, graph_sizes(max_rows), max_num_blocks)
+            runner.step_graphs = CudaGraphs(*arguments, recorder, runner.more_inputs)
+            runner.step_graphs.record_all()
 
-    monkeypatch.setattr("nanovllm_extras.cuda.graphs.record_graphs", record)
     engines = []
     for has_graphs in (False, True):
         if has_graphs:
@@ -220,7 +211,7 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
                         enforce_eager=True, enable_cuda_graphs=False, **options)  # fmt: skip
         engine = LLMEngine(config)
         assert isinstance(engine.runner.backend, GatherAttention)
-        assert isinstance(getattr(engine.runner.is_replayed, "__self__", None), ReplayedDecodes) == has_graphs
+        assert (engine.runner.step_graphs is not None) == has_graphs
         engine.recorder = recorder if has_graphs else None
         engine.runner.kv_cache.tensor[:, :, 1:] = 50.0  # garbage that would show
         if late and engine.parts.enable_overlap:
@@ -324,7 +315,7 @@ def test_steps_of_a_draft_model_are_replayed(monkeypatch, with_tokenizer):
 
 def test_what_is_no_plain_decode_is_not_replayed(monkeypatch, tiny_checkpoint):
     _, engine = make_engines(monkeypatch, tiny_checkpoint[0], max_num_seqs=3)
-    graphs, none = engine.runner.compute.graphs, torch.empty(0, dtype=torch.int64)
+    graphs, none = engine.runner.step_graphs, torch.empty(0, dtype=torch.int64)
     batch = decode_batch(3, engine.parts.block_size, 8, temperature=0)
     assert graphs.can_replay(batch, none)
     assert not graphs.can_replay(decode_batch(4, engine.parts.block_size, 8, temperature=0), none), (

@@ -24,13 +24,12 @@ from nanovllm_extras import Config, LLMEngine, SamplingParams
 from nanovllm_extras.cuda.graphs import CudaGraphs, StepSizes
 from nanovllm_extras.cuda.input_buffer import InputBuffer
 from nanovllm_extras.cuda.warm_up import warm_up
+from nanovllm_extras.device_setup import Device
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm_extras.models.network_config import NetworkConfig
-from nanovllm_extras.overlap import NewestTokens, has_placeholders
-from nanovllm_extras.plain_runner import compute_eagerly
 from nanovllm_extras.quantization.quantise import quantise
-from nanovllm_extras.runner_hooks import ArrivingTokens
+from nanovllm_extras.runner_hooks import ArrivingTokens, Computed, has_placeholders
 from tests.conftest import every_second
 from tests.extras.late_runner import LateRunner
 from tests.extras.test_full_engine import ids
@@ -38,6 +37,22 @@ from tests.extras.test_overlap import KINDS
 
 META = torch.device("meta")
 SHAPE = NetworkConfig(300, 64, 128, 2, 4, 2, 32, 512, tie_word_embeddings=True)
+
+
+class OneCopy(Device):
+    """Sends each step in one copy, as CUDA's does."""
+
+    def __init__(self, buffer):
+        self.buffer = buffer
+
+    def send(self, record):
+        return self.buffer.send_record(record)
+
+
+def compute_eagerly(runner, batch):
+    """Send, compute and sample a step. Copies of blocks are left out."""
+    sent = runner.send_batch(batch)
+    return runner.sample_step(Computed(runner.forward(sent), sent))
 
 
 class DeviceCheck(TorchDispatchMode):
@@ -175,10 +190,10 @@ def make_runner(backend, has_fast_layers, quantization=None):
     kv_cache.allocate(30)
     runner = ModelRunner.__new__(ModelRunner)
     runner.model, runner.backend, runner.kv_cache, runner.draw = model, backend, kv_cache, sample_tokens
-    runner.device, runner.graphs, runner.compute = META, None, compute_eagerly
+    runner.device, runner.graphs, runner.has_overlap = META, None, True
     buffer = InputBuffer(META, 1 << 20)
-    runner.transfer = buffer.send_record
-    NewestTokens(runner).ids = torch.zeros(64, dtype=torch.int64, device=META)
+    runner.device_setup = OneCopy(buffer)
+    runner.newest_ids = torch.zeros(64, dtype=torch.int64, device=META)
     return runner, buffer
 
 
@@ -198,7 +213,7 @@ def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, bac
     runner, buffer = make_runner(make_backend(backend), has_fast_layers)
     for batch in batches:
         with DeviceCheck(buffer) as check:
-            runner.compute(runner, batch)
+            compute_eagerly(runner, batch)
         assert check.num_copies == 1
     # of two layers
     num_few = sum(len(batch.input_ids) <= 16 for batch in batches)
@@ -225,7 +240,7 @@ def test_a_step_with_quantised_weights_does_not_wait_either(kernels, batches, qu
     runner, buffer = make_runner(make_backend("triton"), True, quantization)
     for batch in batches:
         with DeviceCheck(buffer) as check:
-            runner.compute(runner, batch)
+            compute_eagerly(runner, batch)
         assert check.num_copies == 1
     of_layers = 4 * 2 * len(batches)  # two layers; logits come on top
     assert kernels["quantised_linear_kernel"].num_launches == kernels["round_rows_kernel"].num_launches > of_layers
@@ -276,12 +291,12 @@ def test_the_cores_graphs_wait_for_nothing_either(flash_attn, batches, monkeypat
     monkeypatch.setattr(torch.cuda, "graph", recording)
     runner.graphs = ForwardGraphs(runner.model, runner.kv_cache.tensor, 7, 8)
     runner.graphs.record_all()
-    runner.is_replayed = runner.graphs.can_replay
     assert sorted(runner.graphs.graphs) == [1, 2, 4, 7]
     num_decode_steps = 0
     for batch in batches:
         with DeviceCheck(buffer) as check:
-            hidden = runner.forward(runner.send(batch))
+            sent = runner.send_batch(batch)
+            hidden = runner.graphs.replay(sent) if runner.can_replay(batch) else runner.forward(sent)
         assert check.num_copies == 1
         assert hidden.shape == (len(batch.input_ids), 64)
         num_decode_steps += not batch.metadata.max_seqlen_q
@@ -302,7 +317,7 @@ def test_requests_compile_nothing_that_the_warm_up_has_not(kernels, batches, mon
     unused |= {"store_kv_kernel"}  # of PyTorch's layers
     assert {name for name, variants in warm.items() if not variants} == unused
     for batch in batches:
-        runner.compute(runner, batch)
+        compute_eagerly(runner, batch)
     assert {
         name: kernel.variants - warm[name] for name, kernel in kernels.items() if kernel.variants - warm[name]
     } == {}

@@ -5,7 +5,7 @@ import torch
 
 from nanovllm_extras import Config, LLMEngine
 from nanovllm_extras.cuda.graphs import StepSizes, graph_sizes
-from nanovllm_extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes, widest_batch
+from nanovllm_extras.cuda.memory import advice_on_start_memory, measure_free_bytes, widest_batch
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.full_runner import ModelRunner
 from tests.extras.cuda.conftest import GIB
@@ -60,21 +60,6 @@ def test_what_to_do_when_the_weights_are_too_large(monkeypatch, tiny_checkpoint)
     monkeypatch.setattr(ModelRunner, "load_network", fail)
     with pytest.raises(ValueError, match=r"does not suffice to start: .* set quantization or tensor_parallel_size"):
         LLMEngine(Config(tiny_checkpoint[0], device="cpu"))
-
-
-def test_what_to_do_when_a_step_finds_no_memory():
-    def fail(runner, batch):
-        raise errors.pop(0)
-
-    errors = [torch.OutOfMemoryError("CUDA out of memory: tried to allocate"), KeyError("x")]
-    compute = advised(fail)
-    with pytest.raises(
-        torch.OutOfMemoryError, match="lower gpu_memory_utilization.*max_num_batched_tokens or max_num_seqs.*tried to"
-    ):
-        compute(None, None)
-    with pytest.raises(KeyError):
-        compute(None, None)
-    assert advised(lambda *given: given)(1, 2) == (1, 2)
 
 
 def test_the_draft_models_weights_and_graphs_are_left_free_on_a_gpu(fake_cuda, runner, with_tokenizer):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm_extras.cuda.memory import advised
+from nanovllm_extras.cuda.startup import CudaDevice
 from tests.conftest import hf_greedy
 from tests.extras.test_full_engine import FAILING_PROMPTS, Failing, greedy, make_engine, run, tokens_of
 
@@ -11,7 +11,10 @@ from tests.extras.test_full_engine import FAILING_PROMPTS, Failing, greedy, make
 def test_a_step_without_memory_says_what_to_lower_and_can_be_tried_again(tiny_checkpoint):
     engine = make_engine(tiny_checkpoint[0])
     Failing(engine, lambda i: i == 1, "before", torch.OutOfMemoryError)
-    engine.runner.compute = advised(engine.runner.compute)
+    runner = engine.runner
+    device = CudaDevice(engine.config, runner.device, runner.backend, runner.shape, runner.max_num_batched_tokens)
+    device.prepare(runner)
+    runner.device_setup = device
     engine.add_request("a", FAILING_PROMPTS["a"], greedy(10))
     engine.step()
     with pytest.raises(torch.OutOfMemoryError, match="lower gpu_memory_utilization.*max_num_seqs; the model failed"):

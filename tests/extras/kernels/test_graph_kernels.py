@@ -11,7 +11,7 @@ import random
 import pytest
 
 from nanovllm_extras import Config, LLMEngine, SamplingParams
-from nanovllm_extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
+from nanovllm_extras.cuda.graphs import CudaGraphs, graph_sizes
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kernels.cuda.cuda_decoder_layer import TritonDecoderLayer
@@ -19,7 +19,6 @@ from nanovllm_extras.kernels.cuda.cuda_gated_delta import TritonGatedDeltaNet
 from nanovllm_extras.kernels.cuda.sample import sample_tokens
 from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm_extras.models.gemma4_layers import Gemma4DecoderLayer
-from nanovllm_extras.overlap import NewestTokens
 from tests.conftest import hf_greedy
 from tests.extras.kv_groups.test_grouped_layers import SWAP, GroupedCheckpoints
 from tests.extras.late_runner import LateRunner
@@ -43,28 +42,22 @@ def make_engine(monkeypatch, folder, layer_class=TritonDecoderLayer, **options):
     """As on CUDA: fast layers, draws in Triton, graphs, overlap. layer_class: what replaces the decoder layers"""
     recorder = OperationRecorder()
 
-    def record(model, kv_cache, draw, max_batch_size, max_num_blocks, more):
-        assert draw is sample_tokens
-        sizes = graph_sizes(max_batch_size)
-        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks, recorder, more)
-        graphs.record_all()
-        return graphs
-
     class RecordingDevice(Device):
-        def prepare(self, runner):
-            runner.draw = sample_tokens
+        def choose_draw(self, default):
+            return sample_tokens
 
-        def wrap(self, runner, newest):
-            sizes = StepSizes(runner.max_num_batched_tokens, runner.max_rows, runner.max_model_len)
-            replay_decodes(runner, newest or NewestTokens(runner), sizes)
+        def record(self, runner):
+            max_rows, max_num_blocks = runner.largest_decode
+            arguments = (runner.network, runner.kv_cache.tensor, runner.draw, graph_sizes(max_rows), max_num_blocks)
+            runner.step_graphs = CudaGraphs(*arguments, recorder, runner.more_inputs)
+            runner.step_graphs.record_all()
 
     monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice())
-    monkeypatch.setattr("nanovllm_extras.cuda.graphs.record_graphs", record)
     options = {"enable_overlap": True, **OPTIONS, **options}
     engine = LLMEngine(Config(folder, attention_backend="triton", **options))
     layer = engine.runner.model.model.layers[0]
     assert type(getattr(layer, "linear_attn", layer)) is layer_class
-    assert isinstance(engine.runner.compute, ReplayedDecodes)
+    assert engine.runner.step_graphs is not None
     return engine, recorder, LateRunner(engine) if options["enable_overlap"] else None
 
 

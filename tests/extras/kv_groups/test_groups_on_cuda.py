@@ -21,7 +21,6 @@ from nanovllm.scheduler import make_step
 from nanovllm_extras import Config, LLMEngine, SamplingParams
 from nanovllm_extras.cuda.graphs import CudaGraphs, DecodeInputs, choose_graphs
 from nanovllm_extras.cuda.input_buffer import InputBuffer
-from nanovllm_extras.device_setup import Device
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
@@ -31,12 +30,18 @@ from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm_extras.kv_groups.grouped_graphs import GroupedCudaGraphs, WindowInputs
 from nanovllm_extras.kv_groups.grouped_runner import GroupedLayersRunner, LayersOfBlocks
 from nanovllm_extras.kv_groups.grouped_tables import GroupedBlockTables, GroupedMetadata
-from nanovllm_extras.plain_runner import compute_eagerly
 from nanovllm_extras.self_check.runner_check import SelfCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
 from tests.extras.cuda import test_core_graphs, test_graphs
 from tests.extras.cuda.test_core_graphs import recorded  # noqa: F401 (a fixture)
-from tests.extras.cuda.test_host_waits import META, DeviceCheck, DeviceRecorder, kernels  # noqa: F401 (a fixture)
+from tests.extras.cuda.test_host_waits import (  # kernels is a fixture
+    META,
+    DeviceCheck,
+    DeviceRecorder,
+    OneCopy,
+    compute_eagerly,
+    kernels,  # noqa: F401
+)
 from tests.extras.kernels.test_flash_backend import flash_attn_3  # noqa: F401 (a fixture)
 from tests.extras.kv_groups.test_grouped_layers import MAX_TOKENS, SWAP, GroupedCheckpoints
 from tests.extras.models.hybrid_checkpoints import continue_greedily
@@ -160,13 +165,6 @@ def test_one_copy_sends_the_slots_and_tables_of_all_groups():
 # ---- eager steps
 
 
-class EagerDevice(Device):
-    """Sends each step in one copy, as CUDA's does."""
-
-    def prepare(self, runner):
-        runner.transfer = InputBuffer(CPU, 1 << 10).send_record
-
-
 @pytest.mark.parametrize("name", ["smollm3", pytest.param("gemma3", marks=pytest.mark.slow), "gemma4_e2b"])
 def test_flash_attn_gets_the_tables_of_each_group(grouped, monkeypatch, flash_attn_3, name):  # noqa: F811
     """Version 3 takes blocks of any size. Its stand-in checks the documented interface."""
@@ -177,7 +175,7 @@ def test_flash_attn_gets_the_tables_of_each_group(grouped, monkeypatch, flash_at
 
     monkeypatch.setattr(ModelRunner, "make_backend", make_backend)
     monkeypatch.setattr(ShapesRunner, "make_backend", make_backends(FlashAttention, 4))
-    monkeypatch.setattr(ModelRunner, "make_device", lambda runner: EagerDevice())
+    monkeypatch.setattr(ModelRunner, "make_device", lambda runner: OneCopy(InputBuffer(CPU, 1 << 10)))
     monkeypatch.setattr(FlashAttention, "make_fast", lambda *_: None)
     folder, prompts, expected = requests_of(grouped, name, True, 12)
     options = {"num_kv_blocks": 120, "max_num_batched_tokens": 13, "self_check": "off"}
@@ -208,15 +206,11 @@ def test_an_eager_step_is_one_copy_and_no_wait(grouped):
     runner, buffer = GroupedLayersRunner.__new__(GroupedLayersRunner), InputBuffer(META, 1 << 16)
     runner.layer_groups, runner.device, runner.graphs = engine.runner.layer_groups, META, None
     runner.model, runner.kv_cache = FakeModel(len(runner.layer_groups.places), seen), engine.runner.kv_cache
-    runner.transfer, runner.compute, runner.draw = (
-        buffer.send_record,
-        compute_eagerly,
-        lambda logits, *_: logits[:, 0].long(),
-    )
-    runner.prepare_layers()
+    runner.device_setup, runner.draw = OneCopy(buffer), lambda logits, *_: logits[:, 0].long()
+    runner.layer_inputs = runner.make_layer_inputs()
     for batch in batches:
         with DeviceCheck(buffer) as check:
-            runner.compute(runner, batch)
+            compute_eagerly(runner, batch)
         assert check.num_copies == 1
         assert len(seen) == 4
         starts = [metadata.slot_mapping.storage_offset() for _, metadata in seen]
@@ -245,13 +239,13 @@ def test_steps_over_equal_blocks_do_not_wait(grouped, kernels):  # noqa: F811
         rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # the first call moves its table
     runner.kv_cache = runner.make_kv_cache()
     runner.kv_cache.allocate(30)
-    runner.transfer, runner.compute, runner.draw = buffer.send_record, compute_eagerly, sample_tokens
-    runner.prepare_layers()
+    runner.device_setup, runner.draw = OneCopy(buffer), sample_tokens
+    runner.layer_inputs = runner.make_layer_inputs()
     for batch in batches:
         with DeviceCheck(buffer) as check:
-            runner.compute(runner, batch)
+            compute_eagerly(runner, batch)
         assert check.num_copies == 1
-    arguments = (runner.model, runner.kv_cache.tensor, runner.draw, [1, 2, 16], 8, DeviceRecorder())
+    arguments = (runner.network, runner.kv_cache.tensor, runner.draw, [1, 2, 16], 8, DeviceRecorder())
     CudaGraphs(*arguments, more=runner.more_inputs).record_all()
     num_decodes = 3 + sum(batch.metadata.num_decodes > 0 for batch in batches)
     assert kernels["decode_kernel"].num_launches == 7 * num_decodes
@@ -278,7 +272,7 @@ class FakeModel(torch.nn.Module):
     def forward(self, input_ids, positions, metadata, kv_cache):
         assert type(kv_cache) is LayersOfBlocks
         for i, layer in enumerate(self.model.layers):
-            layer(kv_cache[:, i], metadata)
+            layer(kv_cache[:, i], metadata[i])
         return input_ids[:, None].float()
 
     def compute_logits(self, hidden):

@@ -237,20 +237,20 @@ def test_a_request_that_fails_does_not_change_the_states_of_others(hybrids):
 def test_a_failed_step_starts_its_sequences_again(hybrids, monkeypatch):
     """The engine computes them from their first token; it does not go on from states that the step has overwritten."""
     llm, prompts = make_llm(hybrids.make()[0], max_num_batched_tokens=16), hybrids.prompts()
-    engine, compute = llm.engine, llm.engine.runner.compute
+    engine, forward = llm.engine, llm.engine.runner.forward
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, GREEDY)
     for _ in range(4):
         engine.step()
 
-    def computed_but_lost(*arguments):
-        compute(*arguments)
+    def computed_but_lost(batch):
+        forward(batch)
         raise FailingError
 
-    monkeypatch.setattr(engine.runner, "compute", computed_but_lost)
+    monkeypatch.setattr(engine.runner, "forward", computed_but_lost)
     with pytest.raises(FailingError):
         engine.step()
-    monkeypatch.setattr(engine.runner, "compute", compute)
+    monkeypatch.setattr(engine.runner, "forward", forward)
     outputs = {}
     while engine.has_unfinished_requests():
         outputs |= {one.request_id: one.outputs[0].token_ids for one in engine.step().outputs}
@@ -258,7 +258,7 @@ def test_a_failed_step_starts_its_sequences_again(hybrids, monkeypatch):
 
 
 def test_the_error_of_a_forward_pass_of_plain_requests_is_the_one_that_is_raised(hybrids, monkeypatch):
-    """The states before the step were not kept, so nobody looks for a request that is at fault."""
+    """A model that fails has overwritten states, and no request is at fault."""
     options = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "block_size": 4}
     engine = IsolatingEngine(Config(model=hybrids.make()[0], num_kv_blocks=120, **options))
     engine.add_request("plain", [1, 2, 3], SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True))

@@ -13,13 +13,12 @@ import torch
 
 from nanovllm.plugins import OWN_BACKENDS
 from nanovllm_extras import Config, LLMEngine, PoolingParams, SamplingParams
-from nanovllm_extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
+from nanovllm_extras.cuda.graphs import CudaGraphs, graph_sizes
 from nanovllm_extras.cuda.warm_up import draws, null_batch
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kv_groups.group_runner import ShapesRunner
 from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm_extras.overlap import NewestTokens
 from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.parallel.communicator import Communicator
 from nanovllm_extras.parallel.messages import Header, pack_step
@@ -76,11 +75,18 @@ class RecordedCommunicator(Communicator):
 
 
 class RecordingDevice(Device):
-    """Adds graphs to the start, as CUDA's does."""
+    """Adds graphs to the start, as CUDA's does. `made` gets a recorder for each rank."""
 
-    def wrap(self, runner, newest):
-        sizes = StepSizes(runner.max_num_batched_tokens, runner.max_rows, runner.max_model_len)
-        replay_decodes(runner, newest or NewestTokens(runner), sizes)
+    def __init__(self, made):
+        self.made = made
+
+    def record(self, runner):
+        self.made.append(OperationRecorder())
+        draw = runner.draw if runner.draw is start.draw_nothing else draw_plainly
+        max_rows, max_num_blocks = runner.largest_decode
+        arguments = (runner.network, runner.kv_cache.tensor, draw, graph_sizes(max_rows), max_num_blocks)
+        runner.step_graphs = CudaGraphs(*arguments, self.made[-1], runner.more_inputs)
+        runner.step_graphs.record_all()
 
 
 @pytest.fixture
@@ -88,16 +94,8 @@ def recorders(quick_ranks, monkeypatch):
     """One for each rank whose graphs have been recorded."""
     made, numbers, connect = [], itertools.count(), start.connect
 
-    def record(model, kv_cache, draw, max_batch_size, max_num_blocks, more):
-        made.append(OperationRecorder())
-        draw = draw if draw is start.draw_nothing else draw_plainly
-        graphs = CudaGraphs(model, kv_cache, draw, graph_sizes(max_batch_size), max_num_blocks, made[-1], more)
-        graphs.record_all()
-        return graphs
-
     monkeypatch.setitem(OWN_BACKENDS, "torch", GatherAttention)
-    monkeypatch.setattr("nanovllm_extras.cuda.graphs.record_graphs", record)
-    monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice())
+    monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice(made))
     monkeypatch.setattr(start, "connect", lambda *args: RecordedCommunicator(connect(*args), next(numbers)))
     return made
 
@@ -124,7 +122,7 @@ def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenize
     assert serve(engine, REQUESTS) == serve(alone, REQUESTS)
     assert [recorder.num_recorded for recorder in recorders] == [4, 4]  # 1, 2, 4, 6 on both ranks
     assert recorders[0].num_replays == recorders[1].num_replays > 5
-    assert isinstance(engine.runner.driver._compute, ReplayedDecodes)
+    assert engine.runner.step_graphs is not None
 
 
 @pytest.mark.slow
@@ -197,7 +195,6 @@ def test_a_rank_replays_the_cores_graphs_exactly_if_rank_0_does(with_tokenizer, 
             return torch.zeros(len(batch.input_ids), runner.shape.hidden_size)
 
     runner.graphs = Graphs()
-    runner.is_replayed = runner.graphs.can_replay
     batch = null_batch([1, 1, 1], [1, 1, 1], True, 1, draws("greedy", 3))
     message = pack_step(batch, False, is_replayed)
     num_numbers = len(Header._fields)

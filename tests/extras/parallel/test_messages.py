@@ -141,7 +141,7 @@ def test_a_batch_arrives_as_it_was(batch, has_draw):
     assert type(found) is Batch, "no readers"
     assert type(found.copies) is type(batch.copies)
     assert moves_of(found.copies) == moves_of(batch.copies)
-    for name in ("state_copies", "slots", "keeps_states", "is_again"):
+    for name in ("state_copies", "slots"):
         assert getattr(found.copies, name, None) == getattr(batch.copies, name, None)
     ours, theirs = (getattr(copies, "block_moves", copies) for copies in (found.copies, batch.copies))
     assert type(ours) is type(theirs)

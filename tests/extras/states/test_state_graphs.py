@@ -38,6 +38,7 @@ from tests.extras.cuda.test_host_waits import (  # flash_attn and kernels are fi
     DeviceCheck,
     DeviceRecorder,
     KernelStandIn,
+    OneCopy,
     flash_attn,  # noqa: F401
     kernels,  # noqa: F401
 )
@@ -345,8 +346,8 @@ def make_runner_on_meta(kind, has_kernels):
     runner.kv_cache = StateKVCache(backend, num_layers, torch.bfloat16, META, shape.state_shape)
     runner.kv_cache.num_slots = 40
     runner.kv_cache.allocate(9)
-    runner.config, runner.graphs, runner.transfer = Config("model"), None, buffer.send_record
-    runner.prepare_layers()
+    runner.config, runner.graphs, runner.device_setup = Config("model"), None, OneCopy(buffer)
+    runner.layer_inputs = runner.make_layer_inputs()
     return runner, buffer
 
 
@@ -358,11 +359,11 @@ def test_decodes_wait_for_nothing(flash_attn, delta_kernels, kind, has_kernels):
     from nanovllm_extras.kernels.cuda.sample import sample_tokens
 
     runner, buffer = make_runner_on_meta(kind, has_kernels)
-    arguments = (runner.model, runner.kv_cache.tensor, sample_tokens, [1, 2, 5], 9, DeviceRecorder())
+    arguments = (runner.network, runner.kv_cache.tensor, sample_tokens, [1, 2, 5], 9, DeviceRecorder())
     CudaGraphs(*arguments, runner.more_inputs).record_all()
     for num_seqs in (1, 5):
         with DeviceCheck(buffer) as check:
-            hidden = runner.forward(runner.send(decode_batch(num_seqs, num_seqs)))
+            hidden = runner.forward(runner.send_batch(decode_batch(num_seqs, num_seqs)))
         assert check.num_copies == 1
         assert hidden.shape == (num_seqs, 64)
     has_launches = has_kernels and kind == "Qwen3_5"

@@ -166,15 +166,3 @@ def test_blocks_and_both_parts_of_a_state_come_back_bit_by_bit(dtype):
         states[:, 4], states[:, 1], states[:, 3] = held[:, 1], held[:, 3], held[:, 3]
     for tensor, one in zip((cache.tensor, cache.conv, cache.recurrent), expected, strict=True):
         assert torch.equal(tensor, one)
-
-
-def test_a_step_that_runs_again_keeps_states_that_have_come_back():
-    cache = make_cache(1 << 14)
-    cache.recurrent.fill_(1.0)
-    cache.copy_blocks(StateMoves(SwapMoves([], [], []), [(1, -1)], slots=[2]))
-    cache.recurrent.zero_()
-    again = StateMoves(SwapMoves([], [], []), [(-1, 3)], slots=[3], keeps_states=True)
-    cache.copy_blocks(again)
-    cache.recurrent[:, 3] = 5.0  # the step, which fails
-    cache.copy_blocks(again.again())
-    assert (cache.recurrent[:, 3] == 1).all()

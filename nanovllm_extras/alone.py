@@ -1,0 +1,34 @@
+"""The ranks that share a runner's steps, if there are no others. `parallel/driver.py` has the class for several."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from nanovllm.batch import Batch
+from nanovllm_extras.dead import EngineDeadError
+
+
+class Alone:
+    """One rank, which tells nobody what it computes."""
+
+    readings: tuple[Any, ...] = ()
+    """What each step reads last (`ReaderResult`)."""
+
+    def step(self, batch: Batch, has_logits: bool = True, is_replayed: bool = False) -> AbstractContextManager[None]:
+        """Return the context in which a batch, on the host, is computed and sampled.
+
+        has_logits: whether the logits of its samples are computed; is_replayed: whether a CUDA graph computes it
+        """
+        return nullcontext()
+
+    def end_forward(self) -> None:
+        """Note that the model has run."""
+
+    def logits(self, hidden: Tensor) -> AbstractContextManager[None]:
+        """Return the context in which logits are computed. hidden: [num_rows, hidden_size]"""
+        return nullcontext()
+
+    def tell_failure(self, call: Callable[[EngineDeadError], None]) -> None:
+        """Have `call` called, in any thread, when another rank has failed."""
