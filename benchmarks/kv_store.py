@@ -156,7 +156,7 @@ def measure_costs(tier: str, folder: Path, args: argparse.Namespace) -> dict[str
     calls, store = Timed(), engine.parts.kv_store
     for name in ("names", "match"):
         setattr(store, name, calls.wrap(name, getattr(store, name)))
-    store.saver.save_blocks = calls.wrap("save_blocks", store.saver.save_blocks)
+    store.saver.save = calls.wrap("save", store.saver.save)
     rounds: dict[str, list[float]] = {name: [] for name in ("asking", "saving", "time", "processor time")}
     for i in range(args.rounds + 1):
         work = make_requests(args, i)
@@ -165,7 +165,7 @@ def measure_costs(tier: str, folder: Path, args: argparse.Namespace) -> dict[str
         (wall, processor), (plain_wall, plain_processor) = pair[engine], pair[plain]
         if i:  # the first round warms up
             rounds["asking"].append((calls.seconds["names"] + calls.seconds["match"]) / wall)
-            rounds["saving"].append((calls.seconds["names"] + calls.seconds["save_blocks"]) / wall)
+            rounds["saving"].append((calls.seconds["names"] + calls.seconds["save"]) / wall)
             rounds["time"].append(wall / plain_wall - 1)
             rounds["processor time"].append(processor / plain_processor - 1)
     stats = store.get_stats()

@@ -50,12 +50,12 @@ def main() -> None:
     rates = [Rates(*(1e9 * rate for rate in args.rates))] if args.rates else []
     measures_rates = not (args.rates or args.no_roofline)
     if measures_rates:
-        rates.append(measure_rates_apart(dtype, device))
+        rates.append(measure_rates_apart(dtype, device, args.quantization is not None))
     measurement = {"nanovllm": run_nanovllm, **PEERS}[args.engine](workload, args, device)
     report = {"workload": workload.name, "model": args.model_name, "dtype": dtype, "quantization": args.quantization}
     report |= measurement.report()
     if measures_rates and device == "cpu":  # a second time, because other processes may have disturbed the first
-        rates.append(measure_rates_apart(dtype))
+        rates.append(measure_rates_apart(dtype, device, args.quantization is not None))
     if rates:
         kinds = (dtype, args.quantization, args.kv_cache_dtype)
         report |= report_roofline(shape, workload, kinds, best_rates(rates), measurement.elapsed_s)

@@ -1,7 +1,9 @@
 // The arithmetic of a core that waits for no memory: chains of multiply-adds that do not depend on one another. peak.py
-// compiles this file with the flags of the kernels, so that the instructions are those of their products.
+// compiles this file with the flags of the kernels, so that the instructions are those of their products. -DBYTES: those
+// of products with quantised weights.
 
 #include "vectors.h"
+#include "vnni.h"
 #if defined BFLOAT16 && (defined AMX || defined AMX_EMULATED)
 #define HAS_TILES
 #include "tiles.h"
@@ -13,9 +15,27 @@
 #define EACH_CHAIN _Pragma("GCC unroll 16") for (int i = 0; i < CHAINS; i++)
 
 #ifdef HAS_TILES
-#define OPERATIONS (4 * 2 * TILE_ROWS * LANES * TILE_WORDS * PER_WORD)
+#ifdef BYTES
+#define MULTIPLY_TILES tile_multiply_bytes
+#define OPERATIONS (4 * 2 * TILE_ROWS * LANES * TILE_WORDS * 4)
 #else
-#if defined BFLOAT16 && defined __AVX512BF16__
+#define MULTIPLY_TILES tile_multiply
+#define OPERATIONS (4 * 2 * TILE_ROWS * LANES * TILE_WORDS * PER_WORD)
+#endif
+#else
+#if defined BYTES && defined __AVX512VNNI__
+typedef __m512i chain;
+#define MULTIPLY(sum, x) _mm512_dpbusd_epi32(sum, x, x)
+#define PAIRS 4
+#elif defined BYTES && defined HAS_VNNI
+typedef __m256i chain;
+#define MULTIPLY(sum, x) add_products_of_bytes(sum, x, x)
+#define PAIRS 4
+#elif defined BYTES && defined IN_HALVES
+typedef __m256i chain;
+#define MULTIPLY(sum, x) _mm256_add_epi16(sum, _mm256_maddubs_epi16(x, x))
+#define PAIRS 4
+#elif defined BFLOAT16 && defined __AVX512BF16__
 typedef __m512 chain;
 #define MULTIPLY(sum, x) _mm512_dpbf16_ps(sum, (__m512bh)(x), (__m512bh)(x))
 #define PAIRS 2
@@ -48,10 +68,10 @@ long multiply_often(long rounds) {
 #ifdef HAS_TILES
     shape_tiles(2 * TILE_ROWS, TILE_WORDS);
     for (long round = 0; round < rounds; round++) {
-        tile_multiply(SUMS_0, X_UPPER, PANEL_EVEN);
-        tile_multiply(SUMS_1, X_UPPER, PANEL_ODD);
-        tile_multiply(SUMS_2, X_LOWER, PANEL_EVEN);
-        tile_multiply(SUMS_3, X_LOWER, PANEL_ODD);
+        MULTIPLY_TILES(SUMS_0, X_UPPER, PANEL_EVEN);
+        MULTIPLY_TILES(SUMS_1, X_UPPER, PANEL_ODD);
+        MULTIPLY_TILES(SUMS_2, X_LOWER, PANEL_EVEN);
+        MULTIPLY_TILES(SUMS_3, X_LOWER, PANEL_ODD);
     }
     release_tiles();
 #else
@@ -64,7 +84,7 @@ long multiply_often(long rounds) {
 #if defined __aarch64__
             __asm__ volatile("" : "+w"(sums[i]));
 #elif defined __x86_64__
-            __asm__ volatile("" : "+v"(sums[i]));  // computed although no one reads it
+            __asm__ volatile("" : "+v"(sums[i]), "+v"(x));  // computed although no one reads it, and x may have changed
 #endif
         }
     }

@@ -1,6 +1,6 @@
 """The peak of this processor's arithmetic: multiply-adds of registers, with the instructions of the kernels.
 
-    python -m benchmarks.peak [--dtype float32]
+    python -m benchmarks.peak [--dtype float32]     # int8: products with quantised weights
 
 Compiles `peak.c` like the kernels. Prints the operations per second (a multiply-add is two) of one core, and of all
 that the kernels use.
@@ -32,10 +32,10 @@ def load_probe(dtype: torch.dtype) -> ctypes.CDLL | None:
     except ImportError:  # an environment of another engine, without this project's packages
         return None
     compiler = find_compiler(platform.system())
-    if compiler is None or dtype not in (torch.bfloat16, torch.float32):
+    if compiler is None or dtype not in (torch.bfloat16, torch.float32, torch.int8):
         return None
-    defines = ["-DBFLOAT16"] * (dtype == torch.bfloat16)
-    defines += ["-DAMX"] * (dtype == torch.bfloat16 and has_tiles() and ask_for_tiles() is None)
+    defines = ["-DBFLOAT16"] * (dtype != torch.float32) + ["-DBYTES"] * (dtype == torch.int8)
+    defines += ["-DAMX"] * (dtype != torch.float32 and has_tiles() and ask_for_tiles() is None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peak.so"
         command = [*shlex.split(compiler), *flags(platform.system(), platform.machine()), *defines, f"-I{KERNELS}"]
@@ -69,13 +69,13 @@ def measure_peak(dtype: torch.dtype, num_threads: int | None = None) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the peak of this processor's arithmetic.")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32", "int8"], default="bfloat16")
     name = parser.parse_args().dtype
     dtype, num_threads = getattr(torch, name), torch.get_num_threads()
     if load_probe(dtype) is None:
         parser.error("there is no C compiler (cc, gcc, clang or $CC) on this machine")
     one, most = measure_peak(dtype, 1), measure_peak(dtype)
-    print(f"{name}: {one / 1e9:.1f} GFLOP/s with one core, {most / 1e9:.1f} with {num_threads}")
+    print(f"{name}: {one / 1e9:.1f} billion operations/s with one core, {most / 1e9:.1f} with {num_threads}")
 
 
 if __name__ == "__main__":

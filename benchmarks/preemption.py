@@ -17,7 +17,7 @@ import torch
 from benchmarks.common import describe_machine
 from nanovllm.batch import build_batch
 from nanovllm_extras import TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm_extras.swap.space import SwapMoves
+from nanovllm_extras.records import Moves
 
 
 def main() -> None:
@@ -53,8 +53,8 @@ def measure(engine: LLMEngine, context_len: int, rounds: int) -> tuple[float, fl
     swaps, recomputes = [], []
     for round_ in range(rounds + 1):
         start = time.perf_counter()
-        engine.runner.kv_cache.copy_blocks(SwapMoves([], swap_outs=pairs, swap_ins=[]))
-        engine.runner.kv_cache.copy_blocks(SwapMoves([], swap_outs=[], swap_ins=back))
+        engine.runner.transfers.before(Moves(swap_outs=pairs))
+        engine.runner.transfers.before(Moves(swap_ins=back))
         synchronize(engine)
         swapped = time.perf_counter()
         engine.add_request("r", [1] * context_len, SamplingParams(max_tokens=1))

@@ -26,7 +26,8 @@ from benchmarks.hybrids import QWEN35_08B
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.states.slots import StateBlockManager, StateMoves, StateScheduler
+from nanovllm_extras.records import Moves
+from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 20_000  # of the simulated pool: none is evicted
@@ -105,12 +106,12 @@ def run_prompt(llm: LLM, num_tokens: int) -> float:
 
 def time_copies(llm: LLM) -> float:
     """Return the median milliseconds of the copy of one state. The slots take turns, as they do in an engine."""
-    cache: Any = llm.engine.runner.kv_cache
+    runner: Any = llm.engine.runner
     times = []
     for i in range(NUM_COPIES):
-        source, destination = 1 + i % cache.num_slots, 1 + (i + 1) % cache.num_slots
+        source, destination = (1 + (i + j) % runner.kv_cache.num_slots for j in range(2))
         start = time.perf_counter()
-        cache.copy_blocks(StateMoves([], [(source, destination)], []))
+        runner.transfers.before(Moves(state_copies=[(source, destination)]))
         times.append(1e3 * (time.perf_counter() - start))
     return median(times)
 

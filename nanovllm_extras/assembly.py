@@ -224,5 +224,5 @@ def make_preemption(parts: "Parts", blocks: BlockManager) -> Any:
     elif hasattr(blocks, "num_groups"):  # of layers
         from nanovllm_extras.kv_groups.grouped_swap import make_swap as make
     else:
-        from nanovllm_extras.swap.host_blocks import make_swap as make
-    return make(parts.runner.kv_cache, blocks)
+        from nanovllm_extras.swap.space import make_swap as make
+    return make(parts.runner.transfers, blocks)

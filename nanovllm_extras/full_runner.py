@@ -35,6 +35,7 @@ from nanovllm_extras.runner_hooks import (
     has_placeholders,
     wants_only_tokens,
 )
+from nanovllm_extras.transfers import Transfers
 from nanovllm_extras.weights import load_model
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class ModelRunner(PlainRunner):
         self.description = self.describe()
         logger.info(self.description)
         self.kv_cache = self.make_kv_cache()
+        self.transfers = Transfers(self.kv_cache, config.swap_space_bytes, config.max_num_seqs)
         self.graphs = None
         self.newest_ids = torch.empty(0, dtype=torch.int64, device=self.device)  # sampled by the step before
         has_argmax = getattr(type(self.backend), "argmax", TorchAttention.argmax) is not TorchAttention.argmax
@@ -106,6 +108,7 @@ class ModelRunner(PlainRunner):
         clock.lap("layers")
         with self.device_setup.advice():
             self.device_setup.allocate(self.kv_cache, self.num_blocks_that_fit())
+            self.transfers.allocate()
         clock.lap("memory")
         with self.device_setup.advice(), check.steps():
             self.device_setup.record(self)
@@ -153,7 +156,7 @@ class ModelRunner(PlainRunner):
     def advance(self, batch: Batch, is_replayed: bool = False) -> Computed:
         """Copy blocks, and run the model."""
         self.unsampled = None
-        self.kv_cache.copy_blocks(batch.copies)
+        self.transfers.before(batch.copies)
         if is_replayed and self.step_graphs is not None:
             token_ids, hidden = self.step_graphs.replay(batch, self.newest_ids)
             computed = Computed(hidden, batch, token_ids)
@@ -286,24 +289,7 @@ class ModelRunner(PlainRunner):
 
     def make_kv_cache(self) -> KVCache:
         dtype = getattr(self.backend, "kv_cache_dtype", None) or self.dtype
-        return self.make_blocks(self.backend, self.num_cached_layers, dtype, self.config.swap_space_bytes)
-
-    def make_blocks(self, backend: Any, num_layers: int, dtype: torch.dtype, swap_space_bytes: int) -> KVCache:
-        """Return a KV cache, with `swap_space_bytes` of host memory, and with the loads of a K/V store if there is one.
-
-        backend: what defines the shape of a block
-        """
-        arguments: tuple[Any, ...] = (backend, num_layers, dtype, self.device)
-        kind: Any = KVCache
-        if swap_space_bytes:
-            from nanovllm_extras.swap.host_blocks import SwappingKVCache as kind
-
-            arguments = (*arguments, swap_space_bytes)
-        if self.config.has_kv_store:
-            from nanovllm_extras.kv_store.moves import loading
-
-            kind = loading(kind)
-        return kind(*arguments)  # type: ignore[no-any-return]
+        return KVCache(self.backend, self.num_cached_layers, dtype, self.device)
 
     def make_layer_inputs(self) -> LayerInputs:
         """Return what gives the layers what they read. From now on, no layer is replaced by a faster version."""
@@ -320,6 +306,11 @@ class ModelRunner(PlainRunner):
     def make_graphs(self) -> CudaGraphs:
         """Return the core's graphs of the forward pass of decodes; `choose_graphs` has decided that there are some."""
         return CudaGraphs(self.network, self.kv_cache.tensor, *self.largest_decode)
+
+    @property
+    def num_swap_blocks(self) -> int:  # type: ignore[override]  # a constant of the parent
+        """The blocks in host memory, for preempted sequences."""
+        return self.transfers.num_swap_blocks
 
     @property
     def largest_decode(self) -> tuple[int, int]:

@@ -51,6 +51,7 @@ class PlainRunner(model_runner.ModelRunner):
     config: Config
     shape: Any  # a `NetworkConfig`
     has_overlap = False
+    num_swap_blocks = 0
     ranks = Alone()
     """The ranks that share each step: here there are no others. `parallel/driver.py` has those of `start_ranks`."""
     store: "Share | None" = None

@@ -7,6 +7,7 @@ they are computed, too.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +28,8 @@ class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
     def make_kv_cache(self) -> KVCache:
         """Return the cache, with rows of equal blocks instead of layers."""
         self.layout = lay_out(self.shape.kv_groups, self.backend.block_size)
-        return self.make_blocks(self.layout, self.layout.num_rows, self.dtype, self.config.swap_space_bytes)
+        layout: Any = self.layout  # it defines the shape of a block, as backends do
+        return KVCache(layout, layout.num_rows, self.dtype, self.device)
 
     def make_layer_inputs(self) -> LayerInputs:
         full = [group.options.window for group in self.shape.kv_groups].index(None)

@@ -88,19 +88,9 @@ class GroupRunner(ShapesRunner):
         return AllShapes(self.kv_cache)
 
     def make_kv_cache(self) -> GroupedKVCache:
-        """Return the caches of all shapes, each with its part of every block: also in host memory and in a store."""
-        pairs = list(zip(self.backends, self.shape.kv_groups, strict=True))
-        sizes = [KVCache(one, group.num_layers, self.dtype, self.device).bytes_per_block for one, group in pairs]
-        space = self.config.swap_space_bytes
-        num_swap_blocks = space // sum(sizes)
-        if space and not num_swap_blocks:
-            raise ValueError(f"swap_space_bytes must be >= {sum(sizes)}, one block, got {space}")
-        caches: list[Any] = [
-            self.make_blocks(backend, group.num_layers, self.dtype, num_swap_blocks * size)
-            for (backend, group), size in zip(pairs, sizes, strict=True)
-        ]
-        for i, cache in enumerate(caches):
-            cache.first_byte = sum(sizes[:i])  # of its part of a block in a store
+        """Return the caches of all shapes, each with its part of every block."""
+        pairs = zip(self.backends, self.shape.kv_groups, strict=True)
+        caches = [KVCache(backend, group.num_layers, self.dtype, self.device) for backend, group in pairs]
         return GroupedKVCache(tuple(caches))
 
 

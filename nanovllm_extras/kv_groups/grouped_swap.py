@@ -43,6 +43,6 @@ class GroupedSwapSpace(SwapSpace):
         return [seq.block_table.view(0, num_blocks).tolist(), *windows]
 
 
-def make_swap(kv_cache: Any, blocks: Any) -> Swap:
-    """Return the strategy for a `SwappingKVCache` whose blocks serve all groups. blocks: a `GroupedBlockManager`"""
-    return Swap(blocks, GroupedSwapSpace(kv_cache.num_swap_blocks, blocks.block_tables))
+def make_swap(transfers: Any, blocks: Any) -> Swap:
+    """Return the strategy for a `GroupedBlockManager` and the `Transfers` of its runner."""
+    return Swap(blocks, GroupedSwapSpace(transfers.num_swap_blocks, blocks.block_tables))

@@ -68,16 +68,6 @@ class GroupedKVCache(KVCache):
         return tuple(group.tensor for group in self.groups)
 
     @property
-    def further_caches(self) -> tuple[KVCache, ...]:
-        """The caches whose part of a block is behind that of the first one, if blocks are saved to a store."""
-        return self.groups[1:]
-
-    @property
-    def num_swap_blocks(self) -> int:
-        """The number of blocks in host memory, which is the same for all groups."""
-        return getattr(self.groups[0], "num_swap_blocks", 0)
-
-    @property
     def bytes_per_block(self) -> int:
         """The size of one block, in all layers of all groups together."""
         return sum([group.bytes_per_block for group in self.groups])
@@ -85,7 +75,3 @@ class GroupedKVCache(KVCache):
     def allocate(self, num_blocks: int) -> None:
         for group in self.groups:
             group.allocate(num_blocks)
-
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        for group in self.groups:
-            group.copy_blocks(copies)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nanovllm_extras.kv_store.moves import StoreMoves
 from nanovllm_extras.kv_store.share import Share, name_in_share
 from nanovllm_extras.kv_store.tier import BlockName, Chain, Tier
 from nanovllm_extras.parallel.messages import LOAD, MATCH, pack_names, unpack_names
+from nanovllm_extras.records import Moves
 
 if TYPE_CHECKING:
     from nanovllm_extras.parallel.driver import Driver
@@ -78,7 +78,7 @@ class RankShare(Share):
     def take_part(self, moves: list[Any]) -> None:
         """Complete the moves of a step: they get the loaded data, and this rank's names of blocks to be saved."""
         loaded, self._loaded = self._loaded, {}
-        if not isinstance(moves, StoreMoves):
+        if not isinstance(moves, Moves):
             return
         moves.loaded = loaded
         moves.saves = [(name_in_share(name, self._name), block_id) for name, block_id in moves.saves]

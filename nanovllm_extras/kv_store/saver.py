@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.kv_cache import KVCache
-from nanovllm_extras.kv_store.moves import Arriving, copy_out
+from nanovllm_extras.kv_store.copies import Arriving, copy_out
 from nanovllm_extras.kv_store.tier import BlockName, Chain, Tier
 
 MAX_PENDING_BYTES = 1 << 30
@@ -49,8 +48,6 @@ class Saver:
         own_tiers: Sequence[Tier] = (),
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
-        self.bytes_per_block = bytes_per_block  # in all KV caches
-        self.further_caches: list[KVCache] = []  # whose part of a block is behind that of the first one
         self.max_pending_bytes = max(max_pending_bytes, bytes_per_block)
         self.num_dropped = 0
         self._queue: SimpleQueue[Pending | None] = SimpleQueue()
@@ -61,12 +58,11 @@ class Saver:
         thread.start()
         self.stop = weakref.finalize(self, stop, self._queue, thread)
 
-    def save_blocks(self, kv_cache: torch.Tensor, saves: list[tuple[BlockName, int]]) -> None:
-        """Copy blocks of the KV caches to the host and queue them. The first ones are kept if not all fit."""
-        self.save([kv_cache, *(cache.tensor for cache in self.further_caches)], saves, self.bytes_per_block)
-
     def save(self, tensors: list[torch.Tensor], saves: list[tuple[BlockName, int]], num_bytes: int) -> None:
-        """Do the same for any tensors [parts, num_layers, num_blocks, …], of which a block has `num_bytes` together."""
+        """Copy blocks to the host and queue them. The first ones are kept if not all fit.
+
+        tensors: [parts, num_layers, num_blocks, …] each, of which a block has `num_bytes` together
+        """
         room = (self.max_pending_bytes - self._backlog.num_bytes) // num_bytes
         self.num_dropped += max(0, len(saves) - max(0, room))
         saves = saves[: max(0, room)]

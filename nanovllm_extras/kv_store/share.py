@@ -4,18 +4,18 @@ An engine of one rank has one share. With several ranks, each rank has one (`ran
 """
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from nanovllm_extras.kv_store.keys import KEY_BYTES
-from nanovllm_extras.kv_store.moves import StoreMoves, moves_of
 from nanovllm_extras.kv_store.saver import Saver
 from nanovllm_extras.kv_store.store_options import has_users_tier, make_tiers, role_of
 from nanovllm_extras.kv_store.tier import BlockName, Chain
+from nanovllm_extras.records import Moves, Pair
 
 if TYPE_CHECKING:
-    from nanovllm_extras.plain_runner import PlainRunner
+    from nanovllm_extras.full_runner import ModelRunner
 
 MAX_SAVE_S = 10.0  # how long a step of a producer waits until its blocks are saved
 
@@ -31,24 +31,24 @@ class Loaded(NamedTuple):
 class Share:
     """The tiers of one runner. After each step it saves the blocks that the step's moves name."""
 
-    def __init__(self, runner: "PlainRunner") -> None:
-        config, cache = runner.config, runner.kv_cache
-        self.bytes_per_block = cache.bytes_per_block
-        self.is_pinned = cache.tensor.is_cuda
+    def __init__(self, runner: "ModelRunner") -> None:
+        config, self.transfers = runner.config, runner.transfers
+        self.is_pinned = runner.kv_cache.tensor.is_cuda
         tiers = make_tiers(config)
         self.tiers = Chain(tiers)
         own_tiers = tiers[:-1] if has_users_tier(config) else tiers
         self.saver = Saver(Chain(tiers), self.bytes_per_block, own_tiers)
-        self.saver.further_caches += getattr(cache, "further_caches", ())  # of K and V of other shapes
-        self.kv_cache = cache
         # when a producer answers, its blocks must be in the store: the engine that decodes is asked next
         self.waits = role_of(config) == "kv_producer"
 
-    def save_step(self, copies: Any) -> None:
+    @property
+    def bytes_per_block(self) -> int:
+        return self.transfers.bytes_per_block
+
+    def save_step(self, copies: list[Pair]) -> None:
         """Copy the blocks that a step has filled to the host, and have them saved. copies: those of the step's batch"""
-        moves = moves_of(copies)
-        if isinstance(moves, StoreMoves) and moves.has_saves:
-            moves.save(self.saver, self.kv_cache)
+        if isinstance(copies, Moves) and (copies.saves or copies.state_saves):
+            self.transfers.save(copies, self.saver)
             if self.waits:
                 self.wait()
 

@@ -28,14 +28,14 @@ import numpy as np
 import torch
 
 from nanovllm_extras.kv_store.keys import digest_model, make_root_key, names_of
-from nanovllm_extras.kv_store.moves import NamedBlocks, StoreMoves
 from nanovllm_extras.kv_store.share import Loaded, Share
 from nanovllm_extras.kv_store.store_options import is_private, option_of, role_of, smallest_size
 from nanovllm_extras.kv_store.tier import BlockName, Tier, TierStats
+from nanovllm_extras.records import Moves, Named
 from nanovllm_extras.window_blocks import NULL_BLOCK
 
 if TYPE_CHECKING:
-    from nanovllm_extras.plain_runner import PlainRunner
+    from nanovllm_extras.full_runner import ModelRunner
 
 
 @dataclass
@@ -62,7 +62,7 @@ class KVStore(Share):
     Raises ValueError if a tier is smaller than one block.
     """
 
-    def __init__(self, runner: "PlainRunner") -> None:
+    def __init__(self, runner: "ModelRunner") -> None:
         super().__init__(runner)
         config = runner.config
         self.block_size = runner.backend.block_size
@@ -77,14 +77,10 @@ class KVStore(Share):
             ranked: Any = runner
             self.tiers = AllRanks(self.tiers.tiers, ranked.ranks)
 
-    def add_draft(self, draft: "PlainRunner") -> None:
+    def add_draft(self, draft: "ModelRunner") -> None:
         """Let each block also have the K and V of a draft model, which shares the block tables."""
-        cache: Any = draft.kv_cache
-        cache.first_byte = self.bytes_per_block
-        self.bytes_per_block += cache.bytes_per_block
+        self.transfers.caches.append(draft.kv_cache)
         check_holds(draft.config, "one block", self.bytes_per_block)
-        self.saver.bytes_per_block = self.bytes_per_block
-        self.saver.further_caches.append(cache)
         facts = facts_of(draft, has_digest=not is_private(draft.config))
         self.root_key = make_root_key({"large": self.root_key.hex(), "draft": facts})
 
@@ -133,7 +129,7 @@ def check_holds(config: Any, what: str, num_bytes: int) -> None:
         raise ValueError(f"{option} must hold at least {what} of {num_bytes} bytes, got {given}")
 
 
-def facts_of(runner: "PlainRunner", has_digest: bool) -> dict[str, Any]:
+def facts_of(runner: "ModelRunner", has_digest: bool) -> dict[str, Any]:
     """Return what shapes the K and V of this runner's model.
 
     has_digest: include the contents of the model's files. Host memory that ends with the engine does not need them.
@@ -163,7 +159,7 @@ class StoreHooks:
     def __init__(self, store: KVStore, blocks: Any) -> None:
         self._store: KVStore = weakref.proxy(store)  # this object and the block manager refer to each other
         self.blocks = blocks
-        self._loads: NamedBlocks = []
+        self._loads: list[Named] = []
         self._loaded: dict[BlockName, torch.Tensor] = {}  # their data
         self._saves: dict[int, BlockName] = {}  # block id -> name, of blocks that are full after the next step
         cache = blocks.prefix_cache
@@ -201,8 +197,11 @@ class StoreHooks:
         copies = self._take_copies()
         if not self._loads and not self._saves:
             return copies
-        saves = [(name, block_id) for block_id, name in self._saves.items()]
-        moves = StoreMoves(copies, self._loads, saves, self._loaded)
+        return self._add_to(Moves.of(copies))
+
+    def _add_to(self, moves: Moves) -> Moves:
+        moves.loads, moves.loaded = self._loads, self._loaded
+        moves.saves = [(name, block_id) for block_id, name in self._saves.items()]
         self._loads, self._loaded, self._saves = [], {}, {}
         return moves
 

@@ -8,8 +8,8 @@
     sequence lengths, and offsets of the sequences' rows
     windows         with groups of layers, the slots of each group with a window, then their block tables
     logits indices  [num_samples]     rows whose logits are computed
-    states          with recurrent states, the slot of each sequence, and pairs of slots: copies of states
-    moves           pairs of blocks: copies, and with swap those out to host memory and in from it
+    states          with recurrent states, the slots that each sequence writes and reads
+    moves           pairs of blocks and slots: copies, and with swap those out to host memory and in from it
     loads, saves    with a K/V store, its blocks: each with its place in the KV cache, key and tokens
 
 No worker sees a sequence, a sampling parameter or a token's text: rank 0 draws. Nothing is ever pickled.
@@ -26,6 +26,7 @@ import torch
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.processed_batch import ProcessedSampling
+from nanovllm_extras.records import Moves
 from nanovllm_extras.runner_hooks import wants_only_tokens
 
 MAX_LINE = 1 << 20  # bytes of a line of JSON
@@ -33,6 +34,7 @@ STEP, LOGITS = 1, 2  # compute a batch; compute the logits of hidden states that
 MATCH, LOAD = 3, 4  # find blocks in the K/V store, or load one for the next step; each rank answers with a number
 KEY_VALUES = 8  # int32 values of a key in the K/V store
 ARRAYS = ("slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q", "prefill_cu_seqlens_q", "prefill_cu_seqlens_k")
+PAIRS, NAMED = ("swap_outs", "swap_ins", "state_copies"), ("loads", "saves")  # of `Moves`
 NUMBERS = ("num_decodes", "max_seqlen_q", "max_seqlen_k", "num_prefix_tokens")
 
 
@@ -53,12 +55,13 @@ class Header(NamedTuple):
     num_prefix_tokens: int = 0
     hidden_size: int = 0
     num_windows: int = 0  # groups of layers with a window, if each has a block table of its own
-    num_state_copies: int = -1  # without recurrent states
-    num_copies: int = 0
-    num_swap_outs: int = -1  # without swap
-    num_swap_ins: int = -1
-    num_loads: int = -1  # without a K/V store
-    num_saves: int = -1
+    num_slots: int = 0  # of recurrent states: one for each sequence, or none
+    num_copies: int = 0  # of blocks and slots, as in `Moves`
+    num_swap_outs: int = 0
+    num_swap_ins: int = 0
+    num_state_copies: int = 0
+    num_loads: int = 0
+    num_saves: int = 0
 
 
 HEADER_BYTES = 4 * len(Header._fields)
@@ -68,7 +71,9 @@ def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False) -> np.nda
     """Pack `batch`, on the host, into one array of int32. Without `has_draw` no logits are computed."""
     metadata = batch.metadata
     logits_indices = batch.logits_indices.numpy() if has_draw else np.empty(0, np.int32)
-    moves, (states, numbers) = moves_of(batch.copies), states_of(batch.copies)
+    moves = Moves.of(batch.copies)
+    pairs = {"copies": list(moves), **{name: getattr(moves, name) for name in PAIRS}}
+    named = {kind: [(block_id, *values_of(name)) for name, block_id in getattr(moves, kind)] for kind in NAMED}
     slots, tables = getattr(metadata, "window_slots", ()), getattr(metadata, "window_tables", ())
     arrays = [
         batch.input_ids.numpy(),
@@ -76,8 +81,10 @@ def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False) -> np.nda
         *(getattr(metadata, name).numpy() for name in ARRAYS),
         *(one.numpy() for one in (*slots, *tables)),
         logits_indices,
-        *states,
-        *(np.array(pairs, dtype=np.int32) for pairs in moves.values()),
+        *(
+            np.array(values, dtype=np.int32)
+            for values in (moves.slots, moves.sources, *pairs.values(), *named.values())
+        ),
     ]
     sizes = {
         "num_tokens": len(batch.input_ids),
@@ -88,8 +95,8 @@ def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False) -> np.nda
         "is_replayed": is_replayed,
         "num_windows": len(slots),
         **{name: getattr(metadata, name) for name in NUMBERS},
-        **numbers,
-        **{f"num_{name}": len(pairs) for name, pairs in moves.items()},
+        "num_slots": len(moves.slots),
+        **{f"num_{name}": len(some) for name, some in (*pairs.items(), *named.items())},
     }
     header = Header(STEP, sum(array.size for array in arrays), **sizes)
     return np.concatenate([np.array(header, dtype=np.int32), *(array.reshape(-1) for array in arrays)], dtype=np.int32)
@@ -110,7 +117,7 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
         taken, rest = rest[:count].view(shape), rest[count:]
         return taken
 
-    shapes, num_seqs = shapes_of(header), header.num_seqs
+    shapes = shapes_of(header)
     input_ids, positions = take(header.num_tokens), take(header.num_tokens)
     arrays: dict[str, Any] = {name: take(*shapes[name]) for name in ARRAYS}
     metadata = AttentionMetadata(**arrays, **{name: getattr(header, name) for name in NUMBERS})
@@ -122,15 +129,12 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
         ]
         metadata = with_windows(metadata, *windows)
     logits_indices = take(header.num_samples)
-    has_states = header.num_state_copies >= 0
-    slots = take(num_seqs if has_states else 0).tolist()
-    state_copies = list(map(tuple, take(max(0, header.num_state_copies), 2).tolist()))
-    *counts, num_loads, num_saves = header[-5:]
-    moves = make_moves(*[list(map(tuple, take(count, 2).tolist())) for count in counts if count >= 0])
-    if num_saves >= 0:
-        moves = with_store(moves, num_loads, rest.view(num_loads + num_saves, -1).numpy())
-    if has_states:
-        moves = with_states(moves, state_copies, slots)
+    slots, sources = take(2, header.num_slots).tolist()
+    pairs = {name: map(tuple, take(getattr(header, f"num_{name}"), 2).tolist()) for name in ("copies", *PAIRS)}
+    moves = Moves(pairs.pop("copies"), **pairs, slots=slots, sources=sources)
+    rows = rest.view(header.num_loads + header.num_saves, -1).numpy() if len(rest) else ()
+    named = [(name_in(row[1:]), int(row[0])) for row in rows]
+    moves.loads, moves.saves = named[: header.num_loads], named[header.num_loads :]
     greedy = SamplingBatch(torch.zeros(header.num_samples))
     if not header.is_plain:
         greedy = ProcessedSampling(torch.zeros(header.num_samples), num_logprobs=0)
@@ -148,43 +152,6 @@ def shapes_of(header: Header) -> dict[str, tuple[int, ...]]:
         "prefill_cu_seqlens_q": (num_prefills + 1,),
         "prefill_cu_seqlens_k": (num_prefills + 1,),
     }
-
-
-def moves_of(copies: list[Any]) -> dict[str, list[Any]]:
-    """Return the moves of blocks of a step: copies on the device, and those of swap and of a store if there are any."""
-    moves: Any = getattr(copies, "block_moves", copies)  # of a step with states
-    found = {"copies": moves}
-    if hasattr(moves, "swap_outs"):
-        found |= {"swap_outs": moves.swap_outs, "swap_ins": moves.swap_ins}
-    if hasattr(moves, "saves"):
-        for kind in ("loads", "saves"):
-            found[kind] = [(block_id, *values_of(name)) for name, block_id in getattr(moves, kind)]
-    return found
-
-
-def make_moves(copies: list[Any], *of_swap: list[Any]) -> list[Any]:
-    if not of_swap:
-        return copies
-    from nanovllm_extras.swap.space import SwapMoves
-
-    return SwapMoves(copies, *of_swap)
-
-
-# ---- recurrent states
-
-
-def states_of(copies: Any) -> tuple[list[np.ndarray], dict[str, int]]:
-    """Return what a message has of a `StateMoves`: arrays of slots and copies, and numbers of the header."""
-    if not hasattr(copies, "state_copies"):
-        return [], {}
-    arrays = [np.array(values, dtype=np.int32) for values in (copies.slots, copies.state_copies)]
-    return arrays, {"num_state_copies": len(copies.state_copies)}
-
-
-def with_states(moves: list[Any], state_copies: list[Any], slots: list[int]) -> list[Any]:
-    from nanovllm_extras.states.slots import StateMoves
-
-    return StateMoves(moves, state_copies, slots)
 
 
 # ---- the K/V store
@@ -210,14 +177,6 @@ def name_in(values: np.ndarray) -> Any:
     from nanovllm_extras.kv_store.tier import BlockName
 
     return BlockName(values[:KEY_VALUES].tobytes(), values[KEY_VALUES:].tobytes())
-
-
-def with_store(copies: list[Any], num_loads: int, rows: np.ndarray) -> list[Any]:
-    """Return moves with loads and saves. rows: [num_loads + num_saves, 1 + KEY_VALUES + block_size] int32"""
-    from nanovllm_extras.kv_store.moves import StoreMoves
-
-    named = [(name_in(row[1:]), int(row[0])) for row in rows]
-    return StoreMoves(copies, named[:num_loads], named[num_loads:], {})
 
 
 # ---- sockets

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm_extras.models.gated_delta import GatedDeltaNet
+from nanovllm_extras.records import Moves
 from nanovllm_extras.self_check.comparison import OF_QUANTISED, WIDER, SelfCheckError, check_rows
 from nanovllm_extras.self_check.networks import kind_of, num_weights, quantised_weight_of
 from nanovllm_extras.self_check.runner_check import ENDS, NEARLY_EQUAL, SelfCheck
 from nanovllm_extras.self_check.steps import draw_vectors
 from nanovllm_extras.states.pool import StateMetadata, StateShape, slot_tensors, with_states
-from nanovllm_extras.states.slots import StateMoves
 
 STEPS = [  # (slot written, slot read, computed tokens, new tokens): decodes first, then chunks of prompts
     [(1, 1, 0, 70)],
@@ -75,7 +75,7 @@ class StateCheck(SelfCheck):
             self.is_complete = False
             return batch  # without slots it is not replayed
         self.draw_states(num_seqs + 1)
-        return replace(batch, copies=StateMoves([], [], [*range(1, num_seqs + 1)]))
+        return replace(batch, copies=Moves(slots=range(1, num_seqs + 1)))
 
     def draw_states(self, num_slots: int) -> None:
         for seed, states in enumerate(self.states):

@@ -74,10 +74,6 @@ class MtpKVCache(StateKVCache):
         super().allocate(num_blocks)
         self.head.allocate(num_blocks)
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        super().copy_blocks(copies)
-        self.head.copy_blocks(copies)
-
 
 class MtpHead:
     """The head of a model, which computes each step after the model."""

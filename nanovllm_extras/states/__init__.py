@@ -5,6 +5,6 @@ known later, and `drafted_slots.py` adds slots for drafts. `pool.py` holds the s
 models that have states, and refuses options that do not work with them. `state_graphs.py` has their CUDA graphs. Read
 `slots.py` first.
 
-`state_swap.py` and `host_states.py` do the same for slots in host memory, and `state_ranks.py` is for several ranks.
-`state_store.py` decides which snapshots the K/V store loads and saves, and `stored_states.py` has their bytes.
+`state_swap.py` does the same for slots in host memory, and `state_ranks.py` is for several ranks. `state_store.py`
+decides which snapshots the K/V store loads and saves.
 """

@@ -24,13 +24,13 @@ A snapshot must not hold the state after a draft that may be rejected. So drafts
 taken when the drafts are verified, and the block at its end is registered.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from nanovllm.scheduler import Step
+from nanovllm_extras.records import Moves
 from nanovllm_extras.speculation.speculative_scheduler import Drafts, SpeculativeScheduler
 from nanovllm_extras.states.known_snapshots import KnownStateBlockManager
-from nanovllm_extras.states.slots import StateMoves, StateScheduler
+from nanovllm_extras.states.slots import StateScheduler
 
 
 class DraftedStateBlockManager(KnownStateBlockManager):
@@ -94,7 +94,8 @@ class DraftedStateScheduler(SpeculativeScheduler, StateScheduler):
             slots += rows
             sources += rows[:1] + rows[:-1]
         moves: Any = step.copies
-        return replace(step, copies=StateMoves(moves, moves.state_copies, slots, sources))
+        moves.slots, moves.sources = slots, sources
+        return step
 
     def update(self, step: Step, new_token_ids: list[int]) -> list[tuple[int, Any]]:
         drafts: Drafts = {} if self._underway is None else self._underway.drafts
@@ -137,7 +138,7 @@ class DraftedStateScheduler(SpeculativeScheduler, StateScheduler):
         return num_accepted
 
 
-def drafts_of_nobody(num_rows: int, most_drafts: int, num_slots: int) -> StateMoves:
+def drafts_of_nobody(num_rows: int, most_drafts: int, num_slots: int) -> Moves:
     """Return the slots of a step that is only measured: of decodes with `most_drafts` drafts each, or fewer at the end.
 
     6 rows, most_drafts 3 -> slots [1, 2, 3, 4, 5, 6], sources [1, 1, 2, 3, 5, 5]
@@ -146,4 +147,4 @@ def drafts_of_nobody(num_rows: int, most_drafts: int, num_slots: int) -> StateMo
     """
     slots = [1 + row % num_slots for row in range(num_rows)]
     sources = [slots[row - (row % (1 + most_drafts) > 0)] for row in range(num_rows)]
-    return StateMoves([], [], slots, sources=sources)
+    return Moves(slots=slots, sources=sources)

@@ -21,7 +21,8 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm_extras.states.slots import NULL_SLOT, StateMoves
+from nanovllm_extras.records import Moves
+from nanovllm_extras.states.slots import NULL_SLOT
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ def slot_tensors(slots: list[int], sources: list[int], device: torch.device | No
 
 def with_states(batch: Batch) -> Batch:
     """Return a batch whose metadata has the slots that its chunks write and read. A step without slots uses none."""
-    metadata, moves = batch.metadata, batch.copies
-    if not isinstance(moves, StateMoves):
-        moves = StateMoves([], [], [NULL_SLOT] * len(metadata.seq_lens))
+    metadata, moves = batch.metadata, Moves.of(batch.copies)
+    if not moves.slots:
+        moves = Moves(slots=[NULL_SLOT] * len(metadata.seq_lens))
     lens = metadata.cu_seqlens_q.diff()  # [num_seqs], new tokens
     fields = {"is_first": metadata.seq_lens == lens, **slot_tensors(moves.slots, moves.sources, lens.device)}
     return replace(batch, metadata=StateMetadata(**vars(metadata), **fields))
@@ -134,19 +135,6 @@ class StateKVCache(KVCache):
         self.recurrent = torch.empty(*sizes, *shape.recurrent, dtype=torch.float32, device=self.device)
         for states in (self.conv, self.recurrent):
             states[:, NULL_SLOT] = 0
-
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, and the states that `StateMoves` names."""
-        if not isinstance(copies, StateMoves):
-            super().copy_blocks(copies)
-            return
-        super().copy_blocks(copies.block_moves)
-        self.copy_states(copies)
-
-    def copy_states(self, copies: StateMoves) -> None:
-        """Write the states that a step reads to the slots of its sequences."""
-        for source, destination in copies.state_copies:
-            self.copy_state(source, destination)
 
     def copy_state(self, source: int, destination: int) -> None:
         for states in self.states:

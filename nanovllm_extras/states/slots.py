@@ -45,6 +45,7 @@ from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock, PrefixCache
 from nanovllm.scheduler import Step
 from nanovllm_extras.extended_scheduler import ExtendedScheduler
 from nanovllm_extras.full_observer import Observer
+from nanovllm_extras.records import Moves
 
 NULL_SLOT = 0  # no sequence owns it
 BlockCopies = list[tuple[int, int]]
@@ -61,29 +62,6 @@ class StateStats:
     num_snapshots: int
     """Slots that hold snapshots. The others are free."""
     bytes_per_slot: int
-
-
-class StateMoves(list[tuple[int, int]]):
-    """A step's block copies, with the copies of states, and the slot of each chunk's sequence.
-
-    `state_copies` are (source, destination) slots. They are done one after the other, because a slot that is copied to
-    may be copied from later. Negative numbers are slots in host memory. `block_moves` are the block copies as they were
-    given: a `SwapMoves` with swap, also if `copies` is a `StateMoves`. `sources` are the slots from which the chunks
-    read: their own, unless they are drafts (`drafted_slots.py`).
-    """
-
-    def __init__(
-        self,
-        copies: BlockCopies,
-        state_copies: SlotCopies,
-        slots: list[int],
-        sources: list[int] | None = None,
-    ) -> None:
-        super().__init__(copies)
-        self.block_moves = getattr(copies, "block_moves", copies)
-        self.state_copies = state_copies
-        self.slots = slots
-        self.sources = slots if sources is None else sources
 
 
 class SnapshotCache(PrefixCache):
@@ -267,12 +245,13 @@ class StateBlockManager(BlockManager):
             self._copies_for_next.append((self._slots[seq], slot))
             self.observer.on_snapshot(seq, slot, block.block_id)
 
-    def take_copies(self) -> StateMoves:
+    def take_copies(self) -> Moves:
         """Return what this step copies before it computes: blocks, and states.
 
         `schedule` calls this method before it forks, because a fork copies the state that this step computes.
         """
-        return StateMoves(super().take_copies(), self.take_state_copies() + self.take_copies_for_this(), [])
+        copies = super().take_copies()
+        return Moves(copies, state_copies=self.take_state_copies() + self.take_copies_for_this())
 
     def take_state_copies(self) -> SlotCopies:
         """Return (source, destination) of states to be copied before the step that is scheduled next."""

@@ -26,8 +26,8 @@ from nanovllm.batch import Batch
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.cuda.graphs import MoreInputs
+from nanovllm_extras.records import Moves
 from nanovllm_extras.states.pool import StateMetadata, with_states
-from nanovllm_extras.states.slots import StateMoves
 
 
 class StateInputs(MoreInputs):
@@ -54,8 +54,8 @@ class StateInputs(MoreInputs):
 
     def can_replay(self, batch: Batch) -> bool:
         """Return whether `batch` has slots, and no drafts unless graphs have them."""
-        moves = batch.copies
-        return isinstance(moves, StateMoves) and (self.has_drafts or moves.slots == moves.sources)
+        moves = Moves.of(batch.copies)
+        return bool(moves.slots) and (self.has_drafts or moves.slots == moves.sources)
 
 
 class StateCudaGraphs(CudaGraphs):

@@ -94,17 +94,7 @@ class StateRunner(ModelRunner):
     def make_kv_cache(self) -> StateKVCache:
         shape: Any = self.shape
         num_layers = shape.num_hidden_layers - shape.state_shape.num_layers
-        arguments: tuple[Any, ...] = (self.backend, num_layers, self.dtype, self.device, shape.state_shape)
-        kind: Any = StateKVCache
-        if self.config.swap_space_bytes:
-            from nanovllm_extras.states.host_states import SwappingStateKVCache as kind
-
-            arguments = (*arguments, self.config.swap_space_bytes, self.config.max_num_seqs)
-        if self.config.has_kv_store:
-            from nanovllm_extras.states.stored_states import loading_states
-
-            kind = loading_states(kind)
-        return kind(*arguments)  # type: ignore[no-any-return]
+        return StateKVCache(self.backend, num_layers, self.dtype, self.device, shape.state_shape)
 
     def start(self) -> None:
         super().start()

@@ -22,12 +22,11 @@ import numpy as np
 
 from nanovllm.prefix_cache import CachedBlock, PrefixCache
 from nanovllm_extras.kv_store.keys import make_root_key
-from nanovllm_extras.kv_store.moves import NamedBlocks
 from nanovllm_extras.kv_store.share import Loaded, name_in_share
 from nanovllm_extras.kv_store.store import KVStore, StoreHooks, check_holds
 from nanovllm_extras.kv_store.tier import BlockName, Tier
-from nanovllm_extras.states.slots import SlotCopies, StateMoves
-from nanovllm_extras.states.stored_states import StateStoreMoves
+from nanovllm_extras.records import Moves, Named
+from nanovllm_extras.states.slots import SlotCopies
 
 MAX_LOOKUPS = 256
 
@@ -78,7 +77,7 @@ class StateStoreHooks(StoreHooks):
 
     def __init__(self, store: StateKVStore, blocks: Any) -> None:
         super().__init__(store, blocks)
-        self._state_loads: NamedBlocks = []
+        self._state_loads: list[Named] = []
         self._take_snapshot = blocks.take_snapshot
         self._put_back = blocks.put_back
         if store.can_save:
@@ -87,14 +86,10 @@ class StateStoreHooks(StoreHooks):
 
     # ---- the wrapped methods
 
-    def take_copies(self) -> StateMoves:
-        copies: StateMoves = self._take_copies()
-        saves = [(name, block_id) for block_id, name in self._saves.items()]
-        self._moves = StateStoreMoves(copies.block_moves, self._loads, saves, self._loaded)
-        self._moves.state_loads = self._state_loads
-        self._loads, self._loaded, self._saves, self._state_loads = [], {}, {}, []
-        copies.block_moves = self._moves
-        return copies
+    def take_copies(self) -> Moves:
+        self._moves = self._add_to(self._take_copies())
+        self._moves.state_loads, self._state_loads = self._state_loads, []
+        return self._moves
 
     def put_back(self, copies: SlotCopies) -> None:
         """Keep for the next step what a step without chunks was to do. So its blocks are saved by the next one."""

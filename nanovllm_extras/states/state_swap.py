@@ -10,12 +10,12 @@ holds all copies of states:
     step 2    state_copies [(1, 2), (2, -1)]    the copy for the fork is due, and then slot 2 is copied to host slot -1
     step 5    state_copies [(-1, 4)]            B goes on with slot 4
 
-This file has integers only. `host_states.py` has the memory.
+This file has integers only. `transfers.py` has the memory.
 """
 
 from typing import Any
 
-from nanovllm_extras.states.slots import StateBlockManager, StateMoves
+from nanovllm_extras.states.slots import StateBlockManager
 from nanovllm_extras.swap.space import Swap, SwapSpace
 
 
@@ -63,13 +63,8 @@ class StateSwap(Swap):
             return False
         return super().try_admit(seq, num_reserved)
 
-    def with_swaps(self, copies: Any) -> StateMoves:  # type: ignore[override]
-        """Return the copies of blocks and states, with those of swapped blocks in `block_moves`."""
-        copies.block_moves = super().with_swaps(copies)
-        return copies
 
-
-def make_swap(kv_cache: Any, block_manager: StateBlockManager) -> StateSwap:
-    """Return the strategy for a `SwappingStateKVCache`, with as many blocks and slots in host memory as it has."""
-    space = StateSwapSpace(kv_cache.num_swap_blocks, kv_cache.num_swap_slots, block_manager)
+def make_swap(transfers: Any, block_manager: StateBlockManager) -> StateSwap:
+    """Return the strategy for a runner's `Transfers`, with as many blocks and slots in host memory as it has."""
+    space = StateSwapSpace(transfers.num_swap_blocks, transfers.num_swap_slots, block_manager)
     return StateSwap(block_manager, space)

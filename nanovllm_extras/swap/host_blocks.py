@@ -1,52 +1,11 @@
-"""A KV cache with more blocks in host memory, and copies to and from them that the host does not wait for.
+"""Blocks in host memory, and copies to and from them that the host does not wait for.
 
 On CUDA the copies run in a stream of their own, so that a copy to the host may take longer than a step.
-
-    moves.swap_outs [(3, 0)]    device block 3 -> host block 0      always done
-    moves.swap_ins  [(1, 3)]    host block 1 -> device block 3      in this order
-    moves itself    [(5, 6)]    device block 5 -> device block 6: copy-on-write
 """
-
-from typing import Any
 
 import torch
 
-from nanovllm.block_manager import BlockManager
-from nanovllm.kv_cache import KVCache
-from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.swap.space import BlockPairs, Swap, SwapMoves, SwapSpace
-
-
-class SwappingKVCache(KVCache):
-    """A `KVCache` with as many blocks in host memory as `swap_space_bytes` holds; ValueError if it holds none."""
-
-    def __init__(
-        self,
-        backend: TorchAttention,
-        num_layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        swap_space_bytes: int,
-    ) -> None:
-        self.num_swap_blocks = 0
-        super().__init__(backend, num_layers, dtype, device)
-        if swap_space_bytes < self.bytes_per_block:
-            raise ValueError(f"swap_space_bytes must be >= {self.bytes_per_block}, one block, got {swap_space_bytes}")
-        self.num_swap_blocks = swap_space_bytes // self.bytes_per_block
-
-    def allocate(self, num_blocks: int) -> None:
-        super().allocate(num_blocks)
-        self.host_blocks = HostBlocks(self.tensor, self.num_swap_blocks)
-
-    def copy_blocks(self, copies: BlockPairs) -> None:
-        if isinstance(copies, SwapMoves):
-            self.host_blocks.copy_both(self.tensor, copies)
-        super().copy_blocks(copies)
-
-
-def make_swap(kv_cache: Any, blocks: BlockManager) -> Swap:
-    """Return the strategy for a `SwappingKVCache`, or groups of them, with as many blocks in host memory as it has."""
-    return Swap(blocks, SwapSpace(kv_cache.num_swap_blocks, blocks.block_size))
+from nanovllm_extras.records import Pair
 
 
 class HostBlocks:
@@ -62,14 +21,14 @@ class HostBlocks:
         self.tensor = torch.empty(shape, dtype=kv_cache.dtype, pin_memory=is_cuda)
         self._stream = torch.cuda.Stream(kv_cache.device) if is_cuda else None
 
-    def copy_both(self, kv_cache: torch.Tensor, moves: SwapMoves) -> None:
-        """Copy the blocks of a step out, and then in."""
-        if moves.swap_outs:
-            self.copy_out(kv_cache, moves.swap_outs)
-        if moves.swap_ins:
-            self.copy_in(kv_cache, moves.swap_ins)
+    def copy_both(self, kv_cache: torch.Tensor, outs: list[Pair], ins: list[Pair]) -> None:
+        """Copy pairs (device block, host block) out, and then pairs (host block, device block) in."""
+        if outs:
+            self.copy_out(kv_cache, outs)
+        if ins:
+            self.copy_in(kv_cache, ins)
 
-    def copy_out(self, kv_cache: torch.Tensor, pairs: BlockPairs) -> None:
+    def copy_out(self, kv_cache: torch.Tensor, pairs: list[Pair]) -> None:
         """Copy pairs (device block, host block). The blocks are gathered before this step writes to the cache."""
         sources, destinations = zip(*pairs, strict=True)
         found = as_words(kv_cache)[:, :, indices_on(kv_cache.device, sources)]
@@ -84,7 +43,7 @@ class HostBlocks:
                 host_blocks[destination].copy_(block, non_blocking=True)
         gathered.record_stream(self._stream)
 
-    def copy_in(self, kv_cache: torch.Tensor, pairs: BlockPairs) -> None:
+    def copy_in(self, kv_cache: torch.Tensor, pairs: list[Pair]) -> None:
         """Copy pairs (host block, device block)."""
         sources, destinations = zip(*pairs, strict=True)
         host_blocks = as_words(self.tensor)

@@ -1,25 +1,14 @@
 """The swap space: which host blocks hold the K and V of preempted sequences, and which copies are due.
 
 Copying K and V out and back can be cheaper than computing them again. The scheduler decides which sequence is
-preempted; `SwappingKVCache` does the copies before the step's forward pass.
+preempted; `transfers.py` does the copies before the step's forward pass.
 """
 
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm_extras.preemption import Recompute
-
-BlockPairs = list[tuple[int, int]]
-"""(source, destination) of each block that is copied."""
-
-
-class SwapMoves(list[tuple[int, int]]):
-    """A step's copies on the device, and before them copies out to the host and in from the host."""
-
-    def __init__(self, copies: BlockPairs, swap_outs: BlockPairs, swap_ins: BlockPairs) -> None:
-        super().__init__(copies)
-        self.swap_outs = swap_outs  # device -> host
-        self.swap_ins = swap_ins  # host -> device
+from nanovllm_extras.records import Moves, Pair
 
 
 class SwapSpace:
@@ -30,8 +19,8 @@ class SwapSpace:
         self.block_size = block_size
         self._free = list(range(num_blocks))
         self._held: dict[Any, list[int]] = {}  # blocks of each sequence that is swapped out
-        self._outs: BlockPairs = []
-        self._ins: BlockPairs = []
+        self._outs: list[Pair] = []
+        self._ins: list[Pair] = []
 
     @property
     def num_free_blocks(self) -> int:
@@ -67,7 +56,7 @@ class SwapSpace:
         """Take back the host blocks of `seq`, if it has any."""
         self._free += self._held.pop(seq, [])
 
-    def take_moves(self) -> tuple[BlockPairs, BlockPairs]:
+    def take_moves(self) -> tuple[list[Pair], list[Pair]]:
         """Return pairs (source, destination) of blocks to copy out, and to copy back in, before the step runs.
 
         Copies out are done first. All of them are noted before the first copy in of the step, so a host block that a
@@ -109,13 +98,15 @@ class Swap(Recompute):
     def drop(self, seq: Any) -> None:
         self.space.drop(seq)
 
-    def take_moves(self) -> BlockPairs:
+    def take_moves(self) -> list[Pair]:
         return self.with_swaps(super().take_moves())
 
-    def with_swaps(self, copies: BlockPairs) -> BlockPairs:
+    def with_swaps(self, copies: list[Pair]) -> list[Pair]:
         """Return a step's copies on the device with those that swap out and in."""
         self._left, self._leaving = self._leaving, []
-        return SwapMoves(copies, *self.space.take_moves())
+        moves = Moves.of(copies)
+        moves.swap_outs, moves.swap_ins = self.space.take_moves()
+        return moves
 
     def roll_back(self) -> None:
         """Let sequences that the newest step has swapped out be computed again."""
@@ -127,3 +118,8 @@ class Swap(Recompute):
         if seq in self.space:
             self.block_manager.free(seq)
             self.space.drop(seq)
+
+
+def make_swap(transfers: Any, blocks: BlockManager) -> Swap:
+    """Return the strategy for a runner's `Transfers`, with as many blocks in host memory as it has."""
+    return Swap(blocks, SwapSpace(transfers.num_swap_blocks, blocks.block_size))

@@ -30,6 +30,7 @@ from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kv_groups.group_observer import GroupObserver
 from nanovllm_extras.prefix_misses import PrefixMiss
+from nanovllm_extras.records import Moves
 from nanovllm_extras.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
 from nanovllm_extras.watching import Watching
 
@@ -254,10 +255,10 @@ class Recorder(SchedulingStats, GroupObserver):
         named = 0 if decodes == self._decodes else self._numbers(decodes)
         samples = 0 if step.samples == decodes else self._numbers(step.samples)
         chunks = [self._describe(chunk) for chunk in others]
-        swaps = getattr(step.copies, "block_moves", step.copies)  # beside the copies of states, if there are any
-        moves = [getattr(swaps, "swap_outs", []), getattr(swaps, "swap_ins", [])]
+        copies = Moves.of(step.copies)
+        moves = [copies.swap_outs, copies.swap_ins]
         if self._is_due is not None:
-            moves.append(step.copies.state_copies)  # type: ignore[attr-defined]
+            moves.append(copies.state_copies)
         num_stored = self._in_flight[-1][0]
         place = [named, chunks, samples, moves, blocks.num_free_blocks, num_stored]
         self._events.append(["schedule", self._num_steps, self._now(), *place])
@@ -563,7 +564,7 @@ def describe_engine(engine: LLMEngine) -> dict[str, Any]:
         "enable_prefix_caching": config.enable_prefix_caching,
         "preemption_mode": config.preemption_mode,
         "tensor_parallel_size": config.tensor_parallel_size,
-        "num_swap_blocks": getattr(engine.runner.kv_cache, "num_swap_blocks", 0),
+        "num_swap_blocks": engine.runner.num_swap_blocks,
         "enable_overlap": engine.parts.enable_overlap,
         "description": engine.description,
     }

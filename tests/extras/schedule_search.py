@@ -31,6 +31,7 @@ from nanovllm_extras.full_observer import Observer
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm_extras.ordered_queues import order_queues
+from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
 from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
@@ -243,8 +244,8 @@ class World:
         self.check_chunks(step)
         writes = [(seq, start, start + num_new) for seq, start, num_new in step.chunks]
         writers.check(writes, BLOCK_SIZE)
-        moves = getattr(step.copies, "block_moves", step.copies)
-        self.cache.move(getattr(moves, "swap_outs", ()), getattr(moves, "swap_ins", ()), moves)
+        moves = Moves.of(step.copies)
+        self.cache.move(moves.swap_outs, moves.swap_ins, moves)
         for write in writes:
             self.cache.write(*write)
         for seq, _, stop in writes:

@@ -43,7 +43,8 @@ from benchmarks.roofline import Rates
 from nanovllm_extras import TINY_QWEN3, LLMEngine
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kernels.cpu.library import NoLibraryError, load_library
-from nanovllm_extras.swap.host_blocks import SwappingKVCache
+from nanovllm_extras.records import Moves
+from nanovllm_extras.transfers import Transfers
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_WORK = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "6"]
@@ -196,9 +197,10 @@ def test_the_machine_is_quiet_and_busy_in_turns(run_main, monkeypatch, tmp_path)
 
 def test_preemption_moves_and_computes_the_whole_context(run_main, monkeypatch):
     moves, computed = [], []
-    real_copy, real_run = SwappingKVCache.copy_blocks, ModelRunner.run
+    real_copy, real_run = Transfers.before, ModelRunner.run
 
     def copy(self, copies):
+        copies = Moves.of(copies)
         moves.append((copies.swap_outs, copies.swap_ins))
         real_copy(self, copies)
 
@@ -206,7 +208,7 @@ def test_preemption_moves_and_computes_the_whole_context(run_main, monkeypatch):
         computed.append(len(batch.input_ids))
         return real_run(self, batch)
 
-    monkeypatch.setattr(SwappingKVCache, "copy_blocks", copy)
+    monkeypatch.setattr(Transfers, "before", copy)
     monkeypatch.setattr(ModelRunner, "run", run)
     lines = run_main(preemption, "--context-len", 33, 48, "--rounds", 1)
     assert computed == [33, 33, 48, 48]  # a warm-up and a round each
@@ -365,6 +367,8 @@ def test_no_product_is_faster_than_the_roofline(small_kernels, monkeypatch):
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         assert roofline.measure_gemm_rate(name) > 0.5 * peak.measure_peak(dtype)  # of other moments
+    of_bytes = peak.measure_peak(torch.int8)
+    assert roofline.measure_rates("bfloat16", is_quantised=True).gemm_flops_per_s > 0.5 * of_bytes
     assert roofline.measure_gemm_rate("float16") > 0  # the kernels have none
 
 
@@ -446,7 +450,7 @@ def test_rooflines_of_the_workloads_are_printed(run_main, monkeypatch):
     monkeypatch.setattr(roofline, "GEMM_SHAPES", [(16, 32, 64)])
     rates = json.loads(run_main(roofline, "--rates-only", "--dtype", "float32")[-1])
     assert min(rates.values()) > 0
-    monkeypatch.setattr(roofline, "measure_rates", lambda dtype, device: Rates(25e9, 1e12))
+    monkeypatch.setattr(roofline, "measure_rates", lambda *_: Rates(25e9, 1e12))
     lines = run_main(roofline)
     assert [line.split()[0] for line in lines[1:]] == ["W", "W2", "W3"]
     # W2 is one request of 64 tokens out: each step reads at least all weights, in bfloat16

@@ -7,14 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary import ApplyRotary
 from nanovllm_extras.fp8_kv import with_fp8_cache
 from nanovllm_extras.kernels.choices import LATENT_BACKENDS, select_backend
 from nanovllm_extras.models.latent_attention import TorchLatentAttention, UpProjection, deinterleave
-from nanovllm_extras.swap.space import SwapMoves
+from nanovllm_extras.records import Moves
 from tests.extras.attention_steps import LatentStep, attend_with_loops, random_lens
-from tests.extras.swap.test_host_blocks import allocate
+from tests.extras.swap.test_host_blocks import Cache
 
 HEADS, RANK, ROPE_DIM, KEY_DIM, VALUE_DIM = 3, 12, 4, 6, 5
 HEAD_DIM = RANK + ROPE_DIM
@@ -74,7 +75,8 @@ def test_interleaved_pairs_are_rotated():
 
 def test_a_slot_holds_one_latent():
     backend = make_backend(block_size=4)
-    cache = allocate(backend, 3, torch.float32, 6, 2)
+    cache = KVCache(backend, 3, torch.float32, torch.device("cpu"))
+    cache.allocate(6)
     assert cache.tensor.shape == (1, 3, 7, 4, 1, HEAD_DIM)
     assert cache.bytes_per_block == 3 * 4 * HEAD_DIM * 4
     assert cache.tensor.nbytes == 7 * cache.bytes_per_block
@@ -88,7 +90,7 @@ BLOCKS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=4, u
 @given(outs=BLOCKS, ins=BLOCKS, copies=BLOCKS, dtype=st.sampled_from([torch.bfloat16, torch.float8_e4m3fn]))
 def test_blocks_of_one_part_are_moved_bit_by_bit(outs, ins, copies, dtype):
     """Out, in and on the device, against loops over blocks; the tables are those of test_host_blocks.py."""
-    cache = allocate(make_backend(), 2, dtype, 5, 4)
+    cache = Cache(make_backend(), 2, dtype, 5, 4)
     for seed, tensor in enumerate((cache.tensor, cache.host_blocks.tensor)):
         generator = torch.Generator().manual_seed(seed)
         words = tensor.view(torch.uint8)
@@ -97,7 +99,7 @@ def test_blocks_of_one_part_are_moved_bit_by_bit(outs, ins, copies, dtype):
     host = cache.host_blocks.tensor.view(torch.uint8).clone()
     ins = [(target, source) for source, target in ins]  # (host, device)
     ins = list({device_block: (host_block, device_block) for host_block, device_block in ins}.values())
-    cache.copy_blocks(SwapMoves(copies, outs, ins))
+    cache.copy_blocks(Moves(copies, swap_outs=outs, swap_ins=ins))
     for source_tensor, target_tensor, pairs in ((device, host, outs), (host, device, ins), (device, device, copies)):
         read = source_tensor.clone()
         for source, target in pairs:

@@ -9,9 +9,9 @@ import itertools
 import pytest
 
 from nanovllm_extras import SamplingParams
-from nanovllm_extras.states.host_states import SwappingStateKVCache
 from nanovllm_extras.states.slots import StateBlockManager
 from nanovllm_extras.states.state_swap import StateSwapSpace
+from nanovllm_extras.transfers import Transfers
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, logprobs_of
 from tests.extras.models.test_qwen3_5 import GREEDY, TINY_POOLS, check_all_free, check_greedy, logprobs, make_llm
 
@@ -124,7 +124,7 @@ def tokens_of(hybrids, **options):
 
 
 def copies_only_k_and_v(monkeypatch):
-    monkeypatch.setattr(SwappingStateKVCache, "copy_state", lambda self, source, destination: None)
+    monkeypatch.setattr(Transfers, "_copy_state", lambda self, source, destination: None)
 
 
 def brings_no_state_back(monkeypatch):
@@ -135,14 +135,14 @@ def brings_no_state_back(monkeypatch):
 
 
 def forgets_the_convolution(monkeypatch):
-    right = SwappingStateKVCache.copy_state
+    right = Transfers._copy_state
 
     def copy_state(self, source, destination):
-        kept = self.conv.clone()
+        kept = self.kv_cache.conv.clone()
         right(self, source, destination)
-        self.conv.copy_(kept)
+        self.kv_cache.conv.copy_(kept)
 
-    monkeypatch.setattr(SwappingStateKVCache, "copy_state", copy_state)
+    monkeypatch.setattr(Transfers, "_copy_state", copy_state)
 
 
 def takes_the_wrong_host_slot(monkeypatch):

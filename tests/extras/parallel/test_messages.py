@@ -18,7 +18,6 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
-from nanovllm_extras.kv_store.moves import StoreMoves
 from nanovllm_extras.kv_store.tier import BlockName
 from nanovllm_extras.parallel.messages import (
     HEADER_BYTES,
@@ -26,7 +25,6 @@ from nanovllm_extras.parallel.messages import (
     MATCH,
     STEP,
     Header,
-    moves_of,
     pack_logits,
     pack_names,
     pack_step,
@@ -37,18 +35,14 @@ from nanovllm_extras.parallel.messages import (
     unpack_step,
 )
 from nanovllm_extras.processed_batch import ProcessedSampling
+from nanovllm_extras.records import Moves
 from nanovllm_extras.runner_hooks import draw_arguments
-from nanovllm_extras.states.slots import StateMoves
-from nanovllm_extras.swap.space import SwapMoves
 from tests.conftest import examples
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 PAIRS = st.lists(st.tuples(*[st.integers(0, 2**31 - 1)] * 2), max_size=4)
 NAMES = st.builds(BlockName, st.binary(min_size=32, max_size=32), st.binary(min_size=16, max_size=16))
-NAMED = st.lists(st.tuples(NAMES, st.integers(0, 2**31 - 1)), min_size=1, max_size=3)
-SWAP_MOVES = st.builds(SwapMoves, PAIRS, PAIRS, PAIRS)
-STORE_MOVES = st.builds(StoreMoves, st.one_of(PAIRS, SWAP_MOVES), NAMED, NAMED, st.just({}))
-MOVES = st.one_of(PAIRS, SWAP_MOVES, STORE_MOVES)
+NAMED = st.lists(st.tuples(NAMES, st.integers(0, 2**31 - 1)), max_size=3)
 SLOTS = st.integers(-9, 2**31 - 1)  # those in host memory are negative
 STATE_COPIES = st.lists(st.tuples(SLOTS, SLOTS), max_size=4)
 
@@ -85,10 +79,13 @@ def batches(draw):
     sampling = SamplingBatch(temperatures)
     if draw(st.booleans()):
         sampling = ProcessedSampling(temperatures, num_logprobs=draw(st.sampled_from([None, 0, 5])))
-    moves = draw(MOVES)
+    moves = draw(PAIRS)
     if draw(st.booleans()):
-        slots = draw(st.lists(SLOTS, min_size=num_seqs, max_size=num_seqs))
-        moves = StateMoves(moves, draw(STATE_COPIES), slots, draw(st.booleans()), draw(st.booleans()))
+        num_slots = draw(st.sampled_from([0, num_seqs]))
+        slots, sources = (draw(st.lists(SLOTS, min_size=num_slots, max_size=num_slots)) for _ in range(2))
+        pairs = {"swap_outs": draw(PAIRS), "swap_ins": draw(PAIRS), "state_copies": draw(STATE_COPIES)}
+        moves = Moves(moves, **pairs, slots=slots, sources=sources)
+        moves.loads, moves.saves = draw(NAMED), draw(NAMED)
     return Batch(array(n), array(n), metadata, array(num_samples), sampling, moves)
 
 
@@ -139,14 +136,8 @@ def test_a_batch_arrives_as_it_was(batch, has_draw):
     assert torch.equal(found.positions, batch.positions)
     assert torch.equal(found.logits_indices, batch.logits_indices if has_draw else torch.empty(0, dtype=torch.int32))
     assert type(found) is Batch, "no readers"
-    assert type(found.copies) is type(batch.copies)
-    assert moves_of(found.copies) == moves_of(batch.copies)
-    for name in ("state_copies", "slots"):
-        assert getattr(found.copies, name, None) == getattr(batch.copies, name, None)
-    ours, theirs = (getattr(copies, "block_moves", copies) for copies in (found.copies, batch.copies))
-    assert type(ours) is type(theirs)
-    for kind in ("loads", "saves"):
-        assert getattr(ours, kind, None) == getattr(theirs, kind, None)
+    assert list(found.copies) == list(batch.copies)
+    assert vars(found.copies) == vars(Moves.of(batch.copies))
     assert num_logprobs(found) is None if num_logprobs(batch) is None else num_logprobs(found) is not None
     assert draw_arguments(found.sampling)[1:] == (None,) * 4
     assert not found.sampling.temperatures.any()

@@ -11,10 +11,11 @@ import pytest
 from nanovllm_extras.extended_scheduler import count_places, fork_anytime
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.roll_back import roll_back
 from nanovllm_extras.states.known_snapshots import KnownStateBlockManager, OverlappedStateScheduler
-from nanovllm_extras.states.slots import StateBlockManager, StateMoves, StateScheduler
+from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
 from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
 
 
@@ -83,7 +84,7 @@ class Run:
 
     def compute(self, step):
         moves = step.copies
-        assert isinstance(moves, StateMoves)
+        assert isinstance(moves, Moves)
         for source, destination in moves.state_copies:
             self.pool[destination] = self.pool[source]
         assert len(set(moves.slots)) == len(step.chunks), "no slot is used twice"

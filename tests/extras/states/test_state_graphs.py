@@ -21,13 +21,14 @@ from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.isolation import IsolatingEngine
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.records import Moves
 from nanovllm_extras.runner_hooks import ArrivingTokens
 from nanovllm_extras.self_check.comparison import SelfCheckError
 from nanovllm_extras.self_check.state_check import StateCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
 from nanovllm_extras.speculation.mtp_runner import MtpRunner
 from nanovllm_extras.states.pool import StateKVCache, StateMetadata, with_states
-from nanovllm_extras.states.slots import NULL_SLOT, StateMoves
+from nanovllm_extras.states.slots import NULL_SLOT
 from nanovllm_extras.states.state_graphs import StateCudaGraphs, StateInputs, needs_rounds
 from nanovllm_extras.states.state_runner import StateRunner
 from tests.extras.cuda import test_core_graphs, test_graphs
@@ -107,14 +108,14 @@ def check_tokens(engine, hybrids, num_prompts=None):
 
 def watch_slots(engine, slots_in_use):
     """Note all slots that steps name, or copy to."""
-    copy_blocks = engine.runner.kv_cache.copy_blocks
+    before = engine.runner.transfers.before
 
-    def copy_and_note(copies):
-        if isinstance(copies, StateMoves):
-            slots_in_use.update(copies.slots, [destination for _, destination in copies.state_copies])
-        copy_blocks(copies)
+    def copy_and_note(moves):
+        if isinstance(moves, Moves):
+            slots_in_use.update(moves.slots, [destination for _, destination in moves.state_copies])
+        before(moves)
 
-    engine.runner.kv_cache.copy_blocks = copy_and_note
+    engine.runner.transfers.before = copy_and_note
 
 
 # ---- what is sent
@@ -126,7 +127,7 @@ def decode_batch(num_seqs, seed, drafts=False):
     batch = test_graphs.decode_batch(num_seqs, 4, rng.choice([1, 3, 36]), seed, temperature=0)
     slots = rng.sample(range(1, 40), num_seqs)
     sources = [slots[i - 1] if drafts and i % 3 == 2 else slot for i, slot in enumerate(slots)]
-    batch.__dict__["copies"] = StateMoves([], [], slots, sources=sources)
+    batch.__dict__["copies"] = Moves(slots=slots, sources=sources)
     return batch
 
 

@@ -13,14 +13,15 @@ import torch
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.kv_store.moves import copy_out
+from nanovllm_extras.kv_store.copies import copy_out
 from nanovllm_extras.kv_store.share import Loaded
 from nanovllm_extras.prefix_misses import ExplainingStats
+from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.states.pool import StateKVCache, StateShape
-from nanovllm_extras.states.slots import StateBlockManager, StateMoves, StateScheduler
+from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
 from nanovllm_extras.states.state_store import KnownStateStoreHooks, StateKVStore, StateStoreHooks, name_of_state
-from nanovllm_extras.states.stored_states import StateStoreMoves, loading_states
+from nanovllm_extras.transfers import Transfers
 from tests.extras.states import test_slots
 from tests.extras.store_traffic import FakeStore
 
@@ -68,17 +69,16 @@ class StoreModel:
         self.kv, self.host_kv = {}, {}  # block id -> for each of its tokens, the tokens up to it
         self.num_state_loads = 0
 
-    def move(self, copies):
-        """Do what `LoadingStateKVCache.copy_blocks` does, in its order."""
-        assert isinstance(copies, StateMoves)
-        moves = copies.block_moves
+    def move(self, moves):
+        """Do what `Transfers.before` does, in its order."""
+        assert isinstance(moves, Moves)
         for source, destination in moves.swap_outs:
             self.host_kv[destination] = list(self.kv[source])
         for source, destination in moves.swap_ins:
             self.kv[destination] = list(self.host_kv[source])
         for source, destination in moves:
             self.kv[destination] = list(self.kv[source])
-        for source, destination in copies.state_copies:
+        for source, destination in moves.state_copies:
             self.pool[destination] = self.pool[source]
         for name, slot in moves.state_loads:
             self.pool[slot] = moves.loaded[name]
@@ -94,7 +94,7 @@ class StoreModel:
             self.compute_chunk(seq, self.tokens_of(seq, start + num_new_tokens), start, slot)
 
     def save(self, step):
-        moves = step.copies.block_moves
+        moves = step.copies
         for name, block_id in moves.saves:
             self.store.save(name, list(self.kv[block_id]))
         for name, slot in moves.state_saves:
@@ -344,7 +344,7 @@ def test_an_earlier_snapshot_is_loaded_if_a_block_is_lost_meanwhile():
 def make_cache(dtype=torch.bfloat16, num_slots=4):
     shape = StateShape(num_layers=3, conv=(3, 7), recurrent=(2, 4, 5))
     backend = TorchAttention(num_heads=2, num_kv_heads=1, head_dim=4, block_size=2)
-    cache = loading_states(StateKVCache)(backend, 2, dtype, torch.device("cpu"), shape)
+    cache = StateKVCache(backend, 2, dtype, torch.device("cpu"), shape)
     cache.num_slots = num_slots
     cache.allocate(6)
     for tensor in (cache.tensor, cache.conv, cache.recurrent):
@@ -364,14 +364,13 @@ class Kept:
 def test_a_snapshot_comes_back_bit_by_bit_after_the_copies_of_the_step():
     cache, saver = make_cache(), Kept()
     conv, recurrent = cache.conv.clone(), cache.recurrent.clone()
-    moves = StateStoreMoves([], [], [], {})
+    transfers, moves = Transfers(cache), Moves()
     moves.state_saves = [("a", 1), ("b", 3)]
-    moves.save(saver, cache)
-    moves = StateStoreMoves([], [], [], saver.saved)
-    moves.state_loads = [("a", 4), ("b", 2)]
+    transfers.save(moves, saver)
     # slot 4 is copied before it is loaded, and what an earlier step copies to slot 2 is replaced
-    step = StateMoves(moves, [(4, 1), (1, 2)], slots=[4, 2])
-    cache.copy_blocks(step)
+    moves = Moves(state_copies=[(4, 1), (1, 2)], slots=[4, 2])
+    moves.state_loads, moves.loaded = [("a", 4), ("b", 2)], saver.saved
+    transfers.before(moves)
     for states, before in ((cache.conv, conv), (cache.recurrent, recurrent)):
         expected = [before[:, i] for i in (0, 4, 3, 3, 1)]
         assert torch.equal(states, torch.stack(expected, dim=1))

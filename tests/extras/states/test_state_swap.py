@@ -9,12 +9,12 @@ import torch
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.states.host_states import SwappingStateKVCache
-from nanovllm_extras.states.pool import StateShape
-from nanovllm_extras.states.slots import StateBlockManager, StateMoves, StateScheduler
+from nanovllm_extras.states.pool import StateKVCache, StateShape
+from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
 from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
-from nanovllm_extras.swap.space import SwapMoves
+from nanovllm_extras.transfers import Transfers
 
 SHAPE = StateShape(num_layers=3, conv=(3, 10), recurrent=(2, 4, 5))
 
@@ -37,7 +37,7 @@ def step(scheduler):
     scheduled = scheduler.schedule()
     scheduler.update(scheduled, [7] * len(scheduled.samples))
     moves = scheduled.copies
-    return moves.block_moves.swap_outs, moves.block_moves.swap_ins, moves.state_copies, moves.slots
+    return moves.swap_outs, moves.swap_ins, moves.state_copies, moves.slots
 
 
 def run_until_preempted(scheduler, seq):
@@ -124,10 +124,12 @@ def test_a_snapshot_is_dropped_for_a_sequence_that_comes_back():
 
 def make_cache(num_bytes, max_num_seqs=3, dtype=torch.float32, num_slots=4, num_blocks=6):
     backend = TorchAttention(num_heads=2, num_kv_heads=1, head_dim=4, block_size=2)
-    cache = SwappingStateKVCache(backend, 2, dtype, torch.device("cpu"), SHAPE, num_bytes, max_num_seqs)
+    cache = StateKVCache(backend, 2, dtype, torch.device("cpu"), SHAPE)
     cache.num_slots = num_slots
     cache.allocate(num_blocks)
-    return cache
+    transfers = Transfers(cache, num_bytes, max_num_seqs)
+    transfers.allocate()
+    return cache, transfers
 
 
 def test_half_of_the_space_is_for_states():
@@ -140,9 +142,9 @@ def test_half_of_the_space_is_for_states():
         (5 * state, 3, 2, 3 * state // block),
         (100 * state, 3, 3, 97 * state // block),
     ]:
-        cache = make_cache(num_bytes, max_num_seqs)
-        assert (cache.num_swap_slots, cache.num_swap_blocks) == (num_slots, num_blocks)
-        host = [cache.host_blocks.tensor, *(one.tensor for one in cache.host_states)]
+        _, transfers = make_cache(num_bytes, max_num_seqs)
+        assert (transfers.num_swap_slots, transfers.num_swap_blocks) == (num_slots, num_blocks)
+        host = [one.tensor for one in (*transfers.host_blocks, *transfers.host_states)]
         assert sum(one.nbytes for one in host) == num_slots * state + num_blocks * block <= num_bytes
     with pytest.raises(ValueError, match=f"swap_space_bytes must be >= {state + block}, one state and one block"):
         make_cache(state + block - 1)
@@ -150,16 +152,14 @@ def test_half_of_the_space_is_for_states():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_and_both_parts_of_a_state_come_back_bit_by_bit(dtype):
-    cache = make_cache(1 << 14, dtype=dtype)
+    cache, transfers = make_cache(1 << 14, dtype=dtype)
     for tensor in (cache.tensor, cache.conv, cache.recurrent):
         tensor.copy_(torch.randn(tensor.shape))
     before = [cache.tensor.clone(), cache.conv.clone(), cache.recurrent.clone()]
-    out = SwapMoves([], [(2, 0), (3, 5)], [])
-    cache.copy_blocks(StateMoves(out, [(1, 2), (3, -2), (2, -1)], slots=[4]))
+    transfers.before(Moves(swap_outs=[(2, 0), (3, 5)], state_copies=[(1, 2), (3, -2), (2, -1)], slots=[4]))
     for tensor in (cache.tensor, cache.conv, cache.recurrent):
         tensor.zero_()
-    back = SwapMoves([], [], [(5, 1), (0, 6)])
-    cache.copy_blocks(StateMoves(back, [(-1, 4), (-2, 1), (1, 3)], slots=[4]))
+    transfers.before(Moves(swap_ins=[(5, 1), (0, 6)], state_copies=[(-1, 4), (-2, 1), (1, 3)], slots=[4]))
     expected = [torch.zeros_like(one) for one in before]
     expected[0][:, :, [1, 6]] = before[0][:, :, [3, 2]]
     for states, held in zip(expected[1:], before[1:], strict=True):

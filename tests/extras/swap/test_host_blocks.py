@@ -13,24 +13,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.swap.host_blocks import HostBlocks, SwappingKVCache
-from nanovllm_extras.swap.space import SwapMoves
+from nanovllm_extras.records import Moves
+from nanovllm_extras.swap.host_blocks import HostBlocks
+from nanovllm_extras.transfers import Transfers
 
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 3, 8, 6, 4
 KINDS = ("swap_outs", "swap_ins", "copies")
 
 
-def allocate(backend, num_layers, dtype, num_blocks, num_host_blocks):
-    layout = (backend, num_layers, dtype, torch.device("cpu"))
-    cache = SwappingKVCache(*layout, num_host_blocks * KVCache(*layout).bytes_per_block)
-    cache.allocate(num_blocks)
-    return cache
+class Cache:
+    """A KV cache, and the blocks in host memory of its `Transfers`."""
+
+    def __init__(self, backend, num_layers, dtype, num_blocks, num_host_blocks):
+        kv_cache = KVCache(backend, num_layers, dtype, torch.device("cpu"))
+        kv_cache.allocate(num_blocks)
+        transfers = Transfers(kv_cache, num_host_blocks * kv_cache.bytes_per_block)
+        transfers.allocate()
+        self.tensor, (self.host_blocks,), self.copy_blocks = kv_cache.tensor, transfers.host_blocks, transfers.before
 
 
 def make_cache(dtype=torch.float32, seed=0):
     """Each number in both tensors is another one."""
     backend = TorchAttention(num_heads=4, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE)
-    cache = allocate(backend, NUM_LAYERS, dtype, NUM_BLOCKS, NUM_HOST_BLOCKS)
+    cache = Cache(backend, NUM_LAYERS, dtype, NUM_BLOCKS, NUM_HOST_BLOCKS)
     generator = torch.Generator().manual_seed(seed)
     for tensor in (cache.tensor, cache.host_blocks.tensor):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
@@ -48,7 +53,7 @@ def expect(cache, moves):
 
 
 def moves_of(copies=(), swap_outs=(), swap_ins=()):
-    return SwapMoves(list(copies), list(swap_outs), list(swap_ins))
+    return Moves(copies, swap_outs=swap_outs, swap_ins=swap_ins)
 
 
 def pairs_of(moves, kind):
@@ -66,7 +71,7 @@ def check(cache, moves):
 @pytest.mark.parametrize("head_dim", [3, 4, 8])
 def test_every_dtype_is_moved_bit_by_bit(dtype, head_dim):
     backend = TorchAttention(num_heads=2, num_kv_heads=1, head_dim=head_dim, block_size=2)
-    cache = allocate(backend, 1, dtype, 4, 2)
+    cache = Cache(backend, 1, dtype, 4, 2)
     bits = torch.randint(0, 256, (*cache.tensor.shape[:-1], head_dim * dtype.itemsize), dtype=torch.uint8)
     cache.tensor.view(torch.uint8).copy_(bits)
     cache.copy_blocks(moves_of(swap_outs=[(1, 1)], copies=[(3, 1)]))
@@ -209,9 +214,9 @@ def test_shapes():
 
 def test_swap_space_is_whole_blocks():
     backend = TorchAttention(num_heads=4, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE)
-    layout = (backend, NUM_LAYERS, torch.float32, torch.device("cpu"))
-    size = KVCache(*layout).bytes_per_block
-    sizes = [SwappingKVCache(*layout, num_bytes).num_swap_blocks for num_bytes in (size, 2 * size - 1, 10 * size)]
+    cache = KVCache(backend, NUM_LAYERS, torch.float32, torch.device("cpu"))
+    size = cache.bytes_per_block
+    sizes = [Transfers(cache, num_bytes).num_swap_blocks for num_bytes in (size, 2 * size - 1, 10 * size)]
     assert sizes == [1, 1, 10]
     with pytest.raises(ValueError, match=f"swap_space_bytes must be >= {size}, one block, got {size - 1}"):
-        SwappingKVCache(*layout, size - 1)
+        Transfers(cache, size - 1)

@@ -29,7 +29,7 @@ class SlotRecorder(Recorder):
             "copies": list(step.copies.state_copies),
         }
         if self.space is not None:
-            moves = step.copies.block_moves
+            moves = step.copies
             self.truth[self._num_steps] |= {"outs": list(moves.swap_outs), "ins": list(moves.swap_ins)}
 
     def swapped(self):

@@ -1,66 +1,11 @@
-"""What a step does for the store: blocks that are loaded before its forward pass, and saved after it.
+"""Copies of blocks from and to host memory, for a K/V store. On CUDA, those to the host run in their own stream."""
 
-    moves.loads     data: [num_loads, bytes_per_block] in host memory -> blocks of the KV cache
-    moves.saves     blocks of the KV cache -> host memory, [num_saves, bytes_per_block]
-
-A step's moves are a list of copies on the device, as in the core, with the moves of `swap/` if there are any. Loads are
-done after all of those: a block that is loaded may have been the source of a copy out. On CUDA, copies to the host run
-in a stream of their own.
-"""
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm_extras.kv_store.tier import BlockName
 from nanovllm_extras.swap.host_blocks import as_words, indices_on
-from nanovllm_extras.swap.space import SwapMoves
-
-NamedBlocks = list[tuple[BlockName, int]]
-
-
-class StoreMoves(SwapMoves):
-    """`loads` and `saves` are lists of (name, block id). `loaded` has the data of loads: [bytes_per_block] uint8."""
-
-    def __init__(
-        self, copies: list[tuple[int, int]], loads: NamedBlocks, saves: NamedBlocks, loaded: dict[BlockName, Any]
-    ) -> None:
-        super().__init__(copies, getattr(copies, "swap_outs", []), getattr(copies, "swap_ins", []))
-        self.loads = loads
-        self.saves = saves
-        self.loaded = loaded
-
-    @property
-    def has_saves(self) -> bool:
-        return bool(self.saves)
-
-    def save(self, saver: Any, kv_cache: Any) -> None:
-        """Give what the step has filled to `saver`."""
-        if self.saves:
-            saver.save_blocks(kv_cache.tensor, self.saves)
-
-
-def moves_of(copies: Any) -> Any:
-    """Return the moves of blocks among a step's copies, which may also have copies of states (`states/`)."""
-    return getattr(copies, "block_moves", copies)
-
-
-def loading(cache_class: type[Any]) -> type[Any]:
-    """Return `cache_class` with `copy_blocks` that also does the loads of a step."""
-
-    class LoadingKVCache(cache_class):  # type: ignore[misc, valid-type]
-        first_byte = 0
-        """Where this cache's part of a block's data begins."""
-
-        def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-            super().copy_blocks(copies)
-            moves = moves_of(copies)
-            if isinstance(moves, StoreMoves) and moves.loads:
-                part = slice(self.first_byte, self.first_byte + self.bytes_per_block)
-                copy_in(self.tensor, [(moves.loaded[name][part], block_id) for name, block_id in moves.loads])
-
-    return LoadingKVCache
 
 
 def copy_in(kv_cache: torch.Tensor, loads: list[tuple[torch.Tensor, int]]) -> None:
