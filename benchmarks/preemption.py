@@ -11,6 +11,7 @@ long contexts.
 import argparse
 import time
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -50,11 +51,12 @@ def measure(engine: LLMEngine, context_len: int, rounds: int) -> tuple[float, fl
     blocks = range(1, -(-context_len // engine.parts.block_size) + 1)
     pairs = [(block, block - 1) for block in blocks]  # host blocks count from 0
     back = [(host, device) for device, host in pairs]
+    runner: Any = engine.runner
     swaps, recomputes = [], []
     for round_ in range(rounds + 1):
         start = time.perf_counter()
-        engine.runner.transfers.before(Moves(swap_outs=pairs))
-        engine.runner.transfers.before(Moves(swap_ins=back))
+        runner.transfers.before(Moves(swap_outs=pairs))
+        runner.transfers.before(Moves(swap_ins=back))
         synchronize(engine)
         swapped = time.perf_counter()
         engine.add_request("r", [1] * context_len, SamplingParams(max_tokens=1))

@@ -225,4 +225,5 @@ def make_preemption(parts: "Parts", blocks: BlockManager) -> Any:
         from nanovllm_extras.kv_groups.grouped_swap import make_swap as make
     else:
         from nanovllm_extras.swap.space import make_swap as make
-    return make(parts.runner.transfers, blocks)
+    runner: Any = parts.runner
+    return make(runner.transfers, blocks)

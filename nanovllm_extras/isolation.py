@@ -109,7 +109,10 @@ class IsolatingEngine(LLMEngine):
     def _sample_without(self, guilty: Collection[str], step: Step, hidden: torch.Tensor) -> ArrivingTokens:
         """Sample the step, in which the guilty requests ask for nothing."""
         neutral = neutralise(step, guilty)
-        tokens: ArrivingTokens = self.runner.finish(Computed(hidden, self.runner.send(self._build(neutral))))
+        batch = self._build(neutral)
+        with self.runner.step_context():
+            sent = self.runner.send(batch)
+        tokens: ArrivingTokens = self.runner.finish(Computed(hidden, sent))
         tokens.readings = tuple(ReadingsOf(neutral, result) for result in tokens.readings)
         return tokens
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.batch import Batch, SamplingBatch, to_device
+from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.cuda.graphs import StepSizes
 from nanovllm_extras.runner_hooks import draw_arguments
@@ -50,7 +50,7 @@ def draw_from_both(runner: "ModelRunner") -> None:
             hidden = torch.zeros(num_rows, runner.shape.hidden_size, dtype=runner.dtype, device=runner.device)
             logits = runner.compute_logits(hidden)  # [num_rows, vocab_size]
         for kind in ("greedy", "plain", "limited"):
-            runner.draw(logits[:1].float(), *draw_arguments(to_device(draws(kind, 1), runner.device)))
+            runner.draw(logits[:1].float(), *draw_arguments(runner.send(draws(kind, 1))))
 
 
 def null_batch(

@@ -59,10 +59,11 @@ class OfGroups(LayerInputs):
         self.places = places
 
     def of(self, metadata: AttentionMetadata, kv_cache: Tensor) -> tuple[Any, Any]:
-        if isinstance(metadata, GroupedMetadata):
-            groups = self.spread(metadata)
-            metadata = [groups[place.group] for place in self.places]
-        return metadata, self.caches_of(kv_cache)  # a step over null blocks only has one metadata for all
+        caches = self.caches_of(kv_cache)
+        if not isinstance(metadata, GroupedMetadata):  # a step over null blocks only
+            return metadata, caches
+        groups = self.spread(metadata)
+        return [groups[place.group] for place in self.places], caches
 
     def spread(self, metadata: GroupedMetadata) -> list[AttentionMetadata]:
         """Return the metadata for the layers of each group."""

@@ -236,7 +236,7 @@ def test_a_request_ends_with_the_error_of_any_of_its_samples(tiny_checkpoint, an
 @pytest.mark.parametrize("failing", [(4,), (4, 5)], ids=["once", "again"])
 @both_ways
 def test_if_the_forward_pass_fails_nobody_is_at_fault(tiny_checkpoint, answer, overlap, failing):
-    """Then the step raises, its requests wait, and go on; it may fail again when the engine looks for who it was."""
+    """Then the step raises, its requests wait, and go on, and may fail again."""
     engine = make_engine(tiny_checkpoint[0], overlap)
     model, calls = engine.runner.model, iter(range(1000))
 
@@ -256,7 +256,7 @@ def test_if_the_forward_pass_fails_nobody_is_at_fault(tiny_checkpoint, answer, o
         except Failing:
             num_failures += 1
         assert not engine.take_failures()
-    assert num_failures == 1
+    assert num_failures == len(failing)
     assert tokens_of(outputs) == {request_id: answer(prompt, 10) for request_id, prompt in PROMPTS.items()}
 
 

@@ -30,6 +30,7 @@ from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.quantization.quantise import quantise
 from nanovllm_extras.runner_hooks import ArrivingTokens, Computed, has_placeholders
+from nanovllm_extras.transfers import Transfers
 from tests.conftest import every_second
 from tests.extras.late_runner import LateRunner
 from tests.extras.test_full_engine import ids
@@ -193,6 +194,7 @@ def make_runner(backend, has_fast_layers, quantization=None):
     runner.device, runner.graphs, runner.has_overlap = META, None, True
     buffer = InputBuffer(META, 1 << 20)
     runner.device_setup = OneCopy(buffer)
+    runner.transfers, runner.shape, runner.dtype = Transfers(kv_cache), SHAPE, torch.bfloat16
     runner.newest_ids = torch.zeros(64, dtype=torch.int64, device=META)
     return runner, buffer
 

@@ -149,11 +149,12 @@ def test_a_store_that_stands_still_holds_up_no_request(folder, expected):
             super().save(block, data)
 
     llm = LLM(folder, kv_transfer_config={"kv_connector": Stuck(1 << 20)}, **OPTIONS)
-    saver = llm.engine.parts.kv_store.saver
-    saver.max_pending_bytes = 10 * saver.bytes_per_block
+    store = llm.engine.parts.kv_store
+    saver = store.saver
+    saver.max_pending_bytes = 10 * store.bytes_per_block
     saver.wait = lambda *_: True
     assert answers_of(llm) == expected
-    assert saver._backlog.num_bytes == 10 * saver.bytes_per_block
+    assert saver._backlog.num_bytes == 10 * store.bytes_per_block
     assert llm.get_stats().kv_store.num_dropped_blocks > 0
     gate.set()
     assert Saver.wait(saver, 5)

@@ -311,7 +311,7 @@ def test_graphs_are_measured_before_the_pool_has_slots(all_hybrids, monkeypatch)
     runner, cuda = engine.runner, FakeCuda(monkeypatch)
     runner.kv_cache.num_slots = 0
     runner.kv_cache.allocate(0)
-    arguments = (runner.model, runner.kv_cache.tensor, lambda logits, *_: logits.argmax(-1), 20, 32)
+    arguments = (runner.network, runner.kv_cache.tensor, lambda logits, *_: logits.argmax(-1), 20, 32)
     expected = (107 << 20) + (len(graph_sizes(20)) - 1) * (7 << 20)
     assert measure_graph_bytes(*arguments, runner.more_inputs) == expected
     assert all(states.isfinite().all() for states in runner.kv_cache.states)
