@@ -10,6 +10,7 @@ from typing import Any
 from nanovllm import config
 from nanovllm.checks import check_bool, check_choice, check_int, check_str, checked
 from nanovllm.config import DTYPES
+from nanovllm_extras.compatibility import check_combinations
 from nanovllm_extras.option_checks import (
     check_dict,
     check_in,
@@ -67,7 +68,7 @@ class Config(config.Config):
     self_check: str | None = checked(None, check_in, module="self_check.mode")
     """Whether the first start compares the kernels with PyTorch's layers: `on` takes another way to compute if they are
     wrong, `strict` raises, `off` does not compare; None is the variable NANOVLLM_SELF_CHECK, or `on`."""
-    speculative_config: Mapping[str, Any] | None = checked(None, check_dict)
+    speculative_config: Mapping[str, Any] | None = checked(None, check_in, module="speculation.speculation_options")
     """How draft tokens are proposed, as `{"method": "ngram", "num_speculative_tokens": 5}`; None turns drafts off."""
     tensor_parallel_size: int = checked(1, check_int, minimum=1)
     """Ranks that share each forward pass: CUDA devices, or processes on a CPU."""
@@ -106,14 +107,7 @@ class Config(config.Config):
                 f"preemption_mode='swap' needs swap_space_bytes > 0, and swap_space_bytes needs that mode: "
                 f"got {self.preemption_mode!r} and {self.swap_space_bytes}"
             )
-        if self.speculative_config is not None:
-            from nanovllm_extras.speculation.speculation_options import check_speculation
-
-            check_speculation(self)
-        if self.has_kv_store:
-            from nanovllm_extras.kv_store.store_options import check_store
-
-            check_store(self)
+        check_combinations(self)
 
     @property
     def has_kv_store(self) -> bool:

@@ -15,6 +15,7 @@ from nanovllm.config import DTYPES, resolve_dtype
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.checkpoint import read_model_config
+from nanovllm_extras.compatibility import check_combinations
 from nanovllm_extras.full_observer import Observer, SchedulingStats
 from nanovllm_extras.full_runner import ModelRunner
 
@@ -29,6 +30,7 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
     """
     kind: Callable[[Config, Path], ModelRunner] = ModelRunner
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
+    check_combinations(config, shape)
     config = with_own_cache_dtype(config, shape.dtype)
     is_shared = max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1
     if shape.state_shape is not None and is_shared:

@@ -38,9 +38,6 @@ def choose(
         limit_threads()
     choice = (config.attention_backend, device, dtype, shape.head_dim, config.block_size, config.kv_cache_dtype)
     is_latent = shape.latent_rank is not None
-    if is_latent and config.kv_cache_dtype == "int8":
-        allowed = "take kv_cache_dtype='auto', or kv_cache_dtype='fp8' and attention_backend='torch'"
-        raise ValueError(f"kv_cache_dtype='int8' is for K and V, and this model's cache holds latents: {allowed}")
     paths = LATENT_BACKENDS if is_latent else BACKENDS
     options = tuple(dict.fromkeys(shape.attention_options)) or (PLAIN,)
     backend_class, reasons = select_backend(*choice, options, paths)

@@ -20,7 +20,7 @@ from nanovllm_extras.all_options import Config
 from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kv_groups.equal_blocks_runner import EqualBlocksRunner
-from nanovllm_extras.kv_groups.group_runner import GroupRunner, check_options
+from nanovllm_extras.kv_groups.group_runner import GroupRunner
 from nanovllm_extras.kv_groups.grouped_runner import GroupedLayersRunner
 from nanovllm_extras.kv_groups.layer_groups import has_groups
 from nanovllm_extras.models.network_config import NetworkConfig
@@ -49,7 +49,6 @@ def start_grouped_ranks(config: Config, folder: Path) -> ModelRunner:
 
 def start_shape_ranks(config: Config, folder: Path) -> ModelRunner:
     """Start all ranks as `start_grouped_ranks` does, for a model whose K and V have several shapes."""
-    check_options(config)
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     return start_ranks(config, folder, kind_of_shapes(config, shape))
 

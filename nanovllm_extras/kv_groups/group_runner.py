@@ -1,52 +1,25 @@
-"""The runner of models whose K and V have several shapes, and which options do not work with such models.
+"""The runner of models whose K and V have several shapes.
 
 `assembly.py` makes `GroupRunner` for such a model if it has one block table, and otherwise the other subclass of
 `ShapesRunner` (`equal_blocks_runner.py`). All other models have the runners that they had.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm_extras.all_options import Config
 from nanovllm_extras.device_setup import Device, Unchecked
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kernels.choices import choose
 from nanovllm_extras.kv_groups.groups import GroupedKVCache
 from nanovllm_extras.layer_inputs import LayerInputs
 
-REFUSED = {  # option -> the values that work, of which the first is the default
-    "kv_cache_dtype": ("auto",),
-    "quantization": (None,),
-    "load_format": ("auto", "safetensors", "dummy"),
-}
-
-
-def check_options(config: Config) -> None:
-    """Raise ValueError for an option that handles one shape of K and V only, or is not tested with several."""
-    for name, allowed in REFUSED.items():
-        if (value := getattr(config, name)) not in allowed:
-            raise ValueError(
-                f"{name} must be {' or '.join(map(repr, allowed))} for a model whose layers have K and V of different "
-                f"shapes, got {value!r}"
-            )
-    if config.speculative_config is not None and config.speculative_config.get("model") is not None:
-        raise ValueError(
-            f"speculative_config must not name a draft model for a model whose layers have K and V of different "
-            f"shapes, got {config.speculative_config}: take the method 'ngram', or leave out speculative_config"
-        )
-
 
 class ShapesRunner(ModelRunner):
     """Runs steps as `ModelRunner` does, with an attention backend for each shape."""
-
-    def __init__(self, config: Config, folder: Path, *arguments: Any, **options: Any) -> None:
-        check_options(config)
-        super().__init__(config, folder, *arguments, **options)
 
     def describe(self) -> str:
         whole = getattr(self, "whole_shape", self.shape)  # of all ranks

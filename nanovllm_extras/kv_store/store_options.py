@@ -7,7 +7,7 @@
         "kv_connector_extra_config": {"shared_storage_path": "/var/cache/kv", "max_bytes": 100_000_000_000},
     }
 
-`all_options.py` checks them with `check_store`, and `store.py` makes the tiers.
+`all_options.py` checks them, and `store.py` makes the tiers.
 """
 
 from collections.abc import Mapping
@@ -55,6 +55,11 @@ class Transfer:
         if allowed is None:
             names = ", ".join(EXTRA_KEYS)
             raise ValueError(f"{name_of('kv_connector')} must be one of {names}, got {self.kv_connector!r}")
+        if self.kv_connector == "OffloadingConnector" and self.kv_role != "kv_both":
+            raise ValueError(
+                f"{name_of('kv_role')} must be 'kv_both' for OffloadingConnector, got {self.kv_role!r}: no other "
+                f"engine can use this engine's host memory"
+            )
         where = name_of("kv_connector_extra_config")
         for key in extra:
             if key not in allowed:
@@ -98,36 +103,6 @@ def read_transfer(given: Mapping[str, Any]) -> Transfer:
         if name not in legal:
             raise TypeError(f"kv_transfer_config has no key {name!r}; legal are {', '.join(legal)}")
     return Transfer(**given)
-
-
-def check_store(config: "Config") -> None:
-    """Refuse options that a K/V store cannot be combined with. `Config` calls this function."""
-    option = option_of(config)
-    if not config.enable_prefix_caching:
-        raise ValueError(
-            f"enable_prefix_caching must be True with {option}, got False: blocks are found by their prefix"
-        )
-    if config.nnodes > 1:
-        raise ValueError(f"nnodes must be 1 with {option}, got {config.nnodes}: all ranks must use the same tiers")
-    if config.kv_transfer_config is None:
-        return
-    transfer = read_transfer(config.kv_transfer_config)
-    if has_users_tier(config) and config.tensor_parallel_size > 1:
-        raise ValueError(
-            f"tensor_parallel_size must be 1 with a `Tier` in {name_of('kv_connector')}, got "
-            f"{config.tensor_parallel_size}: other ranks are processes, which cannot use the object. Name a connector"
-        )
-    if transfer.kv_connector == "OffloadingConnector":
-        if config.kv_offloading_size is not None:
-            raise ValueError(
-                f"kv_offloading_size and the connector 'OffloadingConnector' are the same tier, got both "
-                f"({config.kv_offloading_size} GiB): leave out kv_offloading_size, or leave out kv_transfer_config"
-            )
-        if transfer.kv_role != "kv_both":
-            raise ValueError(
-                f"{name_of('kv_role')} must be 'kv_both' for OffloadingConnector, got {transfer.kv_role!r}: no other "
-                f"engine can use this engine's host memory"
-            )
 
 
 def option_of(config: "Config") -> str:

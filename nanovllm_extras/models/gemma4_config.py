@@ -70,7 +70,6 @@ def read_gemma4_config(raw: dict[str, Any]) -> Gemma4Config:
     """Read the text fields of a Gemma 4 config.json. Missing fields get the defaults of transformers."""
     raw = {**raw, "hidden_act": raw.get("hidden_activation") or "gelu_pytorch_tanh"}
     refuse("hidden_activation", raw["hidden_act"], tuple(GATES))
-    refuse("quantization_config", raw.get("quantization_config"), (None,))
     # with "vision", only the tokens of an image see each other
     refuse("use_bidirectional_attention", raw.get("use_bidirectional_attention"), (None, "vision"))
     refuse("rope_scaling", raw.get("rope_scaling"), (None,))

@@ -65,7 +65,6 @@ def read_lfm2_config(raw: dict[str, Any]) -> Lfm2Config:
         refuse(name, raw.get(name), (True, None))
     for name in ("block_dim", "conv_dim", "conv_dim_out"):
         refuse(name, raw.get(name), (common["hidden_size"], None))
-    refuse("quantization_config", raw.get("quantization_config"), (None,))
     refuse_partial_rotary(raw)
     width, conv_bias = first_given(raw.get("conv_L_cache"), 3), raw.get("conv_bias") or False
     check_int("config.json: conv_L_cache", width, 2)

@@ -58,7 +58,6 @@ def read_fields(raw: dict[str, Any], num_key_value_heads: int) -> dict[str, Any]
     """Read the fields of `Qwen3_5Config` from config.json. Missing fields get the defaults of transformers."""
     common = read_common(raw, 32768, num_key_value_heads=num_key_value_heads, head_dim=256)
     refuse("hidden_act", common["hidden_act"], ("silu", "swish"))
-    refuse("quantization_config", raw.get("quantization_config"), (None,))
     refuse("attn_output_gate", raw.get("attn_output_gate"), (True, None))
     refuse("mamba_ssm_dtype", raw.get("mamba_ssm_dtype"), ("float32", None))
     linear: dict[str, Any] = {name: read_size(raw, name, default) for name, default in LINEAR_SIZES.items()}

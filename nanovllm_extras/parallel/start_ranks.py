@@ -59,14 +59,6 @@ def start_ranks(config: Config, folder: Path, kind: "type[RankRunner] | None" = 
     """
     check_nodes(config)
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
-    if shape.quantization_config is not None or config.load_format == "gguf":
-        is_gguf = config.load_format == "gguf"
-        what = "load_format='gguf'" if is_gguf else "a checkpoint that is quantised already"
-        other = "load_format='auto' for safetensors" if is_gguf else "a checkpoint in bfloat16, float16 or float32"
-        raise ValueError(
-            f"tensor_parallel_size > 1 does not go with {what}, got {config.tensor_parallel_size}: take "
-            f"tensor_parallel_size=1, or {other}"
-        )
     if config.quantization is not None:
         from nanovllm_extras.quantization.quantization_options import check_stored
 

@@ -57,8 +57,6 @@ def load_stored(form: Any, finish: Finish, model_class: Any, shape: Any, backend
 
     Each quantised layer becomes what `finish` makes of it before the next one is loaded.
     """
-    if dummy_seed is not None:
-        raise ValueError("load_format='dummy' makes plain weights: quantization='int8' or 'int4' quantises them")
     checkpoint = Checkpoint(folder)
     if isinstance(form, Fp8 | Mxfp4):
         logger.info("the checkpoint's weights in %s are widened to %s", type(form).__name__.lower(), dtype)

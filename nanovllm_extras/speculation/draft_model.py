@@ -25,6 +25,7 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.scheduler import Step
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.checkpoint import read_model_config, resolve_model
+from nanovllm_extras.compatibility import check_combinations
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.known_tokens import grow
@@ -147,6 +148,5 @@ def find_and_check(runner: ModelRunner, options: Speculation, num_kv_blocks: int
         raise ValueError("the draft model must have K and V only, it has recurrent states")
     if shape.kv_groups:
         raise ValueError("the draft model must have K and V of one shape, its layers have several")
-    if large.widest_window is not None:
-        raise ValueError("no model can draft for one whose layers all have a window: blocks behind it are given back")
+    check_combinations(config, shape)
     return config, folder

@@ -29,7 +29,7 @@ from nanovllm_extras.device_setup import Device
 from nanovllm_extras.models.gated_delta import read_states
 from nanovllm_extras.runner_hooks import ArrivingTokens, Computed, SampledTokens
 from nanovllm_extras.states.pool import StateKVCache, StateMetadata, StateShape
-from nanovllm_extras.states.state_runner import StateRunner, check_options
+from nanovllm_extras.states.state_runner import StateRunner
 
 METHOD = "speculative_config['method'] 'mtp'"
 
@@ -156,7 +156,6 @@ def check_head(config: Config, folder: Path, shape: Any) -> None:
     if not hasattr(shape, "has_mtp"):
         raise ValueError(f"{METHOD} needs a model of the kind of Qwen3.5, whose head for multi-token prediction can be "
                          f"computed; take the method 'ngram'")  # fmt: skip
-    check_options(config)  # before a file is read that may be of another format
     if config.load_format == "dummy":
         return
     names = {name for name in names_of_tensors(folder) if name.startswith("mtp.")}

@@ -3,13 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.checks import check_int
-from nanovllm_extras.option_checks import check_optional_str
-
-if TYPE_CHECKING:
-    from nanovllm_extras.all_options import Config
+from nanovllm_extras.option_checks import check_dict, check_optional_str
 
 METHODS = ("ngram", "draft_model", "mtp")
 DEFAULT_LOOKUP = 5  # tokens, as in vLLM
@@ -76,26 +73,9 @@ def read_options(given: Mapping[str, Any]) -> Speculation:
     return Speculation(**options)
 
 
-def check_speculation(config: "Config") -> None:
-    """Check `speculative_config`, and the options that it cannot be combined with. `Config` calls this function."""
-    assert config.speculative_config is not None
-    options = read_options(config.speculative_config)
-    if config.enable_overlap:
-        raise ValueError(
-            "enable_overlap must be None or False with speculative_config, got True: the next drafts follow the newest "
-            "token"
-        )
-    if options.model is None and options.method != "mtp":
-        return
-    drafter = "a draft model" if options.method == "draft_model" else "the method 'mtp'"
-    if config.preemption_mode == "swap":
-        raise ValueError(
-            f"preemption_mode must be 'recompute' with {drafter}, whose K and V are not swapped, got 'swap': take "
-            f"preemption_mode='recompute' and swap_space_bytes=0, or leave out speculative_config"
-        )
-    for name in ("nnodes", "tensor_parallel_size"):
-        if (value := getattr(config, name)) > 1:  # what serves instead depends on the model, which is not known here
-            raise ValueError(
-                f"{name} must be 1 with {drafter}, got {value}: take tensor_parallel_size=1 and nnodes=1, or leave out "
-                f"speculative_config"
-            )
+def check_speculation(name: str, value: Any) -> None:
+    check_dict(name, value)
+    read_options(value)
+
+
+FIELD_CHECKS = {"speculative_config": check_speculation}

@@ -11,10 +11,9 @@ Rank 0 decides which sequence owns which slot, and sends the slots and the copie
 from pathlib import Path
 
 from nanovllm_extras.all_options import Config
-from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.parallel.start_ranks import RankRunner, start_ranks
-from nanovllm_extras.states.state_runner import StateRunner, check_options
+from nanovllm_extras.states.state_runner import StateRunner
 
 
 class StateRankRunner(RankRunner, StateRunner):
@@ -27,17 +26,4 @@ class StateRankRunner(RankRunner, StateRunner):
 
 def start_state_ranks(config: Config, folder: Path) -> ModelRunner:
     """Start all ranks, and return the runner of rank 0. Raises ValueError, before a process starts, if it cannot."""
-    _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
-    if not all(shape.state_shape.recurrent) and config.tensor_parallel_size > 1:
-        raise ValueError(
-            f"tensor_parallel_size must be 1 for a model that keeps states of convolutions only, got "
-            f"{config.tensor_parallel_size}: the channels of such layers are not divided"
-        )
-    check_options(config)
-    if config.speculative_config is not None:
-        raise ValueError(
-            f"speculative_config must be None for a model with recurrent states and tensor_parallel_size > 1, got "
-            f"{config.speculative_config!r}: rank 0 sends no slots of drafts; take tensor_parallel_size=1, or leave "
-            f"out speculative_config"
-        )
     return start_ranks(config, folder, StateRankRunner)

@@ -1,11 +1,10 @@
-"""The runner of models whose layers keep states, and which options do not work with such models.
+"""The runner of models whose layers keep states.
 
 `assembly.py` makes it when the network's config has a `state_shape`. All other models have the runners that they had.
 """
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -21,42 +20,6 @@ from nanovllm_extras.states.pool import StateCaches, StateKVCache, with_states
 
 logger = logging.getLogger(__name__)
 
-REFUSED = {  # option -> the values that work, of which the first is the default
-    "kv_cache_dtype": ("auto",),
-    "load_format": ("auto", "safetensors", "dummy"),
-    "nnodes": (1,),
-}
-
-
-def check_options(config: Config) -> None:
-    """Raise ValueError for an option that would compute wrongly with states, or that nobody has tested with them."""
-    for name, allowed in REFUSED.items():
-        if (value := getattr(config, name)) not in allowed:
-            raise ValueError(
-                f"{name} must be {' or '.join(map(repr, allowed))} for a model with recurrent states, got {value!r}. "
-                f"Leave it unset: other values are not supported with states"
-            )
-    if config.speculative_config is not None and read_options(config.speculative_config).model is not None:
-        raise ValueError(
-            f"speculative_config['model'] must be None for a model with recurrent states, whose pool leaves no memory "
-            f"for a draft model, got {config.speculative_config['model']!r}: take the method 'ngram'"
-        )
-    if config.has_kv_store:
-        check_stored_states(config)
-
-
-def check_stored_states(config: Config) -> None:
-    """Raise ValueError for an option that does not work with a K/V store for models with states."""
-    from nanovllm_extras.kv_store.store_options import option_of
-
-    for name, allowed in (("speculative_config", None), ("tensor_parallel_size", 1)):
-        if (value := getattr(config, name)) != allowed:
-            raise ValueError(
-                f"{name} must be {allowed} for a model with recurrent states and a K/V store ({option_of(config)}), "
-                f"got {value!r}: states are stored by one rank without drafts. Leave out {name}, or leave out "
-                f"{option_of(config)}"
-            )
-
 
 class StateRunner(ModelRunner):
     """Runs steps as `ModelRunner` does. The model gets the pool of states, and the slots of the step's sequences.
@@ -65,10 +28,6 @@ class StateRunner(ModelRunner):
     """
 
     kv_cache: StateKVCache
-
-    def __init__(self, config: Config, folder: Path, *arguments: Any, **options: Any) -> None:
-        check_options(config)
-        super().__init__(config, folder, *arguments, **options)
 
     def make_layer_inputs(self) -> LayerInputs:
         return Pool(self.kv_cache)

@@ -50,7 +50,8 @@ OPTIONS = {
     "C": {"attention_backend": "cpu", "enforce_eager": False},
     "Triton": {"attention_backend": "triton"},
     "flash-attn": {"attention_backend": "flash_attn"},
-    "graphs": {"enable_cuda_graphs": True},
+    "graphs": {"enable_cuda_graphs": True, "enforce_eager": False},
+    "eager": {"enforce_eager": True},
     "long": {"max_model_len": 10**6},
     "GGUF": {"load_format": "gguf"},
     "small blocks": {"block_size": 4},
@@ -118,8 +119,8 @@ def ways_in(message, options):
             name, _, text = one.partition("=")
             way = {**way, name: value_in(text)[0][0]}
         ways.append(way)
-    for name in re.findall(r"[Ll]eave out (\w+)", message):
-        ways.append({key: value for key, value in options.items() if key != name})
+    for names in re.findall(r"[Ll]eave out (\w+(?: and \w+)*)", message):
+        ways.append({key: value for key, value in options.items() if key not in names.split(" and ")})
     if "the method 'ngram'" in message:
         ways.append({**options, "speculative_config": NGRAM})
     if match := re.match(r"(\w+)=.*leave it None", message):

@@ -333,15 +333,6 @@ def test_the_thread_ends_with_the_engine(folder):
     [
         ({"kv_offloading_size": 0}, "kv_offloading_size must be a number of GiB above 0, got 0"),
         ({"kv_offloading_size": True}, "kv_offloading_size must be a number of GiB or None"),
-        ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "enable_prefix_caching must be True"),
-        (
-            {"kv_offloading_size": 1, "tensor_parallel_size": 2, "nnodes": 2},
-            "nnodes must be 1 with kv_offloading_size, got 2",
-        ),
-        (
-            {"kv_transfer_config": {"kv_connector": STORES["full"]}, "tensor_parallel_size": 2},
-            r"tensor_parallel_size must be 1 with a `Tier` in kv_transfer_config\['kv_connector'\], got 2",
-        ),
         ({"kv_transfer_config": {}}, r"kv_transfer_config\['kv_connector'\] must be one of OffloadingConnector"),
         ({"kv_transfer_config": {"kv_connector": "NixlConnector"}}, "got 'NixlConnector'"),
         ({"kv_transfer_config": {"connector": "x"}}, "has no key 'connector'; legal are kv_connector, kv_role"),

@@ -298,7 +298,6 @@ def test_missing_fields_have_the_defaults_of_transformers():
         ({"rope_parameters": {FULL: {"rope_theta": 1.0}}}, "rope_parameters must have"),
         ({"rope_parameters": {kind: {"rope_type": "yarn", "rope_theta": 9.0} for kind in (FULL, WINDOW)}}, "rope_type"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value),
 )
@@ -355,22 +354,6 @@ def test_a_changed_field_is_computed_as_in_transformers_or_refused(gemmas, tmp_p
 
 
 # ---- options
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_cache_dtype": "fp8"},
-        {"quantization": "int4", "tensor_parallel_size": 2},
-        {"quantization": "int8"},
-        {"speculative_config": {"model": "any", "num_speculative_tokens": 3}},
-        {"load_format": "gguf"},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_that_do_not_work_with_groups_are_refused(gemmas, options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}.*K and V of different"):
-        make_llm(gemmas.make()[0], **options)
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,6 @@ def test_swap_space_has_room_for_a_block(hybrids):
         make_llm(hybrids.make()[0], swap_space_bytes=16384 + 2303, **options)
 
 
-def test_several_ranks_are_refused(hybrids):
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 .* of convolutions only"):
-        make_llm(hybrids.make()[0], tensor_parallel_size=2)
-
-
 def test_names_may_lack_their_prefix(hybrids, tmp_path):
     """As `AutoModel` of `transformers` saves the network without its output layer."""
     folder, model = hybrids.make()
@@ -179,7 +174,6 @@ def test_older_names_of_fields_count():
         ({"use_pos_enc": False}, "use_pos_enc"),
         ({"conv_dim": 32}, "conv_dim"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value),
 )

@@ -355,7 +355,6 @@ def test_missing_fields_have_the_defaults_of_transformers():
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
         ({"linear_key_head_dim": 0}, "linear_key_head_dim"),
         ({"partial_rotary_factor": 2.0, "rope_parameters": None}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value),
 )
@@ -365,20 +364,6 @@ def test_fields_that_would_be_computed_wrongly_are_refused(fields, message):
 
 
 # ---- options
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_cache_dtype": "fp8"},
-        {"speculative_config": {"model": "a smaller one", "num_speculative_tokens": 3}},
-        {"load_format": "gguf"},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_that_do_not_work_with_states_are_refused(hybrids, options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}.*recurrent states"):
-        make_llm(hybrids.make()[0], **options)
 
 
 def test_a_model_with_states_drafts_for_none(hybrids, tiny_checkpoint, tmp_path):

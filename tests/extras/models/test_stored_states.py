@@ -422,21 +422,6 @@ def test_a_saved_conversation_counts_tokens_up_to_a_snapshot(hybrids, tmp_path):
 # ---- options
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-        {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
-        {"tensor_parallel_size": 2},
-    ],
-    ids=str,
-)
-def test_what_does_not_work_with_stored_states_is_refused(hybrids, options):
-    message = rf"{next(iter(options))} must be (None|1) for a model with recurrent states and a K/V store \(kv_off"
-    with pytest.raises(ValueError, match=message):
-        make_llm(hybrids.make()[0], **options, **MEMORY)
-
-
 def test_a_tier_must_hold_a_block_and_a_state(hybrids):
     with pytest.raises(ValueError, match="kv_offloading_size must hold at least one block and one state of .* bytes"):
         make_llm(hybrids.make()[0], kv_offloading_size=4096 / 2**30)

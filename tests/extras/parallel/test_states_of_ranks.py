@@ -43,7 +43,6 @@ ENGINES = {
     },
 }
 DEFAULT_CASES = [("Qwen3_5", "plain", 2, "swap"), ("Qwen3_5Moe", "plain", 2, "cpu")]
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
 SAMPLED = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
 
 
@@ -240,9 +239,6 @@ def test_a_rank_reads_its_part_of_a_file(hybrids):
     [
         ({"tensor_parallel_size": 4}, "tensor_parallel_size 4 must divide linear_num_key_heads, config.json has 2"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 must divide num_attention_heads, config.json has 4"),
-        ({"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}, "kv_cache_dtype must be .auto. for a model with"),
-        ({"tensor_parallel_size": 2, "speculative_config": DRAFTS}, "speculative_config must be None for a model with"),
-        ({"tensor_parallel_size": 2, "nnodes": 2}, "nnodes must be 1 for a model with recurrent states"),
     ],
 )  # fmt: skip
 def test_what_ranks_do_not_do_is_refused_before_one_starts(hybrids, monkeypatch, options, message):

@@ -322,14 +322,6 @@ def test_a_format_that_no_tensor_has_is_refused(tmp_path):
         eager(tmp_path / "model")
 
 
-def test_dummy_weights_and_ranks_do_not_go_with_it(tmp_path):
-    write(tmp_path / "model", AWQ, awq)
-    with pytest.raises(ValueError, match="load_format='dummy' makes plain weights"):
-        eager(tmp_path / "model", load_format="dummy")
-    with pytest.raises(ValueError, match="tensor_parallel_size > 1 does not go with a checkpoint that is quantised"):
-        eager(tmp_path / "model", tensor_parallel_size=2)
-
-
 def test_words_hold_their_first_number_in_their_lowest_bits():
     assert packers.in_words(np.array([[1, 2, 3, 4, 5, 6, 7, 8]]), 4).tolist() == [[-2023406815]]
 

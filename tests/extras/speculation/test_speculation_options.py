@@ -50,29 +50,6 @@ def test_a_bad_value_is_named(given, error, words):
         Config("a-model", speculative_config=given)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"enable_overlap": True, "speculative_config": NGRAM}, "enable_overlap must be None or False"),
-        (
-            {
-                "preemption_mode": "swap",
-                "swap_space_bytes": 9,
-                "speculative_config": {"model": "a", **NGRAM, "method": None},
-            },
-            "preemption_mode",
-        ),
-        (
-            {"tensor_parallel_size": 2, "speculative_config": {"model": "a", "num_speculative_tokens": 2}},
-            "tensor_parallel_size must be 1 with a draft model, got 2",
-        ),
-    ],
-)
-def test_what_does_not_go_together(options, words):
-    with pytest.raises(ValueError, match=words):
-        Config("a-model", **options)
-
-
 def test_a_command_line():
     import argparse
 

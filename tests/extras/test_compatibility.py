@@ -1,0 +1,103 @@
+"""Each row of the table of what does not go together is refused at the start, before weights are loaded.
+
+What the messages recommend is tried in `test_refusals.py`.
+"""
+
+import functools
+
+import pytest
+
+from nanovllm_extras import LLM, TINY_QWEN3, Config
+from nanovllm_extras.compatibility import CONTRADICTIONS
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.kv_store.memory_tier import MemoryTier
+from nanovllm_extras.parallel import start_ranks
+from tests.extras.models.architectures import Checkpoints
+from tests.extras.models.gemma4_checkpoints import Gemma4Checkpoints
+from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
+
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+DRAFT_MODEL = {"speculative_config": {"model": str(TINY_QWEN3), "num_speculative_tokens": 2}}
+CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
+    "K and V in 8 bits": {"kv_cache_dtype": "fp8"},
+    "K and V in int8": {"kv_cache_dtype": "int8"},
+    "quantised weights": {"quantization": "int8"},
+    "a GGUF file": {"load_format": "gguf"},
+    "random weights": {"load_format": "dummy"},
+    "CUDA graphs": {"enable_cuda_graphs": True},
+    "eager execution": {"enforce_eager": True},
+    "overlapping steps": {"enable_overlap": True},
+    "swap": {"preemption_mode": "swap", "swap_space_bytes": 1 << 20},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "a tier in host memory": {"kv_offloading_size": 0.01},
+    "the OffloadingConnector": {"kv_transfer_config": CONNECTOR},
+    "a `Tier` of your own": {"kv_transfer_config": {"kv_connector": MemoryTier(1 << 20)}},
+    "a K/V store": {"kv_offloading_size": 0.01},
+    "several machines": {"nnodes": 2, "tensor_parallel_size": 2},
+    "several ranks": {"tensor_parallel_size": 2},
+    "speculative decoding": NGRAM,
+    "a draft model": DRAFT_MODEL,
+    "drafts of a draft model or of `mtp`": DRAFT_MODEL,
+    "drafts of n-grams or of your own": NGRAM,
+    "a checkpoint that is quantised already": {"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}},
+    "recurrent states": "qwen3_5",
+    "states of convolutions only": "lfm2",
+    "K and V of different shapes": "gemma4",
+    "a cache of latents": "deepseek_v2",
+    "layers that all have a window": "mistral",
+    "a mixture of experts": "mixtral",
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    root = tmp_path_factory.mktemp("combinations")
+
+    @functools.cache
+    def make(name):
+        if name == "gemma4":
+            return Gemma4Checkpoints(root).make()[0]
+        if name in ("qwen3_5", "lfm2"):
+            return HybridCheckpoints(root, *(("Lfm2",) if name == "lfm2" else ())).make()[0]
+        return Checkpoints(root).make(name, "short window" if name == "mistral" else "plain")[0]
+
+    return make
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    def fail(*_):
+        raise AssertionError("weights are loaded, or a rank has started")
+
+    monkeypatch.setattr(ModelRunner, "load_network", fail)
+    monkeypatch.setattr(start_ranks, "start_all", fail)
+
+
+@pytest.mark.parametrize("row", CONTRADICTIONS, ids=lambda row: f"{row.first.name}, {row.second.name}")
+def test_each_row_is_refused(folder_of, nothing_loads, row):
+    asked = [EXAMPLES[name] for feature in row[:2] for name in feature.name.split(" with ")]
+    options = {key: value for one in asked if isinstance(one, dict) for key, value in one.items()}
+    start, model = Config, "a-model"
+    if not all(
+        isinstance(one, dict) and "hf_overrides" not in one for one in asked
+    ):  # with the core's layers if possible
+        start = functools.partial(LLM, attention_backend="torch", enforce_eager="enable_cuda_graphs" not in options)
+        model = next((folder_of(one) for one in asked if isinstance(one, str)), TINY_QWEN3)
+    with pytest.raises(ValueError, match="do not go together") as error:
+        start(model, device="cpu", **options)
+    message = str(error.value)
+    assert message.startswith(row.first.name)
+    assert f" and {row.second.name}" in message
+    assert f"do not go together: {row.reason}; " in message
+
+
+def test_each_option_with_a_value_is_named_once():
+    with pytest.raises(ValueError, match=r"ranks \(tensor_parallel_size=2, nnodes=2\) do not go together") as error:
+        Config("a-model", tensor_parallel_size=2, nnodes=2, **DRAFT_MODEL)
+    assert str(error.value).endswith("leave out speculative_config, or leave out tensor_parallel_size and nnodes")
+
+
+def test_no_row_repeats_another():
+    pairs = [frozenset((row.first.name, row.second.name)) for row in CONTRADICTIONS]
+    assert len(set(pairs)) == len(pairs)
