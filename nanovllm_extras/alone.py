@@ -1,4 +1,7 @@
-"""The ranks that share a runner's steps, if there are no others. `parallel/driver.py` has the class for several."""
+"""One rank, which computes all by itself. `parallel/` has the classes for several.
+
+`Alone` is what tells other ranks of each step, and `Whole` is the part of the network that is loaded.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -32,3 +35,19 @@ class Alone:
 
     def tell_failure(self, call: Callable[[EngineDeadError], None]) -> None:
         """Have `call` called, in any thread, when another rank has failed."""
+
+
+class Whole:
+    """All of the network."""
+
+    def share_of(self, shape: Any) -> Any:
+        """Return the network that this rank computes, for the `NetworkConfig` of the whole one."""
+        return shape
+
+    def load_network(self, runner: Any) -> Any:
+        """Return this rank's network on the device, with its weights."""
+        return runner.load_network()
+
+    def wrap(self, device: Any, vocab_size: int) -> Any:
+        """Return a `Device` that adds to `device` where the ranks meet."""
+        return device

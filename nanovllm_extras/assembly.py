@@ -18,6 +18,7 @@ from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.compatibility import check_combinations
 from nanovllm_extras.full_observer import Observer, SchedulingStats
 from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.layouts import Layout
 
 if TYPE_CHECKING:
     from nanovllm_extras.full_engine import Parts
@@ -28,41 +29,66 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
 
     The self-check has passed, or was not needed.
     """
-    kind: Callable[[Config, Path], ModelRunner] = ModelRunner
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     check_combinations(config, shape)
     config = with_own_cache_dtype(config, shape.dtype)
-    is_shared = max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1
-    if shape.state_shape is not None and is_shared:
-        from nanovllm_extras.states.state_ranks import start_state_ranks as kind
-    elif (config.speculative_config or {}).get("method") == "mtp":
-        from nanovllm_extras.speculation.mtp_runner import MtpRunner as kind
-        from nanovllm_extras.speculation.mtp_runner import check_head
+    layout = choose_layout(config, shape)
+    drafts = config.speculative_config or {}
+    if drafts.get("method") == "mtp":
+        from nanovllm_extras.speculation.mtp_layout import check_head
 
         check_head(config, folder, shape)
-    elif shape.state_shape is not None:
-        from nanovllm_extras.states.state_runner import StateRunner as kind
-    elif shape.kv_groups and is_shared:
-        from nanovllm_extras.kv_groups.group_ranks import start_shape_ranks as kind
-    elif shape.kv_groups:
-        from nanovllm_extras.kv_groups.group_runner import GroupRunner as kind
-    elif is_shared:
-        from nanovllm_extras.parallel.start_ranks import start_ranks as kind
-    elif (config.speculative_config or {}).get("model") is not None:
-        from nanovllm_extras.speculation.drafted_runner import DraftedRunner as kind
-    tables = ""
-    if len(set(shape.attention_options)) > 1:  # layers with and without a window
-        from nanovllm_extras.kv_groups.layer_groups import describe_tables, has_groups
+    kind: Callable[[Config, Path], ModelRunner] = ModelRunner
+    if layout is not Layout:
+        kind = partial(ModelRunner, layout=layout)
+    if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
+        from nanovllm_extras.parallel.start_ranks import start_ranks
 
-        tables = describe_tables(config, shape)
-        kind = grouped_runner(shape, is_shared) if has_groups(config, shape) else kind
+        kind = partial(start_ranks, layout=layout)
+    if drafts.get("model") is not None:
+        from nanovllm_extras.speculation.draft_needs import measure_draft
+
+        kind = partial(ModelRunner, layout=layout, measure_draft=measure_draft)
     if config.attention_backend != "torch" or not config.enforce_eager:  # not only PyTorch's layers
         from nanovllm_extras.self_check.fallbacks import start
 
         kind = partial(start, kind)
     runner = kind(config, folder)
-    runner.description = tables + runner.description
+    if len(set(shape.attention_options)) > 1:  # layers with and without a window
+        from nanovllm_extras.kv_groups.layer_groups import describe_tables
+
+        runner.description = describe_tables(config, shape) + runner.description
     return runner, replace(config, max_num_seqs=runner.config.max_num_seqs)  # fewer, if there is memory for fewer
+
+
+def choose_layout(config: Config, shape: Any) -> type[Layout]:
+    """Return what the layers of a network keep for each sequence, and where. shape: a `NetworkConfig`, of all ranks"""
+    if shape.state_shape is not None:
+        if (config.speculative_config or {}).get("method") == "mtp":
+            from nanovllm_extras.speculation.mtp_layout import MtpLayout
+
+            return MtpLayout
+        from nanovllm_extras.states.state_layout import StateLayout
+
+        return StateLayout
+    has_own_tables = False
+    if len(set(shape.attention_options)) > 1:  # layers with and without a window
+        from nanovllm_extras.kv_groups.layer_groups import has_groups
+
+        has_own_tables = has_groups(config, shape)
+    if has_own_tables and shape.kv_groups:
+        from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
+
+        return EqualBlocksLayout
+    if has_own_tables:
+        from nanovllm_extras.kv_groups.grouped_layout import GroupedLayout
+
+        return GroupedLayout
+    if shape.kv_groups:
+        from nanovllm_extras.kv_groups.shapes_layout import ShapesLayout
+
+        return ShapesLayout
+    return Layout
 
 
 def with_own_cache_dtype(config: Config, checkpoint_dtype: str) -> Config:
@@ -81,28 +107,6 @@ def with_own_cache_dtype(config: Config, checkpoint_dtype: str) -> Config:
             f"{config.kv_cache_dtype!r}; set dtype={config.kv_cache_dtype!r} to change both"
         )
     return replace(config, kv_cache_dtype="auto")
-
-
-def grouped_runner(shape: Any, is_shared: bool) -> Callable[[Config, Path], ModelRunner]:
-    """Return what starts the runner of a model whose groups of layers have block tables of their own.
-
-    is_shared: whether there are several ranks
-    """
-    if shape.kv_groups and is_shared:
-        from nanovllm_extras.kv_groups.group_ranks import start_shape_ranks
-
-        return start_shape_ranks
-    if shape.kv_groups:
-        from nanovllm_extras.kv_groups.equal_blocks_runner import EqualBlocksRunner
-
-        return EqualBlocksRunner
-    if is_shared:
-        from nanovllm_extras.kv_groups.group_ranks import start_grouped_ranks
-
-        return start_grouped_ranks
-    from nanovllm_extras.kv_groups.grouped_runner import GroupedLayersRunner
-
-    return GroupedLayersRunner
 
 
 def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
@@ -124,8 +128,8 @@ def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
             snapshot_interval=parts.config.state_snapshot_interval,
         )
     max_chunk_len = parts.config.long_prefill_token_threshold or parts.max_num_batched_tokens
-    groups: Any = getattr(parts.runner, "layer_groups", None)
-    if groups is not None:
+    layout: Any = getattr(parts.runner, "layout", Layout)
+    if (groups := layout.layer_groups) is not None:
         from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
 
         sizes = {"num_groups": groups.num_groups, "window": groups.window, "max_chunk_len": max_chunk_len}

@@ -6,11 +6,12 @@ more than `PlainRunner` has.
 """
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 from nanovllm.batch import Batch
 from nanovllm.config import resolve_device
 from nanovllm.cuda_graphs import CudaGraphs
-from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention, TorchAttention
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.all_options import Config
+from nanovllm_extras.alone import Whole
 from nanovllm_extras.device_setup import Device, Unchecked, sample_with
 from nanovllm_extras.kernels.cpu.threads import on_one_thread
 from nanovllm_extras.layer_inputs import LayerInputs, Network
+from nanovllm_extras.layouts import Layout
 from nanovllm_extras.plain_runner import PlainRunner
 from nanovllm_extras.runner_hooks import (
     ArrivingTokens,
@@ -35,6 +37,7 @@ from nanovllm_extras.runner_hooks import (
     has_placeholders,
     wants_only_tokens,
 )
+from nanovllm_extras.speculation.speculation_options import MAX_DRAFTED_ROWS
 from nanovllm_extras.transfers import Transfers
 from nanovllm_extras.weights import load_model
 
@@ -42,7 +45,6 @@ if TYPE_CHECKING:
     from nanovllm_extras.cuda.graphs import CudaGraphs as CudaGraphsOfSteps
 
 logger = logging.getLogger(__name__)
-MAX_DRAFTED_ROWS = 64  # of a step with drafts, each of which is a row
 
 
 class Follower(Protocol):
@@ -52,19 +54,27 @@ class Follower(Protocol):
         """Compute the tokens of a step. batch: on the host; computed: the same step after the model's forward pass"""
 
 
+class DraftNeeds(NamedTuple):
+    """The memory that a draft model will need."""
+
+    weight_bytes: int = 0
+    bytes_per_block: int = 0
+
+
 class ModelRunner(PlainRunner):
     """Runs steps. Raises ValueError if the model, the options and this machine do not go together.
 
     With `has_overlap`, placeholders among the input ids become the tokens of the step before. `max_rows` is the most
     decodes for which CUDA graphs are recorded: by default one for each sequence, and with speculation some drafts.
+
+    layout: what the layers keep, and where; part: the part of the network that this rank has; measure_draft: returns
+    what a draft model will need, which is loaded later
     """
 
+    step_graphs: "CudaGraphsOfSteps | None" = None  # if there are any, they replace `graphs`
     layer_inputs = LayerInputs()
     followers: tuple[Follower, ...] = ()
     """What computes the tokens of each step, too, for its own K and V: a draft model, or a head of the model."""
-    step_graphs: "CudaGraphsOfSteps | None" = None  # if there are any, they replace `graphs`
-    more_inputs: Any = None
-    """What rows of decodes have beside one slot and one block table: a `MoreInputs` (`cuda/graphs.py`)."""
 
     def __init__(
         self,
@@ -73,17 +83,27 @@ class ModelRunner(PlainRunner):
         has_overlap: bool | None = None,
         clock: LapClock | None = None,
         max_rows: int | None = None,
+        *,
+        layout: type[Layout] = Layout,
+        part: Whole | None = None,
+        measure_draft: Callable[["ModelRunner"], DraftNeeds] | None = None,
     ) -> None:
         self.max_rows = max_rows or most_rows(config)
         self.has_overlap = has_overlap_by_default(config) if has_overlap is None else has_overlap
+        self.make_layout, self.part = layout, part or Whole()
+        self.measure_draft, self.draft_needs = measure_draft, DraftNeeds()
         super().__init__(config, folder, clock)
 
     def start(self) -> None:
         """Choose a backend, load the weights, put fast layers in place, allocate the KV cache, record CUDA graphs."""
         clock, config = self.clock, self.config
-        self.shape = replace(self.shape, max_position_embeddings=self.max_model_len)  # longer ones are never computed
-        self.backend: Any = self.make_backend()
-        self.device_setup = self.make_device()
+        # longer sequences are never computed
+        self.whole_shape = replace(self.shape, max_position_embeddings=self.max_model_len)
+        self.shape = self.part.share_of(self.whole_shape)
+        self.layout = self.make_layout(config, self.shape)
+        self.backends, self.reasons = self.layout.make_backends(self.device, self.dtype)
+        self.backend: Any = self.backends[0]
+        self.device_setup = self.part.wrap(self.make_device(), self.whole_shape.vocab_size)
         check = self.begin_self_check(self.device_setup)
         clock.lap("backend")
         with self.device_setup.advice():
@@ -94,7 +114,7 @@ class ModelRunner(PlainRunner):
                 self.backend.make_fast(self.model, self.max_model_len)
         self.description = self.describe()
         logger.info(self.description)
-        self.kv_cache = self.make_kv_cache()
+        self.kv_cache = self.layout.make_kv_cache(self.backends, self.dtype, self.device)
         self.transfers = Transfers(self.kv_cache, config.swap_space_bytes, config.max_num_seqs)
         self.graphs = None
         self.newest_ids = torch.empty(0, dtype=torch.int64, device=self.device)  # sampled by the step before
@@ -103,8 +123,9 @@ class ModelRunner(PlainRunner):
             partial(sample_with, self.backend.argmax) if has_argmax else sample_tokens
         )
         self.device_setup.prepare(self)
-        self.layer_inputs = self.make_layer_inputs()
-        self.followers = self.make_followers()
+        # from now on, no layer is replaced by a faster version
+        self.layer_inputs = self.layout.make_layer_inputs(self.kv_cache)
+        self.followers = self.layout.make_followers(self.model, self.kv_cache)
         clock.lap("layers")
         with self.device_setup.advice():
             self.device_setup.allocate(self.kv_cache, self.num_blocks_that_fit())
@@ -113,6 +134,8 @@ class ModelRunner(PlainRunner):
         with self.device_setup.advice(), check.steps():
             self.device_setup.record(self)
         clock.lap("graphs")
+        self.description = self.layout.describe_memory(self.kv_cache) + self.description
+        self.shape = self.whole_shape  # requests are checked against it
 
     def describe(self) -> str:
         """Return why the way to compute was chosen, and after the last semicolon, what computes."""
@@ -120,7 +143,8 @@ class ModelRunner(PlainRunner):
         instructions = getattr(self.backend, "instructions", "PyTorch")
         where = f"{self.device}{threads}, {self.dtype}, blocks of {self.backend.block_size}{self.device_setup.note}"
         names = ", ".join(sorted(pytorch_layers(self.model)))
-        return f"{self.reasons}; {instructions} on {where}" + f", in PyTorch: {names}" * bool(names)
+        layers = f", in PyTorch: {names}" * bool(names)
+        return f"{self.layout.describe(self.whole_shape, self.dtype)}{self.reasons}; {instructions} on {where}{layers}"
 
     # ---- a step
 
@@ -199,14 +223,10 @@ class ModelRunner(PlainRunner):
 
     def send_batch(self, batch: Batch) -> Batch:
         """Send a batch. Placeholders among its input ids become the tokens of the step before."""
-        sent: Batch = self.send(self.complete(batch))
+        sent: Batch = self.send(self.layout.complete(batch))
         if self.has_overlap and has_placeholders(batch):
             sent = replace(sent, input_ids=fill_in(sent.input_ids, self.newest_ids))
         return sent
-
-    def complete(self, batch: Batch) -> Batch:
-        """Return a batch with all that the layers read beside blocks, which here is nothing."""
-        return batch
 
     def take_rows(self, hidden: Tensor, indices: Tensor) -> Tensor:
         return hidden[indices] if hidden.is_cuda else on_one_thread(hidden.__getitem__, indices)
@@ -217,41 +237,22 @@ class ModelRunner(PlainRunner):
 
     # ---- the start
 
-    def make_backend(self) -> TorchAttention:
-        """Choose the attention backend. `torch` and eager is the core's."""
-        config, shape = self.config, self.shape
-        is_plain = config.kv_cache_dtype == "auto" and shape.latent_rank is None
-        if config.attention_backend == "torch" and config.enforce_eager and is_plain:
-            self.reasons = "attention_backend=torch"
-            return super().make_backend()
-        from nanovllm_extras.kernels.choices import choose
-
-        backend, self.reasons = choose(config, self.device, self.dtype, shape)
-        return backend
+    def find_network(self) -> tuple[Any, Any]:
+        model_class, shape = super().find_network()
+        return model_class, self.make_layout.network_of(shape)
 
     def make_device(self) -> Device:
         """Return the device setup. Raises ValueError if `enable_cuda_graphs=True` and the device is not CUDA."""
-        if self.device.type != "cuda" and not self.config.enable_cuda_graphs:
-            return Device()
-        from nanovllm_extras.cuda.startup import CudaDevice
-
-        return CudaDevice(
-            self.config, self.device, self.slowest_backend, self.shape, self.max_num_batched_tokens, self.max_rows
-        )
+        return self.layout.make_device(self)
 
     @property
     def slowest_backend(self) -> Any:
-        """The attention backend that decides whether CUDA graphs are possible, if layers have several."""
-        return self.backend
-
-    @property
-    def backend_of_layers(self) -> Any:
-        """What the network is made with: the attention backend, or one for each shape of K and V (`kv_groups/`)."""
-        return self.backend
+        """The first backend that CUDA graphs cannot record, such as PyTorch's for heads that no kernel takes."""
+        return next((one for one in self.backends if not getattr(one, "supports_graphs", False)), self.backend)
 
     def begin_self_check(self, kind: Device) -> Unchecked:
         """Return the comparison of what computes with PyTorch's layers, which need none."""
-        if type(self.backend) is TorchAttention and kind.draw is None:
+        if not self.layout.is_checked or (type(self.backend) is TorchAttention and kind.draw is None):
             return Unchecked()
         from nanovllm_extras.self_check.mode import begin
 
@@ -259,7 +260,7 @@ class ModelRunner(PlainRunner):
 
     def make_model(self) -> nn.Module:
         """Load the network, and keep its weights in fewer bits if the option `quantization` asks for that."""
-        model = self.load_network()
+        model: nn.Module = self.part.load_network(self)
         if self.config.quantization is not None:
             from nanovllm_extras.quantization.quantise import quantise
 
@@ -271,41 +272,34 @@ class ModelRunner(PlainRunner):
         pack = getattr(self.backend, "pack_quantised", None)
         return layer if pack is None or self.config.enforce_eager else pack(layer)
 
+    @property
+    def backend_of_layers(self) -> Any:
+        """What the network is made with: the attention backend, or one for each shape of K and V (`kv_groups/`)."""
+        return self.layout.backend_of_layers(self.backends)
+
     def load_network(self) -> nn.Module:
-        """Return the network on the device, with its weights."""
+        """Return the whole network on the device, with its weights."""
         config, load = self.config, load_model
         if self.shape.quantization_config is not None or config.load_format == "gguf":
             from nanovllm_extras.quantization.choose_loader import choose_loader
 
             load = choose_loader(self.shape, config, self.pack_quantised)
         seed = config.seed if config.load_format == "dummy" else None
-        backend = self.backend_of_layers
-        return load(self.model_class, self.shape, backend, self.dtype, self.device, self.folder, seed)
-
-    @property
-    def num_cached_layers(self) -> int:
-        """The layers for which a block of the KV cache has room."""
-        return self.shape.num_hidden_layers  # type: ignore[no-any-return]
-
-    def make_kv_cache(self) -> KVCache:
-        dtype = getattr(self.backend, "kv_cache_dtype", None) or self.dtype
-        return KVCache(self.backend, self.num_cached_layers, dtype, self.device)
-
-    def make_layer_inputs(self) -> LayerInputs:
-        """Return what gives the layers what they read. From now on, no layer is replaced by a faster version."""
-        return LayerInputs()
-
-    def make_followers(self) -> tuple[Follower, ...]:
-        return ()
+        return load(self.model_class, self.shape, self.backend_of_layers, self.dtype, self.device, self.folder, seed)
 
     @property
     def network(self) -> Any:
         """The model, for CUDA graphs."""
         return Network(self.model, self.layer_inputs)
 
+    @property
+    def more_inputs(self) -> Any:
+        """What rows of decodes have beside one slot and one block table: a `MoreInputs` (`cuda/graphs.py`), or None."""
+        return self.layout.more_inputs(self.model)
+
     def make_graphs(self) -> CudaGraphs:
         """Return the core's graphs of the forward pass of decodes; `choose_graphs` has decided that there are some."""
-        return CudaGraphs(self.network, self.kv_cache.tensor, *self.largest_decode)
+        return self.layout.make_graphs(self.network, self.kv_cache.tensor, *self.largest_decode, self.more_inputs)
 
     @property
     def num_swap_blocks(self) -> int:  # type: ignore[override]  # a constant of the parent
@@ -318,6 +312,17 @@ class ModelRunner(PlainRunner):
         max_rows = min(self.max_rows, self.max_num_batched_tokens)
         return max_rows, -(-self.max_model_len // self.backend.block_size)
 
+    def num_blocks_that_fit(self) -> int:
+        """Return the number of blocks in the pool."""
+        if self.measure_draft is not None and self.config.num_kv_blocks is None:
+            self.draft_needs = self.measure_draft(self)
+        return self.layout.divide_memory(self)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """The size of one block, in each group of layers, and in the draft model."""
+        return super().bytes_per_block * self.layout.num_tables + self.draft_needs.bytes_per_block
+
     @property
     def memory_knob(self) -> str:  # type: ignore[override]  # a constant of the parent
         return self.device_setup.memory_knob
@@ -326,8 +331,12 @@ class ModelRunner(PlainRunner):
         return self.device_setup.free_bytes(self)
 
     def bytes_to_leave(self, num_graph_bytes: int) -> int:
-        """Return the device memory for what is loaded after the KV cache. num_graph_bytes: of this runner's graphs"""
-        return 0
+        """Return the memory for the draft model's weights, and for its graphs, which need less than this model's.
+
+        Its forward pass needs no more: it runs after that of this model, which takes more memory. num_graph_bytes: of
+        this runner's graphs
+        """
+        return self.draft_needs.weight_bytes + num_graph_bytes if self.measure_draft is not None else 0
 
 
 def has_overlap_by_default(config: Config) -> bool:

@@ -155,6 +155,9 @@ class PlainRunner(model_runner.ModelRunner):
         return load_model(self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder)
 
     def num_blocks_that_fit(self) -> int:
+        return self.count_blocks()
+
+    def count_blocks(self) -> int:
         """Return the number of blocks as configured, or as many as memory allows and running sequences can fill."""
         config = self.config
         if config.num_kv_blocks is not None:

@@ -12,7 +12,7 @@ tensor, so the scheduler and the block manager do not depend on shapes. Otherwis
 
     block 7 of a sequence is g0[:, :, 7] and g1[:, :, 7]
 
-A layer that attends to the K and V of an earlier layer owns no memory. `GroupRunner` makes the caches and passes
+A layer that attends to the K and V of an earlier layer owns no memory. `ShapesLayout` makes the caches and passes
 `GroupedKVCache.tensors` to the model.
 """
 

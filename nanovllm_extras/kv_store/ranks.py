@@ -23,7 +23,6 @@ from nanovllm_extras.records import Moves
 
 if TYPE_CHECKING:
     from nanovllm_extras.parallel.driver import Driver
-    from nanovllm_extras.parallel.start_ranks import RankRunner
 
 
 class AllRanks(Chain):
@@ -60,9 +59,9 @@ class AllRanks(Chain):
 class RankShare(Share):
     """The share of a rank above 0, which does what the messages of rank 0 say. Their names are those of rank 0."""
 
-    def __init__(self, runner: "RankRunner") -> None:
+    def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        self._name = f"rank {runner.communicator.rank}".encode()
+        self._name = f"rank {runner.part.communicator.rank}".encode()
         self._loaded: dict[BlockName, torch.Tensor] = {}  # for the next step
 
     def answer(self, kind: int, values: np.ndarray, block_size: int) -> int:

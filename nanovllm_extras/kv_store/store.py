@@ -135,7 +135,7 @@ def facts_of(runner: "ModelRunner", has_digest: bool) -> dict[str, Any]:
     has_digest: include the contents of the model's files. Host memory that ends with the engine does not need them.
     """
     config, backend, cache = runner.config, runner.backend, runner.kv_cache
-    kinds = [[type(one).__name__, getattr(one, "instructions", "")] for one in getattr(runner, "backends", (backend,))]
+    kinds = [[type(one).__name__, getattr(one, "instructions", "")] for one in runner.backends]
     facts = {
         "model": [runner.model_class.__name__, repr(config.hf_overrides)],
         "shape": {name: repr(value) for name, value in vars(runner.shape).items()},
@@ -147,9 +147,9 @@ def facts_of(runner: "ModelRunner", has_digest: bool) -> dict[str, Any]:
         "ranks": config.tensor_parallel_size,
         "max_model_len": runner.max_model_len,  # some rope types depend on it
     }
-    layout = getattr(runner, "layout", None)  # of equal blocks for K and V of two shapes
-    if layout is not None:
-        facts["layout"] = repr(layout)
+    blocks = getattr(runner.layout, "block_layout", None)  # of equal blocks for K and V of two shapes
+    if blocks is not None:
+        facts["layout"] = repr(blocks)
     return facts | {"digest": digest_model(runner.folder, config.load_format)} if has_digest else facts
 
 

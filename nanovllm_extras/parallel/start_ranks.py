@@ -3,8 +3,7 @@
     check sizes → start the other ranks → meet → each rank: cut, load, fast layers, KV cache → wait for all → drive
 
 Rank 0 is the process of the user. The others are processes of their own (`rank.py`), which run no code of the user's
-script. All ranks have the same runner (`RankRunner`), so that they take part in the same collectives. `full_engine.py`
-calls `start_ranks` instead of making a `ModelRunner`.
+script. All ranks have the same runner, with a `RankPart`, so that they take part in the same collectives.
 """
 
 import tempfile
@@ -21,9 +20,11 @@ from nanovllm.config import resolve_device, resolve_dtype
 from nanovllm.kv_cache import KVCache
 from nanovllm.loader import allocate
 from nanovllm_extras.all_options import Config
+from nanovllm_extras.alone import Whole
 from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.full_runner import ModelRunner, has_overlap_by_default, most_rows
+from nanovllm_extras.layouts import Layout
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm_extras.parallel.cut import Cutter, part_of_whole, read_part, share_of
@@ -52,10 +53,10 @@ class Plan(NamedTuple):
     """The most decodes that all ranks record CUDA graphs for. Workers do not use drafts."""
 
 
-def start_ranks(config: Config, folder: Path, kind: "type[RankRunner] | None" = None) -> ModelRunner:
+def start_ranks(config: Config, folder: Path, layout: type[Layout] = Layout) -> ModelRunner:
     """Start all ranks, and return the runner of rank 0. Raises ValueError, before a process starts, if it cannot.
 
-    kind: the class of the runners, by default `RankRunner`. `worker.py` finds the same one for the other ranks.
+    layout: what the layers keep. `worker.py` chooses the same one for the other ranks.
     """
     check_nodes(config)
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
@@ -73,7 +74,7 @@ def start_ranks(config: Config, folder: Path, kind: "type[RankRunner] | None" = 
     if config.node_rank:
         run_node(config)
     with private_folder() if config.nnodes == 1 else nullcontext("") as private:
-        runner, driver = start_all(config, shape, private, kind or RankRunner)
+        runner, driver = start_all(config, shape, private, layout)
     runner.ranks = driver
     return runner
 
@@ -83,9 +84,7 @@ def private_folder() -> AbstractContextManager[str]:
     return tempfile.TemporaryDirectory(prefix="nanovllm-", ignore_cleanup_errors=True)
 
 
-def start_all(
-    config: Config, shape: NetworkConfig, private: str, kind: "type[RankRunner]"
-) -> tuple["RankRunner", Driver]:
+def start_all(config: Config, shape: NetworkConfig, private: str, layout: type[Layout]) -> tuple[ModelRunner, Driver]:
     """Start all ranks; those of one machine meet in the folder `private`. Returns rank 0's runner, and its driver."""
     size, clock = config.tensor_parallel_size, LapClock()
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
@@ -104,7 +103,8 @@ def start_all(
         communicator = peers.wait_for(partial(connect, meeting, 0, size, device, dtype, store))
         peers.tell_failure(lambda failure: communicator.abort())
         clock.lap("ranks")
-        runner = kind(config, communicator, has_overlap, peers.check, clock)
+        part = RankPart(communicator, has_overlap, peers.check)
+        runner = ModelRunner(config, Path(config.model), has_overlap, clock, layout=layout, part=part)
         peers.wait_until_ready()
     except BaseException as error:
         peers.stop()
@@ -118,55 +118,44 @@ def start_all(
 
 
 def start_worker(
-    plan: Plan, host: str | None, find_kind: Callable[[Config, NetworkConfig], "type[RankRunner]"]
-) -> tuple["RankRunner", Communicator]:
+    plan: Plan, host: str | None, choose_layout: Callable[[Config, NetworkConfig], type[Layout]]
+) -> tuple[ModelRunner, Communicator]:
     """Start a rank above 0. `host` is this machine's address for the others; None is machine 0's."""
     config, meeting = Config(**plan.config), Meeting(*plan.meeting)
     _, shape = read_model_config(Path(config.model), config.hf_overrides, config.max_model_len)
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
     communicator = connect(meeting, plan.rank, config.tensor_parallel_size, device, dtype, None, host)
-    kind = find_kind(config, shape)
-    return kind(config, communicator, plan.hears_tokens, max_rows=plan.max_rows), communicator
+    part = RankPart(communicator, plan.hears_tokens)
+    layout = choose_layout(config, shape)
+    # ranks above 0 need no token of the step before, so nothing overlaps
+    runner = ModelRunner(config, Path(config.model), False, max_rows=plan.max_rows, layout=layout, part=part)
+    return runner, communicator
 
 
-class RankRunner(ModelRunner):
-    """The runner of one rank, with the network of its share.
+class RankPart(Whole):
+    """The part of one rank: its share of the network.
 
     hears_tokens: with overlap, only rank 0's device knows the newest tokens. check: called before each tensor is
     loaded, raises if loading is in vain.
     """
 
     def __init__(
-        self,
-        config: Config,
-        communicator: Communicator,
-        hears_tokens: bool,
-        check: Callable[[], None] = lambda: None,
-        clock: LapClock | None = None,
-        max_rows: int | None = None,
+        self, communicator: Communicator, hears_tokens: bool, check: Callable[[], None] = lambda: None
     ) -> None:
         self.communicator, self.hears_tokens, self.check = communicator, hears_tokens, check
-        # the others need no token of the step before
-        super().__init__(config, Path(config.model), hears_tokens and communicator.rank == 0, clock, max_rows)
 
-    def start(self) -> None:
-        self.whole_shape = replace(self.shape, max_position_embeddings=self.max_model_len)
-        self.shape = share_of(self.shape, self.communicator.size)
-        super().start()
-        self.shape = self.whole_shape  # requests are checked against it
+    def share_of(self, shape: NetworkConfig) -> NetworkConfig:
+        return share_of(shape, self.communicator.size)
 
-    def make_device(self) -> Device:
-        return RankDevice(super().make_device(), self.communicator, self.whole_shape.vocab_size, self.hears_tokens)
-
-    def load_network(self) -> Any:
+    def load_network(self, runner: ModelRunner) -> Any:
         """Return the network of a share, with its part of each tensor."""
-        config, cutter = self.config, Cutter(self.communicator.rank, self.communicator.size)
+        config, cutter = runner.config, Cutter(self.communicator.rank, self.communicator.size)
         with torch.device("meta"):
-            whole = self.model_class(self.whole_shape, self.backend_of_layers)
-            share = self.model_class(self.shape, self.backend_of_layers)
+            whole = runner.model_class(runner.whole_shape, runner.backend_of_layers)
+            share = runner.model_class(runner.shape, runner.backend_of_layers)
         if config.load_format == "dummy":
-            model = allocate(share, self.dtype, self.device)
-            fill_with_dummies(model, whole, cutter, config.seed, self.shape.initializer_range)
+            model = allocate(share, runner.dtype, runner.device)
+            fill_with_dummies(model, whole, cutter, config.seed, runner.shape.initializer_range)
             return model
         cuts = cutter.cuts_of_checkpoint(whole, share)
 
@@ -175,8 +164,11 @@ class RankRunner(ModelRunner):
             return read_part(cuts, file, name)
 
         part_of = partial(part_of_whole, cuts)
-        where = (self.backend_of_layers, self.dtype, self.device, self.folder)
-        return load_model(self.model_class, self.shape, *where, None, read, part_of)
+        where = (runner.backend_of_layers, runner.dtype, runner.device, runner.folder)
+        return load_model(runner.model_class, runner.shape, *where, None, read, part_of)
+
+    def wrap(self, device: Device, vocab_size: int) -> Device:
+        return RankDevice(device, self.communicator, vocab_size, self.hears_tokens)
 
 
 def fill_with_dummies(share: Any, whole: Any, cutter: Cutter, seed: int, std: float) -> None:

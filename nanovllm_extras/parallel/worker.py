@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NoReturn, Optional
 import numpy as np
 import torch
 
-from nanovllm_extras.all_options import Config
+from nanovllm_extras.assembly import choose_layout
 from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm_extras.parallel.messages import (
     HEADER_BYTES,
@@ -25,7 +24,7 @@ from nanovllm_extras.parallel.messages import (
     send_json,
     unpack_step,
 )
-from nanovllm_extras.parallel.start_ranks import Plan, RankRunner, start_worker
+from nanovllm_extras.parallel.start_ranks import Plan, start_worker
 
 if TYPE_CHECKING:
     from nanovllm_extras.kv_store.ranks import RankShare
@@ -40,7 +39,7 @@ def work(
     try:
         plan = Plan(*receive_json(driver))
         host = None if driver.family == socket.AF_UNIX else driver.getsockname()[0]
-        runner, communicator = start_worker(plan, host, find_kind)
+        runner, communicator = start_worker(plan, host, choose_layout)
         on_ready()
         send_json(driver, {"ready": True})
         serve(runner, communicator, driver, at_exit)
@@ -49,25 +48,8 @@ def work(
         raise
 
 
-def find_kind(config: Config, shape: NetworkConfig) -> type[RankRunner]:
-    """Return the class of the ranks' runners, which is that of rank 0 (`assembly.py`)."""
-    kind = RankRunner
-    if shape.state_shape is not None:
-        from nanovllm_extras.states.state_ranks import StateRankRunner as kind
-    elif shape.kv_groups:
-        from nanovllm_extras.kv_groups.group_ranks import kind_of_shapes
-
-        kind = kind_of_shapes(config, shape)
-    elif len(set(shape.attention_options)) > 1:  # layers with and without a window
-        from nanovllm_extras.kv_groups.layer_groups import has_groups
-
-        if has_groups(config, shape):
-            from nanovllm_extras.kv_groups.group_ranks import GroupedRankRunner as kind
-    return kind
-
-
 def serve(
-    runner: RankRunner,
+    runner: ModelRunner,
     communicator: Communicator,
     driver: socket.socket,
     at_exit: Callable[[Callable[[], object]], None],
@@ -90,7 +72,7 @@ def serve(
             communicator.gather(torch.tensor([[answer]], dtype=torch.int64, device=runner.device))
 
 
-def make_share(runner: RankRunner) -> "RankShare":
+def make_share(runner: ModelRunner) -> "RankShare":
     from nanovllm_extras.kv_store.ranks import RankShare
 
     return RankShare(runner)

@@ -2,29 +2,33 @@
 
 from typing import Any
 
-from nanovllm import model_runner
+import torch
+
 from nanovllm.layers.flash_attention import FlashAttention
+from nanovllm.plugins import choose_backends
 from nanovllm_extras.cuda.startup import CudaDevice
 from nanovllm_extras.device_setup import Device
-from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.layouts import Layout
 from nanovllm_extras.self_check.comparison import NotAvailableError
 
 
-class CoreRunner(ModelRunner):
+class CoreLayout(Layout):
     """Computes as `nanovllm.llm.LLM` does."""
 
-    def make_backend(self) -> Any:
+    def make_backends(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], str]:
         """Return the core's flash-attn. NotAvailableError if this model or this machine cannot use it."""
-        self.reasons = "attention_backend=the core's"
-        backend = model_runner.ModelRunner.make_backend(self)
-        if not isinstance(backend, FlashAttention) or self.shape.attention_options or self.shape.latent_rank:
+        config, shape = self.config, self.shape
+        kinds, _ = choose_backends(config.attention_backend, device, dtype, shape, config.block_size)
+        if kinds[0] is not FlashAttention or shape.attention_options or shape.latent_rank:
             raise NotAvailableError("flash-attn cannot be used here, or not for this model")
-        return backend
+        sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, config.block_size)
+        return (FlashAttention(*sizes),), "attention_backend=the core's"
 
-    def make_device(self) -> Device:
-        device = CudaDevice(self.config, self.device, self.backend, self.shape, self.max_num_batched_tokens)
+    def make_device(self, runner: Any) -> Device:
+        config, shape = self.config, self.shape
+        device = CudaDevice(config, runner.device, runner.backend, shape, runner.max_num_batched_tokens)
         device.draw = None
-        has_graphs = not self.config.enforce_eager and self.config.enable_cuda_graphs is not False
-        device.replayed = "forward" if has_graphs and not self.shape.num_experts else None
+        has_graphs = not config.enforce_eager and config.enable_cuda_graphs is not False
+        device.replayed = "forward" if has_graphs and not shape.num_experts else None
         device.note = ", with CUDA graphs of the forward pass" if device.replayed else ", no CUDA graphs"
         return device

@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,16 +53,17 @@ def ways_to_compute(config: Config) -> list[Way]:
         if not config.enforce_eager:
             ways.append(Way("C kernels for attention only", kernels))
     else:
-        from nanovllm_extras.self_check.core_on_cuda import CoreRunner
+        from nanovllm_extras.self_check.core_on_cuda import CoreLayout
 
+        core = partial(ModelRunner, layout=CoreLayout)
         ways = [Way("fused kernels", {})]
         may_have_graphs = not config.enforce_eager and config.enable_cuda_graphs is None
         if may_have_graphs:
             ways.append(Way("fused kernels without CUDA graphs", {"enable_cuda_graphs": False}))
         if config.tensor_parallel_size == 1 and config.kv_cache_dtype == "auto":
             if may_have_graphs:
-                ways.append(Way("the core's flash-attn", {}, CoreRunner))
-            ways.append(Way("the core's flash-attn without CUDA graphs", {"enable_cuda_graphs": False}, CoreRunner))
+                ways.append(Way("the core's flash-attn", {}, core))
+            ways.append(Way("the core's flash-attn without CUDA graphs", {"enable_cuda_graphs": False}, core))
     return [*ways, plain]
 
 

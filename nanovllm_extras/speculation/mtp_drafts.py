@@ -15,28 +15,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.batch import Batch
+from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.runner_hooks import ArrivingTokens, SampledTokens
 from nanovllm_extras.speculation.draft_model import DraftModel
-from nanovllm_extras.speculation.mtp_runner import MtpRunner
 
 
 class MtpDrafts(DraftModel):
     """A `Proposer` that runs the head of `runner`'s model."""
 
-    runner: MtpRunner
-
-    def __init__(self, runner: MtpRunner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
+        (head,) = runner.followers
+        self._head: Any = head
         self._hidden: dict[int, Tensor] = {}  # of the newest draft of each entry of `propose`: [hidden_size]
 
     def _draw(self, growing: list[tuple[int, Sequence]], drafts: list[list[int]]) -> list[int]:
         rows = [self._hidden[i] if drafts[i] else self._newest(seq) for i, seq in growing]
-        token_ids, hidden = self.runner.draft(self._make_batch(growing, drafts), torch.stack(rows))
+        token_ids, hidden = self._draft(self._make_batch(growing, drafts), torch.stack(rows))
         self._hidden = {i: row for (i, _), row in zip(growing, hidden, strict=True)}
         return token_ids
+
+    @torch.inference_mode()
+    def _draft(self, batch: Batch, previous: Tensor) -> tuple[list[int], Tensor]:
+        """Sample a draft after each token of a batch of decodes, by the head only.
+
+        previous: [num_seqs, hidden_size], the hidden states of the tokens before. Returns the drafts, and the hidden
+        states of the head: like `previous`
+        """
+        runner = self.runner
+        with runner.step_context():
+            sent = runner.send_batch(batch)
+            hidden = self._head.run(sent, previous)
+            token_ids, _ = runner.choose_tokens(hidden, sent.sampling)
+            return ArrivingTokens(SampledTokens(token_ids)).wait().token_ids, hidden
 
     def _newest(self, seq: Sequence) -> Tensor:
         """Return the model's hidden state of the newest computed token of `seq`: [hidden_size]"""
         assert self._scheduler is not None
         blocks: Any = self._scheduler.block_manager
-        return self.runner.kv_cache.hidden[0, blocks.slot_to_read(seq)]
+        cache: Any = self.runner.kv_cache
+        hidden: Tensor = cache.hidden[0, blocks.slot_to_read(seq)]
+        return hidden

@@ -10,6 +10,7 @@ from nanovllm_extras.option_checks import check_dict, check_optional_str
 
 METHODS = ("ngram", "draft_model", "mtp")
 DEFAULT_LOOKUP = 5  # tokens, as in vLLM
+MAX_DRAFTED_ROWS = 64  # of a step with drafts, each of which is a row
 
 
 @dataclass(frozen=True)

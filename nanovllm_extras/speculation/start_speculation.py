@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanovllm.batch import build_batch
 from nanovllm.block_tables import BlockTables
 from nanovllm.scheduler import Step
-from nanovllm_extras.full_runner import MAX_DRAFTED_ROWS, ModelRunner
+from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.speculation.ngram import NGrams
-from nanovllm_extras.speculation.speculation_options import Speculation, read_options
+from nanovllm_extras.speculation.speculation_options import MAX_DRAFTED_ROWS, Speculation, read_options
 from nanovllm_extras.speculation.speculative_scheduler import KnowsRequests, Proposer, SpeculativeScheduler
 
 if TYPE_CHECKING:

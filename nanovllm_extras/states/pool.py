@@ -7,7 +7,7 @@ not depend on the sequence's length. Slot 0 is the null slot: rows of padding re
     kind             state    state    state    K and V  state
     its cache        conv[0], conv[1], conv[2], kv[:, 0], conv[3], …        the same for `recurrent`
 
-`slots.py` decides which sequence owns which slot. `StateRunner` passes `StateCaches` to the model.
+`slots.py` decides which sequence owns which slot. `StateLayout` passes `StateCaches` to the model.
 """
 
 import math
@@ -117,6 +117,10 @@ class StateKVCache(KVCache):
     def state_bytes(self) -> int:
         """The size of the pool of states."""
         return (self.num_slots + 1) * self.bytes_per_slot
+
+    def describe_slots(self) -> str:
+        """Return how many slots the pool has, and how many bytes it takes: one slot more, the null slot."""
+        return f"{self.num_slots:,} slots of states, which take {self.state_bytes:,} bytes"
 
     @property
     def caches(self) -> StateCaches:

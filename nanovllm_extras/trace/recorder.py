@@ -571,7 +571,7 @@ def describe_engine(engine: LLMEngine) -> dict[str, Any]:
     states = getattr(engine.scheduler.block_manager, "state_stats", None)
     if states is not None:  # the model has recurrent states
         about |= {"state_snapshot_interval": config.state_snapshot_interval, "bytes_per_slot": states.bytes_per_slot}
-    groups: Any = getattr(engine.runner, "layer_groups", None)
+    groups: Any = getattr(getattr(engine.runner, "layout", None), "layer_groups", None)
     if groups is not None:
         about["layers_of_groups"] = groups.num_layers
     return about

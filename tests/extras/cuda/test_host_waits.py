@@ -27,6 +27,7 @@ from nanovllm_extras.cuda.warm_up import warm_up
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm_extras.layouts import Layout
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.quantization.quantise import quantise
 from nanovllm_extras.runner_hooks import ArrivingTokens, Computed, has_placeholders
@@ -192,6 +193,7 @@ def make_runner(backend, has_fast_layers, quantization=None):
     runner = ModelRunner.__new__(ModelRunner)
     runner.model, runner.backend, runner.kv_cache, runner.draw = model, backend, kv_cache, sample_tokens
     runner.device, runner.graphs, runner.has_overlap = META, None, True
+    runner.layout = Layout(Config("model"), SHAPE)
     buffer = InputBuffer(META, 1 << 20)
     runner.device_setup = OneCopy(buffer)
     runner.transfers, runner.shape, runner.dtype = Transfers(kv_cache), SHAPE, torch.bfloat16

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm_extras import Config
 from nanovllm_extras.kv_groups.equal_blocks import LONG, lay_out
-from nanovllm_extras.kv_groups.equal_blocks_runner import slots_of_pieces
+from nanovllm_extras.kv_groups.equal_blocks_layout import slots_of_pieces
 from nanovllm_extras.kv_groups.groups import KVGroup
 from nanovllm_extras.kv_groups.layer_groups import describe_tables, group_layers, why_one_table
 from nanovllm_extras.models.architectures import find_architecture

@@ -328,7 +328,7 @@ def test_recorded_engine_has_the_groups_that_it_has_without(checkpoints, tmp_pat
         assert is_grouped(llm)
         check_greedy(llm, checkpoints.prompts(), checkpoints.greedy(name))
         check_greedy(llm, checkpoints.prompts()[-1:], checkpoints.greedy(name)[-1:])
-        manager, stats, shape = blocks_of(llm), llm.get_stats(), llm.engine.runner.layer_groups
+        manager, stats, shape = blocks_of(llm), llm.get_stats(), llm.engine.runner.layout.layer_groups
     lines = read_recording(tmp_path / "run.jsonl")
     check_recording(tmp_path / "run.jsonl", lines)
     header, events = lines[0], [event for line in lines[1:] for event in line["events"]]

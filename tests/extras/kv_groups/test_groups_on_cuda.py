@@ -24,12 +24,13 @@ from nanovllm_extras.cuda.input_buffer import InputBuffer
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
-from nanovllm_extras.kv_groups.equal_blocks_runner import EqualBlocksRunner
-from nanovllm_extras.kv_groups.group_runner import GroupRunner, ShapesRunner
+from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
 from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm_extras.kv_groups.grouped_graphs import GroupedCudaGraphs, WindowInputs
-from nanovllm_extras.kv_groups.grouped_runner import GroupedLayersRunner, LayersOfBlocks
+from nanovllm_extras.kv_groups.grouped_layout import LayersOfBlocks
 from nanovllm_extras.kv_groups.grouped_tables import GroupedBlockTables, GroupedMetadata
+from nanovllm_extras.kv_groups.shapes_layout import ShapesLayout
+from nanovllm_extras.layouts import Layout
 from nanovllm_extras.self_check.runner_check import SelfCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
 from tests.extras.cuda import test_core_graphs, test_graphs
@@ -73,15 +74,20 @@ def cases(*default):
 
 
 def make_backends(kind, block_size):
-    """Replaces `ShapesRunner.make_backend`: a backend of `kind` for each shape of K and V."""
+    """Replaces `make_backends` of layouts: a backend of `kind` for each shape of K and V."""
 
-    def make(runner):
-        runner.reasons, num_heads = "as on CUDA", runner.shape.num_attention_heads
-        groups = runner.shape.kv_groups
-        runner.backends = tuple(kind(num_heads, one.num_kv_heads, one.head_dim, block_size) for one in groups)
-        return runner.backends[0]
+    def make(layout, device, dtype):
+        shape = layout.shape
+        sizes = [(one.num_kv_heads, one.head_dim) for one in shape.kv_groups]
+        sizes = sizes or [(shape.num_key_value_heads, shape.head_dim)]
+        return tuple(kind(shape.num_attention_heads, *size, block_size) for size in sizes), "as on CUDA"
 
     return make
+
+
+def replace_backends(monkeypatch, kind, block_size):
+    for layout in (Layout, ShapesLayout, EqualBlocksLayout):
+        monkeypatch.setattr(layout, "make_backends", make_backends(kind, block_size))
 
 
 def check_tokens(engine, prompts, expected, max_tokens=MAX_TOKENS):
@@ -169,12 +175,7 @@ def test_one_copy_sends_the_slots_and_tables_of_all_groups():
 def test_flash_attn_gets_the_tables_of_each_group(grouped, monkeypatch, flash_attn_3, name):  # noqa: F811
     """Version 3 takes blocks of any size. Its stand-in checks the documented interface."""
 
-    def make_backend(runner):
-        runner.reasons, shape = "as on CUDA", runner.shape
-        return FlashAttention(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, 4)
-
-    monkeypatch.setattr(ModelRunner, "make_backend", make_backend)
-    monkeypatch.setattr(ShapesRunner, "make_backend", make_backends(FlashAttention, 4))
+    replace_backends(monkeypatch, FlashAttention, 4)
     monkeypatch.setattr(ModelRunner, "make_device", lambda runner: OneCopy(InputBuffer(CPU, 1 << 10)))
     monkeypatch.setattr(FlashAttention, "make_fast", lambda *_: None)
     folder, prompts, expected = requests_of(grouped, name, True, 12)
@@ -203,22 +204,23 @@ def test_an_eager_step_is_one_copy_and_no_wait(grouped):
     """On PyTorch's `meta` device. Each layer reads the metadata of its group, at its part of the cache."""
     engine, batches = run_on_host(grouped.of("smollm3")[0])
     seen = []
-    runner, buffer = GroupedLayersRunner.__new__(GroupedLayersRunner), InputBuffer(META, 1 << 16)
-    runner.layer_groups, runner.device, runner.graphs = engine.runner.layer_groups, META, None
-    runner.model, runner.kv_cache = FakeModel(len(runner.layer_groups.places), seen), engine.runner.kv_cache
+    runner, buffer = ModelRunner.__new__(ModelRunner), InputBuffer(META, 1 << 16)
+    runner.layout, runner.device, runner.graphs = engine.runner.layout, META, None
+    places = runner.layout.layer_groups.places
+    runner.model, runner.kv_cache = FakeModel(len(places), seen), engine.runner.kv_cache
     runner.device_setup, runner.draw = OneCopy(buffer), lambda logits, *_: logits[:, 0].long()
-    runner.layer_inputs = runner.make_layer_inputs()
+    runner.layer_inputs = runner.layout.make_layer_inputs(runner.kv_cache)
     for batch in batches:
         with DeviceCheck(buffer) as check:
             compute_eagerly(runner, batch)
         assert check.num_copies == 1
         assert len(seen) == 4
         starts = [metadata.slot_mapping.storage_offset() for _, metadata in seen]
-        groups = [place.group for place in runner.layer_groups.places]
+        groups = [place.group for place in places]
         assert [starts.index(one) for one in starts] == [groups.index(one) for one in groups]
         assert {metadata.block_tables.device for _, metadata in seen} == {META}
         parts = [cache.data_ptr() for cache, _ in seen]
-        assert parts == [runner.kv_cache.tensor[:, place.layer].data_ptr() for place in runner.layer_groups.places]
+        assert parts == [runner.kv_cache.tensor[:, place.layer].data_ptr() for place in places]
         seen.clear()
 
 
@@ -229,18 +231,19 @@ def test_steps_over_equal_blocks_do_not_wait(grouped, kernels):  # noqa: F811
     from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
 
     engine, batches = run_on_host(grouped.of("gemma4_e2b")[0])
-    runner, buffer = EqualBlocksRunner.__new__(EqualBlocksRunner), InputBuffer(META, 1 << 16)
+    runner, buffer = ModelRunner.__new__(ModelRunner), InputBuffer(META, 1 << 16)
     runner.config, runner.shape, runner.dtype = engine.runner.config, engine.runner.shape, torch.bfloat16
-    runner.device, runner.graphs, runner.layer_groups = META, None, engine.runner.layer_groups
-    runner.backend = make_backends(TritonAttention, 16)(runner)
+    runner.device, runner.graphs, runner.layout = META, None, EqualBlocksLayout(runner.config, runner.shape)
+    runner.backends, _ = make_backends(TritonAttention, 16)(runner.layout, META, torch.bfloat16)
+    runner.backend = runner.backends[0]
     with META:
         runner.model = engine.runner.model_class(runner.shape, runner.backends).to(torch.bfloat16)
     for rotary in (runner.model.model.rotary, runner.model.model.local_rotary):
         rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # the first call moves its table
-    runner.kv_cache = runner.make_kv_cache()
+    runner.kv_cache = runner.layout.make_kv_cache(runner.backends, runner.dtype, META)
     runner.kv_cache.allocate(30)
     runner.device_setup, runner.draw = OneCopy(buffer), sample_tokens
-    runner.layer_inputs = runner.make_layer_inputs()
+    runner.layer_inputs = runner.layout.make_layer_inputs(runner.kv_cache)
     for batch in batches:
         with DeviceCheck(buffer) as check:
             compute_eagerly(runner, batch)
@@ -284,7 +287,8 @@ class FakeModel(torch.nn.Module):
 
 def gather(monkeypatch, block_size):
     """Let layers with K and V of two shapes attend as the others do in these tests."""
-    monkeypatch.setattr(ShapesRunner, "make_backend", make_backends(test_core_graphs.GatherAttention, block_size))
+    for layout in (ShapesLayout, EqualBlocksLayout):
+        monkeypatch.setattr(layout, "make_backends", make_backends(test_core_graphs.GatherAttention, block_size))
 
 
 REPLAYED = [("smollm3", "overlap, chunked prefill"), ("gemma4_e2b", "overlap, chunked prefill")]
@@ -349,7 +353,7 @@ def test_graphs_of_one_table_read_the_caches_of_both_shapes(grouped, monkeypatch
         _, replaying = test_graphs.make_engines(monkeypatch, folder, max_num_seqs=5, **options)
     else:
         replaying = test_core_graphs.make_engine(monkeypatch, folder, True, max_num_seqs=5, **options)
-    assert type(replaying.runner) is GroupRunner
+    assert type(replaying.runner.layout) is ShapesLayout
     for i, prompt in enumerate(prompts):
         replaying.add_request(str(i), prompt, greedy(MAX_TOKENS))
     found = tokens_of(run(replaying))
@@ -360,7 +364,7 @@ def test_graphs_of_one_table_read_the_caches_of_both_shapes(grouped, monkeypatch
 
 def test_one_backend_that_waits_is_enough_against_graphs():
     """As for heads of 512, which only PyTorch's attention takes."""
-    runner = EqualBlocksRunner.__new__(EqualBlocksRunner)
+    runner = ModelRunner.__new__(ModelRunner)
     fast, slow = test_core_graphs.GatherAttention(4, 2, 32), TorchAttention(4, 2, 64)
     runner.backend, runner.backends = fast, (fast, slow)
     assert runner.slowest_backend is slow

@@ -16,10 +16,12 @@ from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras import LLM, Config, weights
 from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.dead import EngineDeadError
+from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.layouts import Layout
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.parallel import cut as cut_module
 from nanovllm_extras.parallel.cut import Cut, Cutter, read_part, share_of
-from nanovllm_extras.parallel.start_ranks import RankRunner
+from nanovllm_extras.parallel.start_ranks import RankPart
 from nanovllm_extras.weights import load_model, places_of_stored
 from tests.conftest import examples
 from tests.extras.models.architectures import ARCHITECTURES
@@ -258,10 +260,11 @@ def share_from(folder, rank, size, dummy_seed=None, dtype=torch.float32):
     """The network of one rank, as the rank makes it, and the two networks without memory."""
     model_class, shape = read_model_config(Path(folder), {})
     backend = TorchAttention(1, 1, 16, 16)
-    runner = RankRunner.__new__(RankRunner)
+    runner = ModelRunner.__new__(ModelRunner)
     runner.config = Config(folder, load_format="auto" if dummy_seed is None else "dummy", seed=dummy_seed or 0)
-    runner.communicator, runner.check = SimpleNamespace(rank=rank, size=size), lambda: None
-    runner.model_class, runner.whole_shape, runner.shape = model_class, shape, share_of(shape, size)
+    runner.part = RankPart(SimpleNamespace(rank=rank, size=size), False)
+    runner.model_class, runner.whole_shape, runner.shape = model_class, shape, runner.part.share_of(shape)
+    runner.layout, runner.backends = Layout(runner.config, runner.shape), (backend,)
     runner.backend, runner.dtype, runner.device, runner.folder = backend, dtype, torch.device("cpu"), Path(folder)
     return runner.make_model(), shape, model_class, backend
 

@@ -17,13 +17,13 @@ from nanovllm_extras.cuda.graphs import CudaGraphs, graph_sizes
 from nanovllm_extras.cuda.warm_up import draws, null_batch
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.kv_groups.group_runner import ShapesRunner
+from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
 from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.parallel.communicator import Communicator
 from nanovllm_extras.parallel.messages import Header, pack_step
 from nanovllm_extras.parallel.worker import compute_step
-from nanovllm_extras.states.state_ranks import StateRankRunner
+from nanovllm_extras.states.state_layout import StateLayout
 from tests.extras.cuda.test_graphs import draw_plainly, serve
 from tests.extras.kv_groups.test_grouped_layers import GroupedCheckpoints
 from tests.extras.kv_groups.test_groups_on_cuda import make_backends
@@ -129,7 +129,7 @@ def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenize
 @pytest.mark.parametrize("name", ["gemma3", "gemma4_e2b"])
 def test_replayed_decodes_of_groups_of_layers(recorders, monkeypatch, tmp_path, name):
     """Each rank has static slots and block tables for each group."""
-    monkeypatch.setattr(ShapesRunner, "make_backend", make_backends(GatherAttention, 4))  # of K and V of two shapes
+    monkeypatch.setattr(EqualBlocksLayout, "make_backends", make_backends(GatherAttention, 4))
     alone, engine = make_engines(GroupedCheckpoints(tmp_path).of(name)[0], True, block_size=4)
     del recorders[0]
     assert isinstance(engine.scheduler.block_manager, GroupedBlockManager)
@@ -145,7 +145,7 @@ def test_replayed_decodes_with_states(recorders, tmp_path, enable_overlap):
     pytest.importorskip("transformers.models.qwen3_5")
     alone, engine = make_engines(HybridCheckpoints(tmp_path).make()[0], enable_overlap, block_size=4)
     del recorders[0]
-    assert isinstance(engine.runner, StateRankRunner)
+    assert isinstance(engine.runner.layout, StateLayout)
     requests = [(prompt, dataclasses.replace(params, max_tokens=25)) for prompt, params in REQUESTS]
     assert serve(engine, requests) == serve(alone, requests)
     assert recorders[0].num_replays == recorders[1].num_replays > 5

@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras import LLM, Config, SamplingParams
+from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.isolation import IsolatingEngine
 from nanovllm_extras.kernels.cpu.cpu_gated_delta import CpuGatedDeltaNet
 from nanovllm_extras.models.architectures import find_architecture
@@ -17,8 +18,7 @@ from nanovllm_extras.models.gated_delta import GatedDeltaNet
 from nanovllm_extras.parallel import cut, joined
 from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.parallel.cut import Cutter, read_part, share_of
-from nanovllm_extras.states.state_ranks import StateRankRunner
-from nanovllm_extras.states.state_runner import StateRunner
+from nanovllm_extras.states.state_layout import StateLayout
 from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.late_runner import LateRunner
@@ -104,7 +104,7 @@ def test_ranks_give_the_tokens_of_transformers_and_of_one(all_hybrids, request, 
         check_all_free(llm)
         stats, runner = llm.get_stats(), llm.engine.runner
         num_fast = sum(isinstance(module, CpuGatedDeltaNet) for module in runner.model.modules())
-    assert isinstance(runner, StateRankRunner)
+    assert isinstance(runner.layout, StateLayout)
     assert num_fast == (3 if is_cpu else 0)
     heads = 4 // size
     assert runner.kv_cache.recurrent.shape[2:] == (heads, 16, 32)
@@ -117,7 +117,7 @@ def test_ranks_give_the_tokens_of_transformers_and_of_one(all_hybrids, request, 
 
 def test_all_ranks_have_as_many_slots(hybrids, quick_ranks, monkeypatch):
     """Each rank finds other free memory. All of them take the least, so their slots and blocks agree."""
-    found, whole = [], StateRunner.num_blocks_that_fit
+    found, whole = [], ModelRunner.num_blocks_that_fit
 
     def num_blocks_that_fit(self):
         num_blocks = whole(self)
@@ -125,10 +125,10 @@ def test_all_ranks_have_as_many_slots(hybrids, quick_ranks, monkeypatch):
         return num_blocks
 
     def free_bytes(self, runner):
-        return 100_000 if runner.communicator.rank else 150_000
+        return 100_000 if runner.part.communicator.rank else 150_000
 
     one = make_llm(hybrids.make()[0], num_kv_blocks=120)
-    monkeypatch.setattr(StateRunner, "num_blocks_that_fit", num_blocks_that_fit)
+    monkeypatch.setattr(ModelRunner, "num_blocks_that_fit", num_blocks_that_fit)
     monkeypatch.setattr(start.Device, "free_bytes", free_bytes)
     with make_llm(hybrids.make()[0], tensor_parallel_size=2, block_size=4, max_num_batched_tokens=13) as llm:
         size = llm.engine.runner.kv_cache.bytes_per_slot
@@ -285,25 +285,25 @@ def no_sum_after_the_layer(monkeypatch):
 
 
 def states_of_other_slots_on_rank_1(monkeypatch):
-    right = StateRankRunner.run
+    right = ModelRunner.run
 
     def run(self, batch):
         if self.communicator.rank:
             batch.copies.slots = batch.copies.sources = [1] * len(batch.copies.slots)
         return right(self, batch)
 
-    monkeypatch.setattr(StateRankRunner, "run", run)
+    monkeypatch.setattr(ModelRunner, "run", run)
 
 
 def no_copies_of_states_on_rank_1(monkeypatch):
-    right = StateRankRunner.run
+    right = ModelRunner.run
 
     def run(self, batch):
         if self.communicator.rank:
             batch.copies.state_copies = []
         return right(self, batch)
 
-    monkeypatch.setattr(StateRankRunner, "run", run)
+    monkeypatch.setattr(ModelRunner, "run", run)
 
 
 FAULTS = [channels_of_another_rank, decays_of_the_first_rank, no_sum_after_the_layer, states_of_other_slots_on_rank_1,

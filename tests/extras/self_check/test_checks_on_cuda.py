@@ -8,6 +8,7 @@ import logging
 import sys
 import types
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from nanovllm_extras.quantization import quantised_linear
 from nanovllm_extras.self_check import crash_test, fallbacks
 from nanovllm_extras.self_check import runner_check as checks
 from nanovllm_extras.self_check.comparison import SelfCheckError
-from nanovllm_extras.self_check.core_on_cuda import CoreRunner
+from nanovllm_extras.self_check.core_on_cuda import CoreLayout
 from nanovllm_extras.self_check.crash_test import CrashTest
 from nanovllm_extras.self_check.random_layers import RandomLayers, describe_model
 from nanovllm_extras.self_check.stored_results import StoredResult
@@ -221,7 +222,7 @@ def tokens_of(llm):
 
 def way_of(llm):
     runner = llm.engine.runner
-    kind = "core" if isinstance(runner, CoreRunner) else type(runner.backend).__name__
+    kind = "core" if isinstance(runner.layout, CoreLayout) else type(runner.backend).__name__
     return kind if runner.graphs is None else f"{kind}, graphs"
 
 
@@ -441,17 +442,15 @@ def test_the_ways_to_compute_on_cuda(monkeypatch):
 
 def test_the_cores_path_on_cuda_has_graphs_of_the_forward_pass(monkeypatch, tiny_checkpoint):
     """As far as a machine without a GPU can go: the runner's choices."""
-    runner = CoreRunner.__new__(CoreRunner)
-    runner.config, runner.device, runner.dtype = Config("model"), torch.device("cuda", 0), torch.bfloat16
-    runner.shape = NetworkConfig(300, 64, 96, 2, 4, 2, 32, 512)
-    runner.max_num_batched_tokens = 64
+    cuda, shape = torch.device("cuda", 0), NetworkConfig(300, 64, 96, 2, 4, 2, 32, 512)
+    layout = CoreLayout(Config("model"), shape)
     monkeypatch.setattr(flash_attention, "find_spec", lambda name: object())
-    runner.backend = runner.make_backend()
-    assert type(runner.backend) is flash_attention.FlashAttention
-    device = runner.make_device()
+    (backend,), _ = layout.make_backends(cuda, torch.bfloat16)
+    assert type(backend) is flash_attention.FlashAttention
+    runner = SimpleNamespace(device=cuda, backend=backend, max_num_batched_tokens=64)
+    device = layout.make_device(runner)
     assert (device.replayed, device.draw) == ("forward", None)
-    runner.config = Config("model", enable_cuda_graphs=False)
-    assert runner.make_device().replayed is None
+    assert CoreLayout(Config("model", enable_cuda_graphs=False), shape).make_device(runner).replayed is None
     monkeypatch.setattr(flash_attention, "find_spec", lambda name: None)
     with pytest.raises(SelfCheckError, match="flash-attn cannot be used here"):
-        runner.make_backend()
+        layout.make_backends(cuda, torch.bfloat16)

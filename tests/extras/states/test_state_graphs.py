@@ -26,11 +26,11 @@ from nanovllm_extras.runner_hooks import ArrivingTokens
 from nanovllm_extras.self_check.comparison import SelfCheckError
 from nanovllm_extras.self_check.state_check import StateCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
-from nanovllm_extras.speculation.mtp_runner import MtpRunner
+from nanovllm_extras.speculation.mtp_layout import MtpLayout
 from nanovllm_extras.states.pool import StateKVCache, StateMetadata, with_states
 from nanovllm_extras.states.slots import NULL_SLOT
 from nanovllm_extras.states.state_graphs import StateCudaGraphs, StateInputs, needs_rounds
-from nanovllm_extras.states.state_runner import StateRunner
+from nanovllm_extras.states.state_layout import StateLayout
 from tests.extras.cuda import test_core_graphs, test_graphs
 from tests.extras.cuda.conftest import FakeCuda
 from tests.extras.cuda.test_core_graphs import recorded  # noqa: F401 (a fixture)
@@ -291,13 +291,11 @@ def test_the_head_for_drafts_runs_behind_replayed_forward_passes(tmp_path, monke
 def test_graphs_of_whole_steps_have_no_head():
     """Where other models have them, only the forward pass of the model is recorded."""
 
-    class Runner(MtpRunner):
-        def __init__(self):
-            self.device = SimpleNamespace(replayed="step", note=", with CUDA graphs")
-
+    runner = SimpleNamespace(device=torch.device("cuda"), slowest_backend=None, max_num_batched_tokens=9, max_rows=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelRunner, "make_device", lambda self: self.device)
-        device = Runner().make_device()
+        found = SimpleNamespace(replayed="step", note=", with CUDA graphs")
+        patch.setattr("nanovllm_extras.cuda.startup.CudaDevice", lambda *_: found)
+        device = MtpLayout(Config("model"), None).make_device(runner)
     assert device.replayed == "forward"
     assert device.note == ", with CUDA graphs of the forward pass only (without the head)"
 
@@ -336,7 +334,7 @@ def delta_kernels(kernels, monkeypatch):  # noqa: F811
 
 def make_runner_on_meta(kind, has_kernels):
     model_class, shape = find_architecture({**make_config(kind).to_dict(), "architectures": [f"{kind}ForCausalLM"]})
-    runner, buffer = StateRunner.__new__(StateRunner), InputBuffer(META, 1 << 20)
+    runner, buffer = ModelRunner.__new__(ModelRunner), InputBuffer(META, 1 << 20)
     backend = FlashAttention(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, 16)
     with META:
         runner.model = model_class(shape, backend).to(torch.bfloat16)
@@ -348,7 +346,8 @@ def make_runner_on_meta(kind, has_kernels):
     runner.kv_cache.num_slots = 40
     runner.kv_cache.allocate(9)
     runner.config, runner.graphs, runner.device_setup = Config("model"), None, OneCopy(buffer)
-    runner.layer_inputs = runner.make_layer_inputs()
+    runner.layout = StateLayout(runner.config, shape)
+    runner.layer_inputs = runner.layout.make_layer_inputs(runner.kv_cache)
     return runner, buffer
 
 

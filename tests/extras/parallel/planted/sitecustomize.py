@@ -49,7 +49,7 @@ def plant(worker, fault):
     owner, name = {
         "plan": (worker, "start_worker"),
         "connect": (start, "connect"),
-        "load": (start.RankRunner, "load_network"),
+        "load": (start.RankPart, "load_network"),
         "prepare": (start.RankDevice, "prepare"),
         "message": (worker, "unpack_step"),
         "embedding": (joined.VocabularyShare, "forward"),

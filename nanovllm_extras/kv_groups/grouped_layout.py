@@ -1,7 +1,14 @@
-"""The runner of models in which some layers see a window and others see all tokens: a block table for each group.
+"""The layout of models in which some layers see a window and others see all tokens: a block table for each group.
 
-`assembly.py` makes it if `why_one_table` finds no reason against it. The model gets a list with the metadata of each
-layer, and passes each layer its own (`layer_inputs.py`). `group_ranks.py` has several ranks.
+`assembly.py` chooses it if `why_one_table` finds no reason against it. The model gets a list with the metadata of each
+layer, and passes each layer its own (`layer_inputs.py`).
+
+With several ranks, each has its heads of all groups, in the same blocks as the others. Rank 0 decides which sequence
+owns which blocks, and sends the slots and block tables of all groups with each batch (`parallel/messages.py`):
+
+    K and V of a sequence        rank 0                rank 1
+    group 0, 4 heads             heads 0, 1            heads 2, 3            at the block table of group 0
+    group 1, 4 heads             heads 0, 1            heads 2, 3            at the block table of group 1
 """
 
 from typing import Any
@@ -10,46 +17,38 @@ from torch import Tensor
 
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.all_options import Config
 from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
 from nanovllm_extras.kv_groups.layer_groups import LayerPlace, group_layers
 from nanovllm_extras.layer_inputs import LayerInputs
+from nanovllm_extras.layouts import Layout
 
 
-class GroupedLayersRunner(ModelRunner):
-    """Runs steps as `ModelRunner` does. The KV cache has `layers_per_block` layers, which all groups use."""
+class GroupedLayout(Layout):
+    """The KV cache has `layers_per_block` layers, which all groups use. `num_kv_blocks` counts one for each group."""
 
-    def start(self) -> None:
-        self.layer_groups = group_layers(self.shape)  # of the share of one rank, if there are several
-        super().start()
+    def __init__(self, config: Config, shape: Any) -> None:
+        super().__init__(config, shape)
+        self.layer_groups = group_layers(shape)
+        self.num_tables = self.layer_groups.num_groups
 
     @property
     def num_cached_layers(self) -> int:
-        return self.layer_groups.layers_per_block
+        num_layers: int = self.layer_groups.layers_per_block
+        return num_layers
 
-    @property
-    def bytes_per_block(self) -> int:
-        """The size of one block in each group, so that `num_kv_blocks` means the memory that it means elsewhere."""
-        return super().bytes_per_block * self.layer_groups.num_groups
+    def make_layer_inputs(self, kv_cache: Any) -> LayerInputs:
+        return OfGroups(self.layer_groups.places)
 
-    def num_blocks_that_fit(self) -> int:
-        """Return the number of blocks in the pool, each of which serves one group at a time."""
-        return super().num_blocks_that_fit() * self.layer_groups.num_groups
-
-    @property
-    def more_inputs(self) -> Any:  # type: ignore[override]  # a constant of the parent
+    def more_inputs(self, model: Any) -> Any:
         from nanovllm_extras.kv_groups.grouped_graphs import WindowInputs
 
-        return WindowInputs(self.layer_groups.num_groups - 1)
+        return WindowInputs(self.num_tables - 1)
 
-    def make_graphs(self) -> CudaGraphs:
+    def make_graphs(self, network: Any, kv_cache: Tensor, max_rows: int, max_num_blocks: int, more: Any) -> CudaGraphs:
         from nanovllm_extras.kv_groups.grouped_graphs import GroupedCudaGraphs
 
-        num_windows = self.layer_groups.num_groups - 1
-        return GroupedCudaGraphs(self.network, self.kv_cache.tensor, *self.largest_decode, num_windows)
-
-    def make_layer_inputs(self) -> LayerInputs:
-        return OfGroups(self.layer_groups.places)
+        return GroupedCudaGraphs(network, kv_cache, max_rows, max_num_blocks, self.num_tables - 1)
 
 
 class OfGroups(LayerInputs):

@@ -1,41 +1,60 @@
-"""The runner of models whose K and V have two shapes, with block tables for each group of layers.
+"""The layout of models whose K and V have two shapes, with block tables for each group of layers.
 
-`assembly.py` makes it if `why_one_table` finds no reason against it, and `GroupRunner` otherwise. `equal_blocks.py`
+`assembly.py` chooses it if `why_one_table` finds no reason against it, and `ShapesLayout` otherwise. `equal_blocks.py`
 says where the layers are in a block. The model and the attention backends do not depend on it: each layer gets a view
 of the KV cache, and slots and block tables with the numbers of pieces in this view (`Pieces`). A CUDA graph records how
 they are computed, too.
+
+With several ranks, each number of heads is divided by itself, and ranks share heads of which there are too few. All
+ranks then have blocks of the same layout, that of their share:
+
+    Gemma 4 31B          16 heads of 256 with a window     4 heads of 512     a block: 10 layers, or 5 with a window
+    each of 8 ranks       2 heads of 256                   1 head of 512      a block: 10 layers, or 10 with a window
 """
 
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.kernels.cpu.threads import on_one_thread
 from nanovllm_extras.kv_groups.equal_blocks import BlockLayout, lay_out
-from nanovllm_extras.kv_groups.group_runner import ShapesRunner
-from nanovllm_extras.kv_groups.grouped_runner import GroupedLayersRunner, OfGroups
+from nanovllm_extras.kv_groups.grouped_layout import GroupedLayout, OfGroups
 from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
 from nanovllm_extras.kv_groups.layer_groups import LayerPlace
+from nanovllm_extras.kv_groups.shapes_layout import choose_for_shapes, describe_shapes
 from nanovllm_extras.layer_inputs import LayerInputs
 
 
-class EqualBlocksRunner(GroupedLayersRunner, ShapesRunner):
-    """Runs steps as `GroupedLayersRunner` does. The KV cache has rows, in which each layer has pieces for K and V."""
+class EqualBlocksLayout(GroupedLayout):
+    """The KV cache has rows, in which each layer has pieces for K and V."""
 
-    def make_kv_cache(self) -> KVCache:
+    is_checked = False
+
+    def make_backends(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], str]:
+        return choose_for_shapes(self.config, self.shape, device, dtype)
+
+    def backend_of_layers(self, backends: tuple[Any, ...]) -> Any:
+        return backends
+
+    def describe(self, shape: Any, dtype: torch.dtype) -> str:
+        return describe_shapes(shape)
+
+    def make_kv_cache(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> KVCache:
         """Return the cache, with rows of equal blocks instead of layers."""
-        self.layout = lay_out(self.shape.kv_groups, self.backend.block_size)
-        layout: Any = self.layout  # it defines the shape of a block, as backends do
-        return KVCache(layout, layout.num_rows, self.dtype, self.device)
+        self.block_layout = lay_out(self.shape.kv_groups, backends[0].block_size)
+        self.piece_shapes = tuple([backend.kv_cache_shape(1, 1)[3:] for backend in backends])
+        layout: Any = self.block_layout  # it defines the shape of a block, as backends do
+        return KVCache(layout, layout.num_rows, dtype, device)
 
-    def make_layer_inputs(self) -> LayerInputs:
+    def make_layer_inputs(self, kv_cache: Any) -> LayerInputs:
         full = [group.options.window for group in self.shape.kv_groups].index(None)
-        shapes = (full, *[1 - full] * (self.layer_groups.num_groups - 1))
-        piece_shapes = tuple([backend.kv_cache_shape(1, 1)[3:] for backend in self.backends])
-        return Pieces(self.layer_groups.places, self.layout, self.backend.block_size, piece_shapes, shapes)
+        shapes = (full, *[1 - full] * (self.num_tables - 1))
+        block_size = self.piece_shapes[0][0]
+        return Pieces(self.layer_groups.places, self.block_layout, block_size, self.piece_shapes, shapes)
 
 
 class Pieces(OfGroups):

@@ -1,4 +1,4 @@
-"""The runner of a model with its own head for multi-token prediction, which makes drafts (`models/mtp.py`).
+"""The layout of a model with its own head for multi-token prediction, which makes drafts (`models/mtp.py`).
 
 The head needs its K and V of all tokens. So each step computes the head for the same tokens as the model, with the
 hidden states that the model has just computed:
@@ -25,11 +25,10 @@ from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.loader import checkpoint_files
 from nanovllm_extras.all_options import Config
-from nanovllm_extras.device_setup import Device
 from nanovllm_extras.models.gated_delta import read_states
-from nanovllm_extras.runner_hooks import ArrivingTokens, Computed, SampledTokens
+from nanovllm_extras.runner_hooks import Computed
 from nanovllm_extras.states.pool import StateKVCache, StateMetadata, StateShape
-from nanovllm_extras.states.state_runner import StateRunner
+from nanovllm_extras.states.state_layout import StateLayout
 
 METHOD = "speculative_config['method'] 'mtp'"
 
@@ -95,45 +94,23 @@ class MtpHead:
         return self._model.predict(*inputs)  # type: ignore[no-any-return]
 
 
-class MtpRunner(StateRunner):
-    """Computes the head along with the model, and makes drafts with it."""
+class MtpLayout(StateLayout):
+    """The states of a model with a head, whose K and V are in the same blocks."""
 
-    kv_cache: MtpKVCache
+    forward_only = "without the head"  # which reads lengths on the host
 
-    def find_network(self) -> tuple[Any, Any]:
-        model_class, shape = super().find_network()
-        return model_class, replace(shape, has_mtp=True)
+    @staticmethod
+    def network_of(shape: Any) -> Any:
+        return replace(shape, has_mtp=True)
 
-    def make_kv_cache(self) -> MtpKVCache:
-        shape: Any = self.shape
-        num_layers = shape.num_hidden_layers - shape.state_shape.num_layers
-        sizes = (self.backend.num_heads, self.backend.num_kv_heads, self.backend.head_dim, self.backend.block_size)
-        head = KVCache(TorchAttention(*sizes), 1, self.dtype, self.device)
-        return MtpKVCache(self.backend, num_layers, self.dtype, self.device, shape.state_shape, shape.hidden_size, head)
+    def make_kv_cache(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> MtpKVCache:
+        backend, shape = backends[0], self.shape
+        sizes = (backend.num_heads, backend.num_kv_heads, backend.head_dim, backend.block_size)
+        head = KVCache(TorchAttention(*sizes), 1, dtype, device)
+        return MtpKVCache(backend, self.num_cached_layers, dtype, device, shape.state_shape, shape.hidden_size, head)
 
-    def make_device(self) -> Device:
-        """Return the device setup. CUDA graphs have only the model's forward pass, as the head reads lengths."""
-        device: Any = super().make_device()
-        if getattr(device, "replayed", None) == "step":
-            device.replayed, device.note = "forward", f"{device.note} of the forward pass only (without the head)"
-        return device
-
-    def make_followers(self) -> tuple[MtpHead, ...]:
-        self.head = MtpHead(self.model, self.kv_cache)
-        return (self.head,)
-
-    @torch.inference_mode()
-    def draft(self, batch: Batch, previous: Tensor) -> tuple[list[int], Tensor]:
-        """Sample a draft after each token of a batch of decodes, by the head only.
-
-        previous: [num_seqs, hidden_size], the hidden states of the tokens before. Returns the drafts, and the hidden
-        states of the head: like `previous`
-        """
-        with self.step_context():
-            sent = self.send_batch(batch)
-            hidden = self.head.run(sent, previous)
-            token_ids, _ = self.choose_tokens(hidden, sent.sampling)
-            return ArrivingTokens(SampledTokens(token_ids)).wait().token_ids, hidden
+    def make_followers(self, model: Any, kv_cache: MtpKVCache) -> tuple[MtpHead, ...]:
+        return (MtpHead(model, kv_cache),)
 
 
 def hidden_before(hidden: Tensor, kept: Tensor, metadata: StateMetadata) -> Tensor:

@@ -1,0 +1,117 @@
+"""`Layout`: what the layers of a model keep for each sequence, and where. `ModelRunner` holds one.
+
+Here it is K and V of one shape for all tokens, in one KV cache, at one block table. There are subclasses for recurrent
+states (`states/state_layout.py`) and for groups of layers (`kv_groups/`). `assembly.choose_layout` chooses one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.batch import Batch
+from nanovllm.cuda_graphs import CudaGraphs
+from nanovllm.kv_cache import KVCache
+from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras.all_options import Config
+from nanovllm_extras.device_setup import Device
+from nanovllm_extras.layer_inputs import LayerInputs
+
+
+class Layout:
+    """The plain layout. shape: the `NetworkConfig` of the model, or of a rank's share of it"""
+
+    layer_groups: Any = None
+    """A `LayerGroups`, if groups of layers have block tables of their own."""
+    num_tables = 1
+    """The block tables of a sequence."""
+    is_checked = True
+    """Whether the self-check can run such a network."""
+    forward_only: str | None = None
+    """Why CUDA graphs have only the model's forward pass, and not whole steps, if that is so."""
+
+    def __init__(self, config: Config, shape: Any) -> None:
+        self.config, self.shape = config, shape
+
+    @staticmethod
+    def network_of(shape: Any) -> Any:
+        """Return the network that is loaded, for the one that config.json describes."""
+        return shape
+
+    # ---- the start, in this order
+
+    def make_backends(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], str]:
+        """Return an attention backend for each shape of K and V, and why. `torch` and eager is the core's."""
+        config, shape = self.config, self.shape
+        is_plain = config.kv_cache_dtype == "auto" and shape.latent_rank is None
+        if config.attention_backend == "torch" and config.enforce_eager and is_plain:
+            sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, config.block_size)
+            return (TorchAttention(*sizes),), "attention_backend=torch"
+        from nanovllm_extras.kernels.choices import choose
+
+        backend, reasons = choose(config, device, dtype, shape)
+        return (backend,), reasons
+
+    def backend_of_layers(self, backends: tuple[Any, ...]) -> Any:
+        """Return what the network is made with: the attention backend, or one for each shape of K and V."""
+        return backends[0]
+
+    def describe(self, shape: Any, dtype: torch.dtype) -> str:
+        """Return what comes first in the description of the runner. shape: of all ranks"""
+        return ""
+
+    def describe_memory(self, kv_cache: Any) -> str:
+        """Return what the KV cache has beside blocks, for the log."""
+        return ""
+
+    def make_device(self, runner: Any) -> Device:
+        """Return the device setup."""
+        config, device = self.config, runner.device
+        if device.type != "cuda" and not config.enable_cuda_graphs:
+            return Device()
+        from nanovllm_extras.cuda.startup import CudaDevice
+
+        sizes = (runner.max_num_batched_tokens, runner.max_rows)
+        setup = CudaDevice(config, device, runner.slowest_backend, self.shape, *sizes)
+        if setup.replayed == "step" and self.forward_only:
+            setup.replayed, setup.note = "forward", f"{setup.note} of the forward pass only ({self.forward_only})"
+        return setup
+
+    def make_kv_cache(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> KVCache:
+        return KVCache(backends[0], self.num_cached_layers, self.cache_dtype(backends[0], dtype), device)
+
+    @property
+    def num_cached_layers(self) -> int:
+        """The layers for which a block of the KV cache has room."""
+        return self.shape.num_hidden_layers  # type: ignore[no-any-return]
+
+    def cache_dtype(self, backend: Any, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of K and V, for a network that computes in `dtype`."""
+        return getattr(backend, "kv_cache_dtype", None) or dtype
+
+    def make_layer_inputs(self, kv_cache: Any) -> LayerInputs:
+        """Return what gives the layers what they read."""
+        return LayerInputs()
+
+    def make_followers(self, model: Any, kv_cache: Any) -> tuple[Any, ...]:
+        """Return what else computes each step."""
+        return ()
+
+    def divide_memory(self, runner: Any) -> int:
+        """Return the number of blocks in the pool, each of which serves one group of layers at a time."""
+        num_blocks: int = runner.count_blocks()
+        return num_blocks * self.num_tables
+
+    def more_inputs(self, model: Any) -> Any:
+        """Return what rows of decodes have in CUDA graphs beside one slot and one block table: a `MoreInputs`."""
+        return None
+
+    def make_graphs(self, network: Any, kv_cache: Tensor, max_rows: int, max_num_blocks: int, more: Any) -> CudaGraphs:
+        """Return the core's graphs of the forward pass of decodes."""
+        return CudaGraphs(network, kv_cache, max_rows, max_num_blocks)
+
+    # ---- a step
+
+    def complete(self, batch: Batch) -> Batch:
+        """Return a batch with all that the layers read beside blocks, which here is nothing."""
+        return batch

@@ -1,0 +1,32 @@
+"""How much memory a draft model will need, before it is loaded: it shares the memory for the KV cache with the model.
+
+The draft model is loaded when the KV cache has been allocated, and needs as many blocks of its own. So before that:
+
+    number of blocks = (free memory - the draft model's weights and graphs) / (bytes of a block in both models)
+"""
+
+from typing import Any
+
+import torch
+
+from nanovllm.config import resolve_dtype
+from nanovllm_extras.checkpoint import read_model_config
+from nanovllm_extras.full_runner import DraftNeeds
+from nanovllm_extras.layouts import Layout
+from nanovllm_extras.speculation.draft_model import find_draft_model
+from nanovllm_extras.speculation.speculation_options import read_options
+
+
+def measure_draft(runner: Any) -> DraftNeeds:
+    """Return what the draft model of `speculative_config` needs. runner: the large model's"""
+    options = read_options(runner.config.speculative_config)
+    config, folder = find_draft_model(runner, options, num_kv_blocks=1)
+    model_class, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
+    dtype = resolve_dtype(config.dtype, shape.dtype)
+    layout = Layout(config, shape)
+    backends, _ = layout.make_backends(runner.device, dtype)
+    with torch.device("meta"):
+        model = model_class(shape, backends[0])
+    num_weights = sum([weight.numel() for weight in model.parameters()])
+    bytes_per_block = layout.make_kv_cache(backends, dtype, runner.device).bytes_per_block
+    return DraftNeeds(num_weights * dtype.itemsize, bytes_per_block)
