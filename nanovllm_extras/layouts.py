@@ -13,6 +13,7 @@ from nanovllm.batch import Batch
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
+from nanovllm.plugins import choose_backends
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.layer_inputs import LayerInputs
@@ -45,12 +46,18 @@ class Layout:
         config, shape = self.config, self.shape
         is_plain = config.kv_cache_dtype == "auto" and shape.latent_rank is None
         if config.attention_backend == "torch" and config.enforce_eager and is_plain:
-            sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, config.block_size)
-            return (TorchAttention(*sizes),), "attention_backend=torch"
+            return (self.make_cores_backend(device, dtype),), "attention_backend=torch"
         from nanovllm_extras.kernels.choices import choose
 
         backend, reasons = choose(config, device, dtype, shape)
         return (backend,), reasons
+
+    def make_cores_backend(self, device: torch.device, dtype: torch.dtype) -> TorchAttention:
+        """Return the attention backend that the core would take."""
+        config, shape = self.config, self.shape
+        kinds, _ = choose_backends(config.attention_backend, device, dtype, shape, config.block_size)
+        sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, config.block_size)
+        return kinds[0](*sizes, dtype)
 
     def backend_of_layers(self, backends: tuple[Any, ...]) -> Any:
         """Return what the network is made with: the attention backend, or one for each shape of K and V."""

@@ -45,7 +45,8 @@ class EqualBlocksLayout(GroupedLayout):
 
     def make_kv_cache(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> KVCache:
         """Return the cache, with rows of equal blocks instead of layers."""
-        self.block_layout = lay_out(self.shape.kv_groups, backends[0].block_size)
+        self.block_size: int = backends[0].block_size
+        self.block_layout = lay_out(self.shape.kv_groups, self.block_size)
         self.piece_shapes = tuple([backend.kv_cache_shape(1, 1)[3:] for backend in backends])
         layout: Any = self.block_layout  # it defines the shape of a block, as backends do
         return KVCache(layout, layout.num_rows, dtype, device)
@@ -53,8 +54,7 @@ class EqualBlocksLayout(GroupedLayout):
     def make_layer_inputs(self, kv_cache: Any) -> LayerInputs:
         full = [group.options.window for group in self.shape.kv_groups].index(None)
         shapes = (full, *[1 - full] * (self.num_tables - 1))
-        block_size = self.piece_shapes[0][0]
-        return Pieces(self.layer_groups.places, self.block_layout, block_size, self.piece_shapes, shapes)
+        return Pieces(self.layer_groups.places, self.block_layout, self.block_size, self.piece_shapes, shapes)
 
 
 class Pieces(OfGroups):

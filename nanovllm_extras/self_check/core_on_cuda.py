@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from nanovllm.layers.flash_attention import FlashAttention
-from nanovllm.plugins import choose_backends
 from nanovllm_extras.cuda.startup import CudaDevice
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.layouts import Layout
@@ -17,12 +16,10 @@ class CoreLayout(Layout):
 
     def make_backends(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], str]:
         """Return the core's flash-attn. NotAvailableError if this model or this machine cannot use it."""
-        config, shape = self.config, self.shape
-        kinds, _ = choose_backends(config.attention_backend, device, dtype, shape, config.block_size)
-        if kinds[0] is not FlashAttention or shape.attention_options or shape.latent_rank:
+        backend = self.make_cores_backend(device, dtype)
+        if not isinstance(backend, FlashAttention) or self.shape.attention_options or self.shape.latent_rank:
             raise NotAvailableError("flash-attn cannot be used here, or not for this model")
-        sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, config.block_size)
-        return (FlashAttention(*sizes),), "attention_backend=the core's"
+        return (backend,), "attention_backend=the core's"
 
     def make_device(self, runner: Any) -> Device:
         config, shape = self.config, self.shape

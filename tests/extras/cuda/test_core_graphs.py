@@ -16,6 +16,7 @@ from nanovllm_extras.cuda import startup
 from nanovllm_extras.cuda.graphs import choose_graphs
 from nanovllm_extras.cuda.startup import CudaDevice
 from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.layouts import Layout
 from tests.conftest import every_second
 from tests.extras.cuda.test_graphs import CONFIGURATIONS, serve
 from tests.extras.late_runner import LateRunner
@@ -69,10 +70,10 @@ def recorded(monkeypatch):
 def make_engine(monkeypatch, folder, has_graphs, max_num_seqs=6, **options):
     """An engine without Triton, as on CUDA with flash-attn."""
 
-    def make_backend(runner):
-        shape = runner.shape
-        runner.reasons = "as on CUDA"
-        return GatherAttention(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, block_size)
+    def make_backends(layout, device, dtype):
+        shape = layout.shape
+        sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, block_size)
+        return (GatherAttention(*sizes),), "as on CUDA"
 
     def make_device(runner):
         return CudaDevice(
@@ -84,7 +85,7 @@ def make_engine(monkeypatch, folder, has_graphs, max_num_seqs=6, **options):
 
     block_size = options.pop("block_size", 16)
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "make_backend", make_backend)
+        patch.setattr(Layout, "make_backends", make_backends)
         patch.setattr(ModelRunner, "make_device", make_device)
         patch.setattr(startup, "choose_graphs", choose)
         options = {"enable_cuda_graphs": None if has_graphs else False, "num_kv_blocks": 200, **options}

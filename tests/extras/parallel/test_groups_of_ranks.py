@@ -126,13 +126,14 @@ def test_ranks_give_the_tokens_of_transformers_and_of_one(grouped, request, name
 
 def keep_runners(monkeypatch):
     """Return a list that will have the runners of all ranks above 0."""
-    runners, find_kind = [], worker.find_kind
+    runners, start_worker = [], worker.start_worker
 
-    def keep(config, shape):
-        kind = find_kind(config, shape)
-        return lambda *arguments, **options: runners.append(kind(*arguments, **options)) or runners[-1]
+    def keep(*arguments):
+        runner, communicator = start_worker(*arguments)
+        runners.append(runner)
+        return runner, communicator
 
-    monkeypatch.setattr(worker, "find_kind", keep)
+    monkeypatch.setattr(worker, "start_worker", keep)
     return runners
 
 
@@ -141,7 +142,7 @@ def test_all_ranks_have_as_many_blocks(grouped, quick_ranks, monkeypatch):
     runners = keep_runners(monkeypatch)
 
     def free_bytes(self, runner):
-        return 200_000 if runner.communicator.rank else 300_000
+        return 200_000 if runner.part.communicator.rank else 300_000
 
     monkeypatch.setattr(start.Device, "free_bytes", free_bytes)
     folder, prompts = grouped.of("smollm3")[0], grouped.prompts()[1:3]

@@ -25,6 +25,7 @@ from nanovllm_extras.cuda.startup import CudaDevice
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kernels.backend import KernelBackend
+from nanovllm_extras.layouts import Layout
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.quantization import quantised_linear
 from nanovllm_extras.self_check import crash_test, fallbacks
@@ -183,16 +184,16 @@ def decode(q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
 def on_cuda(monkeypatch, fresh_cache, recorded):  # noqa: F811
     """Return a function that sets what plays the kernels."""
     kernels = [Kernels]
-    make_backend = ModelRunner.make_backend
+    make_backends = Layout.make_backends
 
-    def make(runner):
-        if runner.config.attention_backend == "torch":
-            return make_backend(runner)
-        runner.reasons, shape = "as on CUDA", runner.shape
+    def make(layout, device, dtype):
+        shape = layout.shape
+        if layout.config.attention_backend == "torch":
+            return make_backends(layout, device, dtype)
         heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
-        return kernels[-1](*heads, 16, runner.dtype)
+        return (kernels[-1](*heads, 16, dtype),), "as on CUDA"
 
-    def make_device(runner):
+    def make_device(_, runner):
         sizes = (runner.max_num_batched_tokens, runner.max_rows)
         return CudaDevice(runner.config, CPU, runner.backend, runner.shape, *sizes)
 
@@ -203,8 +204,8 @@ def on_cuda(monkeypatch, fresh_cache, recorded):  # noqa: F811
     monkeypatch.setitem(sys.modules, "flash_attn", library)
     monkeypatch.setattr(FlashAttention, "why_not", staticmethod(lambda *_: None))
     monkeypatch.setattr(FlashAttention, "default_block_size", 16)
-    monkeypatch.setattr(ModelRunner, "make_backend", make)
-    monkeypatch.setattr(ModelRunner, "make_device", make_device)
+    monkeypatch.setattr(Layout, "make_backends", make)
+    monkeypatch.setattr(Layout, "make_device", make_device)
     monkeypatch.setattr(startup, "choose_graphs", lambda *given: choose_graphs(*given[:3], CUDA, *given[4:]))
     monkeypatch.setattr(fallbacks, "resolve_device", lambda device: CUDA)
     monkeypatch.setattr(checks, "start_crash_test", lambda *_: CrashTest([sys.executable, "-I", "-S", "-c", ""], 60))

@@ -105,4 +105,4 @@ def test_the_pool_has_room_for_both_models(checkpoints, with_tokenizer):
     caches = [runner.kv_cache.tensor.nbytes, draft.kv_cache.tensor.nbytes]
     of_a_block = sum(caches) // (1 + runner.kv_cache.num_blocks)
     assert (1 << 20) - of_a_block < sum(caches) <= 1 << 20
-    assert runner.draft.weight_bytes == sum(weight.nbytes for weight in draft.model.parameters())
+    assert runner.draft_needs.weight_bytes == sum(weight.nbytes for weight in draft.model.parameters())
