@@ -75,7 +75,7 @@ DUMMY = of_value("random weights", "load_format", "dummy")
 GRAPHS = of_value("CUDA graphs", "enable_cuda_graphs", True)
 EAGER = of_value("eager execution", "enforce_eager", True)
 OVERLAP = of_value("overlapping steps", "enable_overlap", True)
-SWAP = of_value("swap", "preemption_mode", "swap")
+SWAP = Feature("swap", lambda config, _: config.preemption_mode == "swap", ("preemption_mode", "swap_space_bytes"))
 NO_PREFIXES = of_value("no prefix cache", "enable_prefix_caching", False)
 OFFLOADING_SIZE = Feature(
     "a tier in host memory", lambda config, _: config.kv_offloading_size is not None, ("kv_offloading_size",)

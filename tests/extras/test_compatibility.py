@@ -60,7 +60,8 @@ def folder_of(tmp_path_factory):
             return Gemma4Checkpoints(root).make()[0]
         if name in ("qwen3_5", "lfm2"):
             return HybridCheckpoints(root, *(("Lfm2",) if name == "lfm2" else ())).make()[0]
-        return Checkpoints(root).make(name, "short window" if name == "mistral" else "plain")[0]
+        variants = {"mistral": "short window", "qwen3": "yarn"}
+        return Checkpoints(root).make(name, variants.get(name, "plain"))[0]
 
     return make
 
@@ -96,6 +97,14 @@ def test_each_option_with_a_value_is_named_once():
     with pytest.raises(ValueError, match=r"ranks \(tensor_parallel_size=2, nnodes=2\) do not go together") as error:
         Config("a-model", tensor_parallel_size=2, nnodes=2, **DRAFT_MODEL)
     assert str(error.value).endswith("leave out speculative_config, or leave out tensor_parallel_size and nnodes")
+
+
+def test_a_draft_model_is_checked_too(folder_of):
+    draft = {"speculative_config": {"model": str(folder_of("deepseek_v2")), "num_speculative_tokens": 2}}
+    with pytest.raises(
+        ValueError, match=r"^speculative_config\['model'\] .* and a cache of latents do not go together"
+    ):
+        LLM(folder_of("qwen3"), device="cpu", kv_cache_dtype="int8", num_kv_blocks=20, max_num_seqs=2, **draft)
 
 
 def test_no_row_repeats_another():
