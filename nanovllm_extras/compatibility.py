@@ -9,7 +9,7 @@ backend's own `why_not` (`kernels/choices.py`). `python -m tools.combinations` w
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 
@@ -18,17 +18,26 @@ class Feature:
     """What options ask for or, if there are no `options`, what a model has."""
 
     name: str
-    is_in: Callable[[Any, Any], bool]
-    """Whether an engine has it, by its `Config` and its `NetworkConfig`, which is None until config.json is read."""
     options: tuple[str, ...] = ()
-    """Without them, an engine does not have the feature."""
+    """The default values of these options do not ask for it."""
+    is_meant: Callable[[Any], Any] = lambda value: True
+    """Whether another value of an option, or a model's `NetworkConfig`, is or has the feature."""
     instead: str = ""
-    """What to take instead, if it is not a matter of options."""
+    """What to take instead of a model that has it."""
+    of: "Feature | None" = None
+    """Another feature that an engine must have."""
 
     def __and__(self, other: "Feature") -> "Feature":
-        """Return the feature of engines that have both."""
-        name, options = f"{self.name} with {other.name}", self.options + other.options
-        return Feature(name, lambda config, shape: self.is_in(config, shape) and other.is_in(config, shape), options)
+        """Return the feature `other` of engines that also have this one."""
+        return replace(other, name=f"{self.name} with {other.name}", of=self)
+
+    def is_in(self, config: Any, shape: Any) -> bool:
+        """Return whether an engine has it. shape: the model's `NetworkConfig`, None until config.json is read"""
+        if self.of is not None and not self.of.is_in(config, shape):
+            return False
+        if self.options:
+            return any(self.is_meant(getattr(config, name)) for name in self.given(config))
+        return shape is not None and bool(self.is_meant(shape))
 
     def given(self, config: Any) -> list[str]:
         """Return its options whose values are not the defaults."""
@@ -43,82 +52,54 @@ class Feature:
         return f"leave out {' and '.join(self.given(config))}" if self.options else self.instead
 
 
-def of_value(name: str, option: str, *values: Any) -> Feature:
-    """Return the feature that one option asks for by one of these values."""
-    return Feature(name, lambda config, shape: getattr(config, option) in values, (option,))
-
-
-def of_drafts(name: str, is_meant: Callable[[Any], bool]) -> Feature:
-    """Return the feature of a `speculative_config` for which `is_meant` returns True."""
-    given: Callable[[Any], Any] = lambda config: config.speculative_config  # noqa: E731
-    return Feature(
-        name, lambda config, _: given(config) is not None and is_meant(given(config)), ("speculative_config",)
-    )
-
-
-def of_model(name: str, has: Callable[[Any], bool], instead: str = "") -> Feature:
-    """Return the feature of models for whose `NetworkConfig` the function `has` returns True."""
-    return Feature(name, lambda config, shape: shape is not None and has(shape), instead=instead)
-
-
-def connector_of(config: Any) -> Any:
-    return (config.kv_transfer_config or {}).get("kv_connector")
+def is_computed(speculative_config: Any) -> bool:
+    """Return whether a network makes the drafts."""
+    return speculative_config.get("model") is not None or speculative_config["method"] == "mtp"
 
 
 # ---- features of options
 
-CACHE_OF_8_BITS = of_value("K and V in 8 bits", "kv_cache_dtype", "fp8", "int8")
-INT8_CACHE = of_value("K and V in int8", "kv_cache_dtype", "int8")
-QUANTIZATION = Feature("quantised weights", lambda config, _: config.quantization is not None, ("quantization",))
-GGUF = of_value("a GGUF file", "load_format", "gguf")
-DUMMY = of_value("random weights", "load_format", "dummy")
-GRAPHS = of_value("CUDA graphs", "enable_cuda_graphs", True)
-EAGER = of_value("eager execution", "enforce_eager", True)
-OVERLAP = of_value("overlapping steps", "enable_overlap", True)
-SWAP = Feature("swap", lambda config, _: config.preemption_mode == "swap", ("preemption_mode", "swap_space_bytes"))
-NO_PREFIXES = of_value("no prefix cache", "enable_prefix_caching", False)
-OFFLOADING_SIZE = Feature(
-    "a tier in host memory", lambda config, _: config.kv_offloading_size is not None, ("kv_offloading_size",)
-)
-OFFLOADING_CONNECTOR = Feature(
-    "the OffloadingConnector", lambda config, _: connector_of(config) == "OffloadingConnector", ("kv_transfer_config",)
+CACHE_OF_8_BITS = Feature("K and V in 8 bits", ("kv_cache_dtype",), lambda dtype: dtype in ("fp8", "int8"))
+INT8_CACHE = Feature("K and V in int8", ("kv_cache_dtype",), lambda dtype: dtype == "int8")
+QUANTIZATION = Feature("quantised weights", ("quantization",))
+GGUF = Feature("a GGUF file", ("load_format",), lambda form: form == "gguf")
+DUMMY = Feature("random weights", ("load_format",), lambda form: form == "dummy")
+GRAPHS = Feature("CUDA graphs", ("enable_cuda_graphs",), lambda value: value)
+EAGER = Feature("eager execution", ("enforce_eager",))
+OVERLAP = Feature("overlapping steps", ("enable_overlap",), lambda value: value)
+SWAP = Feature("swap", ("preemption_mode", "swap_space_bytes"))
+NO_PREFIXES = Feature("no prefix cache", ("enable_prefix_caching",))
+STORE = Feature("a K/V store", ("kv_offloading_size", "kv_transfer_config"))
+HOST_TIER = Feature("a tier in host memory", ("kv_offloading_size",))
+CONNECTOR = Feature(
+    "the OffloadingConnector", ("kv_transfer_config",), lambda given: given["kv_connector"] == "OffloadingConnector"
 )
 OWN_TIER = Feature(
-    "a `Tier` of your own",
-    lambda config, _: connector_of(config) is not None and not isinstance(connector_of(config), str),
-    ("kv_transfer_config",),
+    "a `Tier` of your own", ("kv_transfer_config",), lambda given: not isinstance(given["kv_connector"], str)
 )
-STORE = Feature("a K/V store", lambda config, _: config.has_kv_store, ("kv_offloading_size", "kv_transfer_config"))
-NODES = Feature("several machines", lambda config, _: config.nnodes > 1, ("nnodes",))
-RANKS = Feature(
-    "several ranks",
-    lambda config, _: max(config.tensor_parallel_size, config.nnodes) > 1,
-    ("tensor_parallel_size", "nnodes"),
-)
-SPECULATION = of_drafts("speculative decoding", lambda given: True)
-DRAFT_MODEL = of_drafts("a draft model", lambda given: given.get("model") is not None)
-COMPUTED_DRAFTS = of_drafts(
-    "drafts of a draft model or of `mtp`", lambda given: given.get("model") is not None or given["method"] == "mtp"
-)
-OTHER_DRAFTS = of_drafts(
-    "drafts of n-grams or of your own", lambda given: given.get("model") is None and given["method"] != "mtp"
+NODES = Feature("several machines", ("nnodes",))
+RANKS = Feature("several ranks", ("tensor_parallel_size", "nnodes"))
+SPECULATION = Feature("speculative decoding", ("speculative_config",))
+DRAFT_MODEL = Feature("a draft model", ("speculative_config",), lambda given: given.get("model") is not None)
+COMPUTED_DRAFTS = Feature("drafts of a draft model or of `mtp`", ("speculative_config",), is_computed)
+OTHER_DRAFTS = Feature(
+    "drafts of n-grams or of your own", ("speculative_config",), lambda given: not is_computed(given)
 )
 
 # ---- features of models
 
-STATES = of_model("recurrent states", lambda shape: shape.state_shape is not None)
-CONVOLUTIONS = of_model(
-    "states of convolutions only", lambda shape: shape.state_shape is not None and not all(shape.state_shape.recurrent)
+STATES = Feature("recurrent states", (), lambda shape: shape.state_shape is not None)
+CONVOLUTIONS = Feature(
+    "states of convolutions only", (), lambda shape: shape.state_shape and not all(shape.state_shape.recurrent)
 )
-SHAPES = of_model("K and V of different shapes", lambda shape: bool(shape.kv_groups))
-LATENTS = of_model("a cache of latents", lambda shape: shape.latent_rank is not None)
-WINDOWS = of_model("layers that all have a window", lambda shape: shape.widest_window is not None)
-EXPERTS = of_model("a mixture of experts", lambda shape: shape.num_experts > 0)
-QUANTISED = of_model(
-    "a checkpoint that is quantised already",
-    lambda shape: shape.quantization_config is not None,
-    instead="take a checkpoint in bfloat16, float16 or float32",
-)
+SHAPES = Feature("K and V of different shapes", (), lambda shape: shape.kv_groups)
+LATENTS = Feature("a cache of latents", (), lambda shape: shape.latent_rank is not None)
+WINDOWS = Feature("layers that all have a window", (), lambda shape: shape.widest_window is not None)
+EXPERTS = Feature("a mixture of experts", (), lambda shape: shape.num_experts > 0)
+QUANTISED = Feature(
+    "a checkpoint that is quantised already", (), lambda shape: shape.quantization_config is not None,
+    "take a checkpoint in bfloat16, float16 or float32",
+)  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -145,7 +126,7 @@ CONTRADICTIONS = (
     Row(STORE, NO_PREFIXES, "a store finds blocks by their prefix"),
     Row(STORE, NODES, "the ranks of all machines would need the same tiers", is_to_do=True),
     Row(OWN_TIER, RANKS, "other ranks are processes, which cannot use the object"),
-    Row(OFFLOADING_SIZE, OFFLOADING_CONNECTOR, "both are the same tier"),
+    Row(HOST_TIER, CONNECTOR, "both are the same tier"),
     Row(GRAPHS, EAGER, "eager execution is kernel by kernel"),
     Row(GGUF, RANKS, NOT_CUT, is_to_do=True),
     # ---- of an option and any model

@@ -3,10 +3,9 @@
 python -m tools.combinations
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
-from nanovllm_extras.compatibility import CONTRADICTIONS, Feature, Row
+from nanovllm_extras.compatibility import CONTRADICTIONS, Feature
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 TEXT = """# What does not go together
@@ -33,11 +32,11 @@ Only the code is missing for these pairs, or a test.
 
 def make_page() -> str:
     """Return the text of the page."""
-    contradictions = as_table([row for row in CONTRADICTIONS if not row.is_to_do])
-    return TEXT.format(contradictions=contradictions, to_do=as_table([row for row in CONTRADICTIONS if row.is_to_do]))
+    return TEXT.format(contradictions=as_table(is_to_do=False), to_do=as_table(is_to_do=True))
 
 
-def as_table(rows: Iterable[Row]) -> str:
+def as_table(is_to_do: bool) -> str:
+    rows = [row for row in CONTRADICTIONS if row.is_to_do == is_to_do]
     lines = [f"| {with_options(row.first)} | {with_options(row.second)} | {row.reason} |" for row in rows]
     return "\n".join(["| this | and this | why not |", "|---|---|---|", *lines])
 

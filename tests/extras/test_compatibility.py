@@ -38,7 +38,7 @@ EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
     "several ranks": {"tensor_parallel_size": 2},
     "speculative decoding": NGRAM,
     "a draft model": DRAFT_MODEL,
-    "drafts of a draft model or of `mtp`": DRAFT_MODEL,
+    "drafts of a draft model or of `mtp`": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "drafts of n-grams or of your own": NGRAM,
     "a checkpoint that is quantised already": {"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}},
     "recurrent states": "qwen3_5",

@@ -307,18 +307,6 @@ def test_without_the_method_the_head_is_not_loaded(heads):
     check_greedy(llm, heads.hybrids.prompts()[:2], heads.hybrids.greedy()[:2])
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"preemption_mode": "swap", "swap_space_bytes": 9}, "mtp.*preemption_mode='swap'"),
-        ({"tensor_parallel_size": 2}, "mtp.*tensor_parallel_size=2"),
-    ],
-)
-def test_what_does_not_go_together(options, words):
-    with pytest.raises(ValueError, match=words):
-        Config("a-model", speculative_config=predicting(), **options)
-
-
 def test_random_weights_have_a_head_too(heads):
     llm = make_predicting_llm(heads.hybrids.make()[0], load_format="dummy", num_kv_blocks=None)
     llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
