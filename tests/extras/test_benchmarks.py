@@ -78,7 +78,9 @@ def named_commands():
     options = {}
     for text in documents().values():
         command = r"(?:python -m ((?:benchmarks|labs\.calculators)\.[\w.]*\w|labs\.ladder)|\b(bench)\.py)([^`#\n]*)"
-        for match in re.finditer(command, text.replace("\\\n", "")):
+        # `benchmarks.pretend PROCESSOR COMMAND` runs another command
+        text = re.sub(r"python -m benchmarks\.pretend \w+ ", "", text.replace("\\\n", ""))
+        for match in re.finditer(command, text):
             names = re.findall(r"(?<![\w:=-])--[a-z][a-z0-9-]*", match[3])  # not ENGINE:--option, an argument's own
             options.setdefault(match[1] or match[2], set()).update(names)
     return sorted(options.items())

@@ -6,7 +6,9 @@ Times are processor times of the loop's thread, and turns of the loop: both hard
 
 import asyncio
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import uvloop
@@ -114,6 +116,20 @@ def test_a_pace_goes_on_in_another_loop():
 
     asyncio.run(leave())
     asyncio.run(asyncio.wait_for(pace.take(), 5))
+
+
+def test_loops_of_two_threads_take_turns_by_themselves():
+    """As two test clients of one server do. Neither drops the work that waits in the other."""
+    pace, barrier = Pace(), threading.Barrier(2)
+
+    async def take_many():
+        barrier.wait(5)
+        for _ in range(300):
+            await asyncio.wait_for(asyncio.gather(*(pace.take() for _ in range(3))), 5)
+        return True
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(lambda _: asyncio.run(take_many()), range(2)))
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
