@@ -1,65 +1,39 @@
 """The layout: the engine does not depend on the second package, which does not depend on labs; no import cycles."""
 
 import ast
+import functools
 import sys
 
 import pytest
 
-from tests.core_alone import EXTRAS, PACKAGE
+from tests.core_alone import PACKAGE
+from tools.count_engine import find_circles, find_imports, graph_of, read_files, walk_with_kind
 
 
-def name_of(path):
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+@functools.cache  # not when pytest only collects
+def files():
+    return read_files(PACKAGE.parent)
 
 
-FILES = {name_of(path): path for folder in (PACKAGE, EXTRAS) for path in sorted(folder.rglob("*.py"))}
-OF_EXTRAS = {name for name, path in FILES.items() if path.is_relative_to(EXTRAS)}
-CORE = sorted(set(FILES) - OF_EXTRAS)
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+def of_core():
+    return [file for file in files().values() if file.is_core]
 
 
-def imported_by(nodes):
-    """Modules of this package that these statements import."""
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, "imports are absolute"
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= names
-            if not names <= set(FILES):  # otherwise only submodules of a folder: its own file does not count
-                found.add(node.module)
-    packages = ("nanovllm", "nanovllm_extras")
-    return {f"{name}.__init__" if name in packages else name for name in found} & set(FILES)
+@functools.cache
+def imports():
+    """Of each file, the files that it imports, without those that only a type checker sees."""
+    return graph_of(files(), [one[:2] for one in find_imports(files()) if one.kind != "types"])
 
 
-def is_for_types(node):
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
-def statements(tree, in_functions=True):
-    """All statements of a module, without those that only a type checker sees; with or without those in functions."""
-    todo = list(tree.body)
-    while todo:
-        node = todo.pop()
-        yield node
-        if is_for_types(node):
-            todo += node.orelse
-        elif in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            todo += ast.iter_child_nodes(node)
-
-
-def imports_of(name, in_functions=True):
-    return imported_by(statements(TREES[name], in_functions))
+def test_imports_are_absolute():
+    assert [file.place(node) for file in files().values() for node in file.nodes if getattr(node, "level", 0)] == []
 
 
 # ---- the core
 
 
 def test_the_core_does_not_depend_on_any_extra():
-    assert [name for name in CORE if imports_of(name) & OF_EXTRAS] == []
+    assert [one.path for one in of_core() if any(not files()[name].is_core for name in imports()[one.module])] == []
 
 
 def test_scheduling_is_integers_only():
@@ -67,7 +41,7 @@ def test_scheduling_is_integers_only():
     for name in ("scheduler", "block_manager", "block_tables", "prefix_cache", "sequence", "observer"):
         modules = [
             (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
-            for node in ast.walk(TREES[f"nanovllm.{name}"])
+            for node in files()[f"nanovllm.{name}"].nodes
             if isinstance(node, ast.Import | ast.ImportFrom)
         ]
         assert not [one for one in modules if one.split(".")[0] == "torch"], name
@@ -76,44 +50,15 @@ def test_scheduling_is_integers_only():
 # ---- both packages
 
 
-def find_cycles(graph):
-    """The strongly connected components with more than one file (Tarjan 1972)."""
-    index, low, stack, found = {}, {}, [], []
-
-    def visit(name):
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in graph[name]:
-            if other not in index:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
-        if low[name] == index[name]:
-            component = stack[stack.index(name) :]
-            del stack[stack.index(name) :]
-            if len(component) > 1:
-                found.append(sorted(component))
-
-    for name in graph:
-        if name not in index:
-            visit(name)
-    return found
-
-
 def test_no_cycles_imports_in_functions_included():
-    assert find_cycles({name: imports_of(name) - {name} for name in FILES}) == []
-
-
-def test_cycles_are_found():
-    assert find_cycles({"a": ["b"], "b": ["c"], "c": ["b"], "d": []}) == [["b", "c"]]
+    assert find_circles(imports()) == []
 
 
 def test_nothing_below_imports_the_server():
     """Not even what users touch: `import nanovllm` needs none of the packages of its commands."""
-    for name in FILES:
+    for name in files():
         is_server = name.startswith("nanovllm_extras.serve")
-        assert is_server or not [one for one in imports_of(name) if one.startswith("nanovllm_extras.serve")], name
+        assert is_server or not [one for one in imports()[name] if one.startswith("nanovllm_extras.serve")], name
 
 
 # ---- labs
@@ -124,10 +69,10 @@ LADDER = ["model", "recompute", "cached", "static_batch", "continuous", "paged"]
 LADDER += ["on_demand", "mixed_batches", "prefix_cache", "one_file"]
 
 
-def packages_of(tree):
+def packages_of(nodes):
     """The first names of all modules that are imported; of `labs`, the first two."""
     found = set()
-    for node in statements(tree, in_functions=True):
+    for node in nodes:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         found |= {".".join(name.split(".")[: 2 if name.startswith("labs.") else 1]) for name in names}
@@ -135,12 +80,13 @@ def packages_of(tree):
 
 
 def test_the_packages_need_no_labs():
-    assert [name for name, tree in TREES.items() if any(one.startswith("labs") for one in packages_of(tree))] == []
+    users = [name for name, file in files().items() if any(one.startswith("labs") for one in packages_of(file.nodes))]
+    assert users == []
 
 
 @pytest.mark.parametrize("name", LADDER)
 def test_the_small_programs_need_only_torch(name):
     """A small program and the network are the whole engine: no other code hides in an import."""
     tree = ast.parse((LABS / f"{name}.py").read_text(encoding="utf-8"))
-    others = packages_of(tree) - set(sys.stdlib_module_names)
+    others = packages_of(node for node, _ in walk_with_kind(tree)) - set(sys.stdlib_module_names)
     assert others <= {"torch", "safetensors", "tokenizers", "labs.model"}
