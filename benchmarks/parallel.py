@@ -22,10 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import describe_machine
-from benchmarks.step_overhead import add_requests
-from nanovllm.batch import Batch, build_batch
-from nanovllm.block_manager import BlockManager
-from nanovllm.scheduler import Scheduler
+from benchmarks.step_overhead import start_decoding
+from nanovllm.batch import Batch
 from nanovllm_extras.parallel.messages import HEADER_BYTES, Header, pack_step, receive, unpack_step
 
 
@@ -81,12 +79,12 @@ def measure_message(num_seqs: int, context_len: int, num_rounds: int = 200) -> d
     return {**names, "pack_us": round(median(pack_us), 1), "there_and_back_us": round(median(there_us), 1)}
 
 
-def decodes(num_seqs: int, context_len: int, block_size: int = 16) -> Batch:
-    blocks = BlockManager(num_seqs * -(-(context_len + 8) // block_size), block_size)
-    scheduler = Scheduler(blocks, num_seqs, num_seqs * context_len, max_model_len=context_len + 8)
-    add_requests(scheduler, num_seqs, context_len)
-    scheduler.update(scheduler.schedule(), [400] * num_seqs)
-    return build_batch(scheduler.schedule(), blocks.block_tables)
+def decodes(num_seqs: int, context_len: int) -> Batch:
+    """Return the batch of a step in which all sequences decode."""
+    engine = start_decoding(num_seqs, context_len)
+    engine.step()
+    batch: Batch = engine.runner.batch
+    return batch
 
 
 def answer(peer: socket.socket) -> None:

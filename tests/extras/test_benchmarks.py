@@ -40,7 +40,8 @@ from benchmarks import (
 )
 from benchmarks.common import QWEN3_06B, ModelShape, named_workload, random_workload, read_config
 from benchmarks.roofline import Rates
-from nanovllm_extras import TINY_QWEN3, LLMEngine
+from nanovllm import engine
+from nanovllm_extras import TINY_QWEN3, LLMEngine, full_engine
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm_extras.records import Moves
@@ -124,17 +125,22 @@ def test_tiers_of_the_store_are_measured(run_main, monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_step_overhead_is_the_sum_of_its_parts(run_main, monkeypatch, tmp_path):
-    real_build_batch = step_overhead.build_batch
+@pytest.mark.parametrize("is_core", [False, True])
+def test_step_overhead_is_the_sum_of_the_parts_that_an_engine_runs(run_main, monkeypatch, tmp_path, is_core):
+    engine_module = engine if is_core else full_engine
+    real_build_batch = engine_module.build_batch
 
     def slow_build_batch(*args):
         time.sleep(0.02)
         return real_build_batch(*args)
 
-    monkeypatch.setattr(step_overhead, "build_batch", slow_build_batch)
-    sizes = ["--num-seqs", 2, 5, "--context-len", 20, "--block-size", 4, 16]
-    lines = run_main(step_overhead, *sizes, "--steps", 1, "--json", tmp_path / "out.json")
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    monkeypatch.setattr(engine_module, "build_batch", slow_build_batch)
+    sizes = ["--num-seqs", 2, 5, "--context-len", 20, "--block-size", 4, 16, *["--core"] * is_core]
+    options = ["--option", "attention_backend=torch", "--option", "enforce_eager=True"]
+    lines = run_main(step_overhead, *sizes, *options, "--steps", 1, "--json", tmp_path / "out.json")
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["core"], report["options"]) == (is_core, {"attention_backend": "torch", "enforce_eager": True})
+    rows = report["rows"]
     assert [(r["num_seqs"], r["context_len"], r["block_size"]) for r in rows] == [
         (2, 20, 4), (2, 20, 16), (5, 20, 4), (5, 20, 16)
     ]  # fmt: skip
@@ -145,6 +151,34 @@ def test_step_overhead_is_the_sum_of_its_parts(run_main, monkeypatch, tmp_path):
         assert row["sum"] == pytest.approx(row["schedule"] + row["build_batch"] + row["update"], abs=0.3)
         assert row["build_batch"] >= 20_000  # the sleep, in microseconds
         assert min(row["schedule"], row["update"], row["outputs"]) > 0
+        assert row["step"] > row["sum"] + row["outputs"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_overlap": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"preemption_mode": "swap", "swap_space_bytes": 1 << 20},
+    ],
+)
+def test_the_engine_of_step_overhead_decodes_every_sequence_again_and_again(options):
+    """Its stand-in repeats the newest token, so with drafts a step advances a sequence by several tokens."""
+    options = {"enforce_eager": True, "attention_backend": "torch", **options}
+    decoding = step_overhead.start_decoding(3, 600, num_steps=4, options=options)
+    before = {seq: seq.token_ids.length for seq in decoding.scheduler.running}
+    for _ in range(4):
+        assert len(decoding.step().outputs) == 3
+    assert len(before) == 3
+    for i, (seq, num_tokens) in enumerate(before.items()):
+        assert set(seq.token_ids.view(1).tolist()) == {400 + i}
+        assert seq.token_ids.length - num_tokens >= 4 * (2 if "speculative_config" in options else 1)
+
+
+def test_the_engine_of_step_overhead_allows_contexts_that_the_model_does_not():
+    decoding = step_overhead.start_decoding(1, 5000, block_size=256, is_core=True)
+    assert len(decoding.step()) == 1
 
 
 @pytest.mark.slow
