@@ -52,13 +52,18 @@ class OneThread:
             self.is_stepping = True  # `use` sets it back
             yield
 
+    @property
+    def is_forked(self) -> bool:
+        """Return whether this process is a fork of the one that made the engine: it has no other thread to wait for."""
+        return self._process != os.getpid()
+
     def end(self, stream: Any) -> None:
         """Forget a stream that is finished or closed."""
         self._paused.pop(stream, None)
 
     def _begin(self, stream: Any, during_step: bool) -> tuple[int | None, bool]:
         """Return the state to be restored."""
-        if self._process != os.getpid():  # first, because another thread may have held the lock during the fork
+        if self.is_forked:  # first, because another thread may have held the lock during the fork
             raise InUseError(
                 f"this process was forked from process {self._process}, where the engine was made, and it does not "
                 f"work here: use multiprocessing.get_context('spawn'), or make the engine after the fork"

@@ -4,7 +4,7 @@ Calls may interleave: a stream that pauses and another call advance each other's
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,9 +164,17 @@ class LLM(llm.LLM):
         self.engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Release the model and its cache, and give the GPU's memory back. A second call does nothing."""
-        self._engine = None
-        self._on_shutdown.close()
+        """Release the model and its cache, and give the GPU's memory back. A second call does nothing.
+
+        Unfinished calls of this thread, such as a paused stream, raise RuntimeError when they go on. Raises
+        RuntimeError while another thread uses this LLM, or has an unfinished stream.
+        """
+        use: AbstractContextManager[None] = nullcontext()
+        if self._engine is not None and not self._engine.one_thread.is_forked:
+            use = self._engine.one_thread.use(during_step=True)  # because a signal handler may call this in a step
+        with use:
+            self._engine = None
+            self._on_shutdown.close()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
@@ -214,10 +222,12 @@ class LLM(llm.LLM):
             yield from self._take_outputs(requests, stream)
             self.engine.settle()
         except GeneratorExit:  # the caller has closed the iterator
-            self.engine.settle()
+            if self._engine is not None:
+                self._engine.settle()
             raise
         except BaseException:
-            self.engine.recover()
+            if self._engine is not None:
+                self._engine.recover()
             raise
 
     def _take_outputs(self, requests: Requests, stream: bool) -> Generator[Any, None, None]:
@@ -242,8 +252,8 @@ class LLM(llm.LLM):
         finally:
             for request_id in requests:
                 self._inboxes.pop(request_id, None)
-                if request_id in unfinished:
-                    self.engine.abort_request(request_id)
+                if request_id in unfinished and self._engine is not None:  # after `shutdown` there is nothing to abort
+                    self._engine.abort_request(request_id)
 
     def _step(self, unfinished: set[str]) -> None:
         """Run one step for all calls. `unfinished` are the requests of the call that waits."""

@@ -5,6 +5,7 @@ Only one thread at a time can use it: another one is refused at once, and change
 
 import gc
 import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -51,6 +52,8 @@ EXTRA_CALLS = {
     "beam_search": lambda llm: llm.beam_search("A block", BeamSearchParams(2, 4)),
     "embed": lambda llm: llm.embed("A block", PoolingParams(), use_tqdm=False),
     "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+    "shutdown": lambda llm: llm.shutdown(),
+    "leave a with-block": lambda llm: llm.__exit__(None, None, None),
 }
 CASES = [*[(kind, call) for call in CALLS for kind in KINDS], *[("extras", call) for call in EXTRA_CALLS]]
 
@@ -191,7 +194,10 @@ def test_a_stream_that_ends_while_another_thread_computes_is_aborted_by_that_thr
 # ---- from within a step
 
 
-@pytest.mark.parametrize("call", sorted({**CALLS, **EXTRA_CALLS}.keys() - {"abort", "add_request", "reset"}))
+MAY_BE_CALLED = {"abort", "add_request", "reset", "shutdown", "leave a with-block"}
+
+
+@pytest.mark.parametrize("call", sorted({**CALLS, **EXTRA_CALLS}.keys() - MAY_BE_CALLED))
 def test_a_logits_processor_cannot_call_the_engine(llms, expected, call):
     """It is refused with a sentence that says what to do; the request that catches this gets its own tokens."""
     llm, refusals = llms["extras"], []
@@ -236,6 +242,71 @@ def test_a_logits_processor_that_does_not_catch_the_refusal_fails_its_call(llms,
     with pytest.raises(RuntimeError, match="call the engine between two steps"):
         generate(llm, logits_processors=[processor])
     assert generate(llm) == expected["extras"]
+
+
+# ---- the end of an LLM
+
+SHUT_DOWN = "this LLM has been shut down; make a new one"
+
+
+def test_shutdown_within_a_step_as_by_a_signal_handler():
+    llm, calls = make("extras"), []
+
+    def processor(output_token_ids, logits):
+        if len(output_token_ids) == 3:
+            signal.raise_signal(signal.SIGUSR1)
+        return logits
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: (llm.shutdown(), calls.append("shutdown")))
+    try:
+        with pytest.raises(RuntimeError, match=SHUT_DOWN):
+            generate(llm, logits_processors=[processor])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert set(calls) == {"shutdown"}
+
+
+@pytest.mark.parametrize("call", ["shutdown", "garbage"])
+def test_any_thread_may_shut_down_an_llm_that_nobody_uses(expected, call):
+    class Wrapper:
+        def __init__(self):
+            self.llm, self.itself = make("extras"), self
+
+        def __del__(self):
+            self.llm.shutdown()
+
+    wrapper = Wrapper()
+    llm = wrapper.llm
+    assert generate(llm) == expected["extras"]
+    if call == "garbage":
+        del wrapper
+        in_another_thread(gc.collect)
+    else:
+        in_another_thread(llm.shutdown)
+        llm.shutdown()
+    with pytest.raises(RuntimeError, match=SHUT_DOWN):
+        generate(llm)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("options", [{}, {"enable_overlap": True}], ids=["plain", "overlap"])
+@pytest.mark.parametrize("end", ["close", "collect", "throw", "read"])
+def test_a_stream_that_ends_after_shutdown(end, options):
+    """Whoever reads on gets an error. Closing the stream does nothing, and collecting it writes nothing to stderr."""
+    llm = LLM(TINY_QWEN3, num_kv_blocks=64, attention_backend="torch", device="cpu", **options)
+    stream = llm.stream(PROMPTS, params(llm))
+    next(stream)
+    llm.shutdown()
+    if end == "close":
+        stream.close()
+    elif end == "throw":
+        with pytest.raises(ZeroDivisionError):
+            stream.throw(ZeroDivisionError)
+    elif end == "read":
+        with pytest.raises(RuntimeError, match=SHUT_DOWN):
+            list(stream)
+    del stream
+    gc.collect()
 
 
 # ---- a fork during a step
