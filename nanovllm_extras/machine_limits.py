@@ -1,13 +1,15 @@
-"""What this process may use of the machine: memory, by the control groups of containers, and CPU time.
+"""What this process may use of the machine: memory, by the control groups of containers, CPU time, and open files.
 
 Linux has two versions of control groups. In version 2 a folder has all limits of a group, and in version 1 each kind of
 limit has its own tree of folders. A limit of a group applies to all groups inside it, too.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/")
+NUM_FILES = 2**16
 
 
 def read_text(path: Path) -> str:
@@ -86,3 +88,19 @@ def cpu_quota(root: Path = ROOT) -> float | None:
         if quota.isdecimal() and period.isdecimal() and int(period):
             found.append(int(quota) / int(period))
     return min(found) if found else None
+
+
+def allow_open_files() -> None:
+    """Raise the number of files that this process may open (`ulimit -n`) to `NUM_FILES`, or as far as it may.
+
+    Each connection is an open file, and most systems begin with 1,024. Connections beyond the limit get no answer.
+    """
+    try:
+        import resource
+    except ImportError:  # a system without such limits
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = NUM_FILES if hard == resource.RLIM_INFINITY else min(NUM_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # macOS has another limit, which may be below `hard`
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -18,6 +18,7 @@ from nanovllm_extras.bench.plot import plot
 from nanovllm_extras.bench.report import Options, print_report, summarize
 from nanovllm_extras.bench.results import Result, read_result
 from nanovllm_extras.bench.workloads import Work, make_prefix_repetition, make_random
+from nanovllm_extras.machine_limits import allow_open_files
 from nanovllm_extras.printing import say
 
 try:  # a streamed chunk costs a quarter less than in asyncio's event loop
@@ -29,6 +30,7 @@ except ImportError:
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 0 if a request was answered, 1 if none was answered, 2 for a bad option."""
     args = make_parser().parse_args(argv)
+    allow_open_files()
     try:
         runs = run(run_loads(args))
     except ConnectionError as error:

@@ -8,6 +8,7 @@ from types import FrameType
 import uvicorn
 
 from nanovllm_extras.argument_types import filled, http_url, port
+from nanovllm_extras.machine_limits import allow_open_files
 from nanovllm_extras.printing import say
 from nanovllm_extras.serve.front import FrontOptions, make_front
 from nanovllm_extras.serve.serve_command import url_of
@@ -56,6 +57,7 @@ def main(arguments: list[str]) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     prefill, *decode = [url.rstrip("/").removesuffix("/v1") for url in (args.prefill, *args.decode)]
     app = make_front(FrontOptions(prefill, tuple(decode), args.prefill_timeout))
+    allow_open_files()
     try:
         listening = listen(args.host, args.port)
     except OSError as error:

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from nanovllm_extras.full_engine import LLMEngine
+from nanovllm_extras.machine_limits import allow_open_files
 from nanovllm_extras.printing import say
 from nanovllm_extras.serve.app import make_app
 from nanovllm_extras.serve.async_llm import AsyncLLM
@@ -59,6 +60,7 @@ def serve(settings: Settings, args: argparse.Namespace) -> int:
         return compute_for_others(engine_args)
     live = LiveLines() if args.server_ui else None
     trace = Sinks([sink for sink in (live, args.server_trace and TraceFile(args.server_trace)) if sink])
+    allow_open_files()
     listening = listen(args.server_host, args.server_port)
     url = url_of(listening, "https" if options.tls else "http")
     say(f"loading {options.model_names[0]} for {url} …")

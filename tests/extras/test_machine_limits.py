@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, TINY_QWEN3, machine_limits, runner_hooks
-from nanovllm_extras.machine_limits import cpu_quota, free_bytes
+from nanovllm_extras.machine_limits import NUM_FILES, allow_open_files, cpu_quota, free_bytes
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:  8388608 kB\nMemFree:  100 kB\nMemAvailable:  4194304 kB\n"  # 4 GiB are available
@@ -149,3 +149,31 @@ def test_blocks_take_memory_when_they_are_used(options):
 def test_blocks_that_cannot_be_mapped_are_a_memory_error():
     with pytest.raises(MemoryError, match="no memory for .* blocks of KV cache.*lower kv_cache_memory_bytes"):
         runner_hooks.untouched_zeros(torch.zeros(2, 1, 1, 1 << 20), 1 << 38)
+
+
+@pytest.fixture
+def files_limit():
+    """The limit of open files of this process, which is restored."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_allowed(files_limit):
+    _, hard = files_limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    allow_open_files()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(NUM_FILES, hard), hard)
+
+
+def test_a_limit_of_open_files_that_cannot_be_raised(files_limit, monkeypatch):
+    """macOS refuses a soft limit above `kern.maxfilesperproc` although the hard limit is higher."""
+
+    def refuse(*_):
+        raise ValueError("current limit exceeds maximum limit")
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, files_limit[1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(resource, "setrlimit", refuse)
+        allow_open_files()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 512

@@ -193,6 +193,20 @@ def server():
 
 
 @pytest.mark.slow
+def test_more_clients_at_once_than_the_usual_limit_of_open_files(request):
+    """Most systems let a process open 1,024 files, unless it asks for more; here it is 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    with in_process(TINY_QWEN3, "--num-kv-blocks", 64) as server, contextlib.ExitStack() as connections:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        clients = [connections.enter_context(server.connect()) for _ in range(400)]
+        for client in clients:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert {client.recv(1000).split(b"\r\n")[0] for client in clients} == {b"HTTP/1.1 200 OK"}
+
+
+@pytest.mark.slow
 def test_without_file_descriptors_clients_wait_and_are_served_later(server):
     """Connections that cannot be accepted do not make it turn in circles for ever, or end."""
     folder = f"/proc/{server.process.pid}/fd"
