@@ -4,6 +4,7 @@ It turns prompts into requests and steps the engine until all are finished. `LLM
 of your own.
 """
 
+import sys
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import fields
@@ -59,7 +60,8 @@ class LLM:
         Raises TypeError or ValueError, before anything is queued, if a prompt or a parameter is bad, and RuntimeError
         while a stream is unfinished.
         """
-        return self._complete(self._check(prompts, sampling_params), partial(tqdm, disable=not use_tqdm))
+        is_shown = use_tqdm and sys.stderr is not None  # a program without a terminal may have none
+        return self._complete(self._check(prompts, sampling_params), partial(tqdm, disable=not is_shown))
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yield each request's output whenever it has grown; `finished` is True on the last.

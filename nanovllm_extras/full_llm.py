@@ -3,6 +3,7 @@
 Calls may interleave: a stream that pauses and another call advance each other's requests.
 """
 
+import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -188,7 +189,7 @@ class LLM(llm.LLM):
         """As the core's; `use_tqdm` may be a function that makes the bar."""
         check_bool("use_tqdm", callable(use_tqdm) or use_tqdm)
         if not callable(use_tqdm):  # without a bar, not even the thread that watches bars is started
-            use_tqdm = tqdm if use_tqdm else NoBar
+            use_tqdm = tqdm if use_tqdm and sys.stderr is not None else NoBar
         return super()._complete(requests, use_tqdm)
 
     def _check(

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def iterate_checkpoint(folder: Path, read: Read = safe_open.get_tensor) -> Itera
     """
     files = checkpoint_files(folder)
     num_bytes = sum(file.stat().st_size for file in files)
-    with tqdm(total=num_bytes, desc="Loading weights", unit="B", unit_scale=True, disable=None, delay=1) as bar:
+    is_off = sys.stderr is None or getattr(sys.stderr, "closed", False) or None  # None: unless it is a terminal
+    with tqdm(total=num_bytes, desc="Loading weights", unit="B", unit_scale=True, disable=is_off, delay=1) as bar:
         for file, names in files.items():
             for name, tensor in iterate_file(file, names, read):
                 yield name, tensor

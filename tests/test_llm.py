@@ -10,6 +10,7 @@ import json
 import math
 import random
 import shutil
+import sys
 import weakref
 
 import pytest
@@ -404,6 +405,14 @@ def test_progress_bar(llm, capfd):
     assert quiet.out + quiet.err == ""
     llm.generate([[1], [2]], greedy(2))
     assert "2/2" in capfd.readouterr().err
+
+
+def test_progress_bar_without_stderr(llm, monkeypatch):
+    """As in a program of Windows without a console, or after `2>&-`."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", None)
+        assert tokens_of(llm.generate([[1], [2]], greedy(2))) == tokens_of(generate(llm, [[1], [2]], greedy(2)))
+
 
 
 # ---- streams

@@ -71,7 +71,7 @@ async def run_load(
     """Send one load, print its report, and return the report with the options, as it is saved in JSON."""
     departures = draw_departures(len(bodies), rate, args.burstiness, args.seed)
     cpu_start = time.process_time()
-    with tqdm(total=len(bodies), unit="req", disable=args.disable_tqdm or None) as bar:
+    with tqdm(total=len(bodies), unit="req", disable=args.disable_tqdm or sys.stderr is None or None) as bar:
         exchanges = await offer(bodies, departures, send, args.max_concurrency, bar.update)
     cpu_seconds = time.process_time() - cpu_start
     results = [read_result(one, len(work.prompt_token_ids)) for one, work in zip(exchanges, works, strict=True)]

@@ -6,6 +6,7 @@ fewer tokens than the model's vocabulary has.
 """
 
 import gc
+import io
 import json
 import math
 import random
@@ -481,6 +482,17 @@ def test_get_tokenizer(llm, hf_tokenizer):
     tokenizer = llm.get_tokenizer()
     assert tokenizer.encode(TEXTS[1]) == hf_tokenizer.encode(TEXTS[1])
     assert tokenizer.decode([5, 6, 7]) == hf_tokenizer.decode([5, 6, 7])
+
+
+def test_progress_bars_without_stderr(checkpoint, monkeypatch):
+    """Of loading and of generating: as in a program of Windows without a console, or after `2>&-`."""
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stream)
+            outputs = make_llm(checkpoint[0]).generate([[1], [2]], greedy(2))
+        assert tokens_of(outputs) == [hf_greedy(checkpoint[1], prompt, 2) for prompt in ([1], [2])]
 
 
 def test_progress_bar(llm, capfd):
