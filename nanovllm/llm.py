@@ -44,6 +44,9 @@ class LLM:
         self._request_ids = count()
         self._abandoned: list[Generator[Any, None, None]] = []  # streams whose requests are still to be aborted
 
+    def __reduce__(self) -> Any:
+        raise TypeError("an LLM cannot be copied or pickled, for another process for example: make one in each process")
+
     def make_engine(self, model: str | Path, options: dict[str, Any]) -> LLMEngine:
         known = {one.name for one in fields(Config)}
         if unknown := [name for name in options if name not in known]:

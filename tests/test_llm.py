@@ -8,6 +8,7 @@ import copy
 import gc
 import json
 import math
+import pickle
 import random
 import shutil
 import sys
@@ -413,6 +414,11 @@ def test_progress_bar_without_stderr(llm, monkeypatch):
         patch.setattr(sys, "stderr", None)
         assert tokens_of(llm.generate([[1], [2]], greedy(2))) == tokens_of(generate(llm, [[1], [2]], greedy(2)))
 
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_it_cannot_be_copied(llm, copied):
+    with pytest.raises(TypeError, match="make one in each process"):
+        copied(llm)
 
 
 # ---- streams
