@@ -102,7 +102,9 @@ def is_single_prompt(prompts: Any) -> bool:
         return prompts.ndim == 1
     if isinstance(prompts, bytes) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
         raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
-    return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping) and not hasattr(prompts[0], "__len__")
+    first = prompts[0] if len(prompts) else []
+    is_number = not hasattr(first, "__len__") or getattr(first, "ndim", None) == 0  # arrays of one number have a length
+    return is_number and not isinstance(first, str | Mapping)
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:
@@ -110,9 +112,10 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str 
     text: Any = None
     token_ids: Any = prompt
     if isinstance(prompt, Mapping):
-        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if "prompt_token_ids" in prompt and isinstance(token_ids, str):
-            raise TypeError(f"prompt_token_ids must be a list of token ids, got {token_ids!r}")
+        text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if isinstance(given, str):
+            raise TypeError(f"prompt_token_ids must be a list of token ids, got {given!r}")
+        token_ids = text if given is None else given
     if isinstance(token_ids, str):
         if tokenizer is None:
             raise ValueError("this model has no tokenizer, so a prompt must be token ids, got text")
@@ -144,7 +147,11 @@ def make_seed(seed: int | None, engine_seed: int, number: int, prompt_token_ids:
 
 def check_prompt(token_ids: Any, vocab_size: int) -> list[int]:
     """Return token ids as a list of ints in [0, vocab_size). An error names the first bad one."""
-    if isinstance(token_ids, bytes | Mapping) or not hasattr(token_ids, "__iter__"):
+    if (
+        isinstance(token_ids, bytes | Mapping)
+        or not hasattr(token_ids, "__iter__")
+        or getattr(token_ids, "ndim", 1) == 0
+    ):
         allowed = "a str, a list of token ids, or a dict with prompt or prompt_token_ids"
         raise TypeError(f"a prompt must be {allowed}, got {type(token_ids).__name__}")
     token_ids = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)

@@ -14,6 +14,7 @@ import shutil
 import sys
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -166,8 +167,9 @@ def test_no_hits_without_prefix_caching(checkpoint):
         lambda text, token_ids: token_ids,
         lambda text, token_ids: {"prompt": text},
         lambda text, token_ids: {"prompt_token_ids": token_ids},
+        lambda text, token_ids: {"prompt": text, "prompt_token_ids": None},  # as tables write it
     ],
-    ids=["str", "ids", "dict of str", "dict of ids"],
+    ids=["str", "ids", "dict of str", "dict of ids", "dict of str and None"],
 )
 def test_every_prompt_form(llm, checkpoint, form):
     for text in TEXTS:
@@ -584,6 +586,9 @@ BAD_PROMPTS = {
     "dict of number": ({"prompt": 5}, TypeError, ["prompt"]),
     "dict of text as ids": ({"prompt_token_ids": "abc"}, TypeError, ["prompt_token_ids"]),
     "nested too deep": ([[1, 2]], TypeError, ["[1, 2]"]),
+    "list of a tensor": (list(torch.tensor([1, 2])), TypeError, ["prompt_token_ids[0]", "tensor(1)"]),
+    "arrays of one number": (list(map(np.array, [1, 2])), TypeError, ["prompt_token_ids[0]", "array(1)"]),
+    "array of one number as ids": ({"prompt_token_ids": np.array(1)}, TypeError, ["prompt_token_ids", "ndarray"]),
 }
 
 
