@@ -51,6 +51,8 @@ def check_int(name: str, value: Any, minimum: int, optional: bool = False, maxim
 
 def check_number(name: str, value: Any, low: float, high: float = MAX, open_low: bool = False) -> None:
     """Raise unless `value` is a finite number in [low, high], or in (low, high] if `open_low`."""
+    if isinstance(value, numbers.Real) and hasattr(value, "item"):
+        value = value.item()  # NumPy would convert the limits to the value's own type, and warn of an overflow
     allowed = f"a finite number {'>' if open_low else '>='} {low:g}" + ("" if high == MAX else f" and <= {high:g}")
     check_range(name, value, numbers.Real, low, high, allowed)
     if open_low and value == low:

@@ -143,6 +143,17 @@ def test_legal_values_are_kept_as_they_are(fields):
     assert {name: getattr(params, name) for name in fields} == fields
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.longdouble])
+def test_numbers_of_numpy_are_compared_without_a_warning(name, kind):
+    """The largest float is infinite in a smaller type."""
+    with np.errstate(all="raise"):
+        assert getattr(SamplingParams(**{name: kind(0.5)}), name) == 0.5
+        for wrong in (kind("nan"), kind("-inf"), kind("inf"), kind(-1)):
+            with pytest.raises(ValueError, match=f"{name} must be"):
+                SamplingParams(**{name: wrong})
+
+
 def test_a_copy_is_checked():
     """A request takes one: what was assigned meanwhile is checked then."""
     params = SamplingParams(stop=["a"])
