@@ -169,8 +169,18 @@ class UserFunctionRows:
 
     def apply(self, logits: torch.Tensor, raw: torch.Tensor) -> None:
         for row, output_token_ids, processors in self.rows:
-            for processor in processors:
-                logits[row] = processor(output_token_ids, logits[row])
+            for i, processor in enumerate(processors):
+                given = processor(output_token_ids, logits[row])
+                check_logits(f"logits_processors[{i}]", given, logits.shape[1])
+                logits[row] = given
+
+
+def check_logits(name: str, value: Any, vocab_size: int) -> None:
+    """Raise unless a function has returned one logit per token: one number would become the logit of every token."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must return the logits, a tensor of {vocab_size} numbers, got {type(value).__name__}")
+    if value.shape[-1:] != (vocab_size,) or value.numel() != vocab_size:
+        raise ValueError(f"{name} must return a tensor of {vocab_size} logits, got shape {list(value.shape)}")
 
 
 # ---- penalties

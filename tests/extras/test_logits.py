@@ -282,6 +282,25 @@ def test_processors_come_with_their_row_and_the_output_so_far():
 
 
 @pytest.mark.parametrize(
+    ("give", "kind", "says"),
+    [
+        (lambda logits: None, TypeError, "got NoneType"),
+        (lambda logits: logits.tolist(), TypeError, "got list"),
+        (lambda logits: logits.max(), ValueError, r"got shape \[\]"),
+        (lambda logits: logits[:1], ValueError, r"got shape \[1\]"),
+        (lambda logits: logits[:5], ValueError, r"got shape \[5\]"),
+        (lambda logits: logits[:, None], ValueError, r"got shape \[8, 1\]"),
+    ],
+)
+def test_what_a_processor_returns_is_checked(give, kind, says):
+    """One number, such as the largest logit, would silently become the logit of every token."""
+    processors = [double, lambda output_token_ids, logits: give(logits)]
+    logits = torch.randn(1, 8)
+    with pytest.raises(kind, match=rf"logits_processors\[1\] must return .* 8 .*{says}"):
+        rows_of([sequence(logits_processors=processors)]).apply(logits, logits.clone())
+
+
+@pytest.mark.parametrize(
     ("fields", "reads_output"),
     [
         ({"allowed_token_ids": [1]}, [False]),
