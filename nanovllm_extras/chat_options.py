@@ -101,7 +101,7 @@ def read_chat_template(chat_template: str | Path, tokenizer: Any = None) -> str:
     if isinstance(chat_template, str) and "{" in chat_template:  # Jinja, not a file name
         return chat_template
     try:
-        return Path(chat_template).expanduser().read_bytes().decode()
+        return Path(chat_template).expanduser().read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"chat_template must be encoded in UTF-8, got {str(chat_template)!r}: {error}") from error
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no such home folder

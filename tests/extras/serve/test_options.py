@@ -11,6 +11,7 @@ import pytest
 
 from nanovllm_extras import TINY_QWEN3, SamplingParams
 from nanovllm_extras.bench.workloads import make_random
+from nanovllm_extras.chat_options import check_chat_template
 from nanovllm_extras.serve import serve_command as launch
 from nanovllm_extras.serve import serve_settings
 from nanovllm_extras.serve.server import listen
@@ -261,6 +262,13 @@ def test_the_chat_template_is_checked_before_the_model_is_loaded(template, words
     error = capsys.readouterr().err
     assert "error: chat_template must" in error
     assert words in error
+
+
+def test_a_byte_order_mark_is_not_part_of_a_template(tmp_path):
+    """Editors of Windows write it. In the template, it would begin every prompt."""
+    text = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    (tmp_path / "file").write_text(text, encoding="utf-8-sig")
+    assert check_chat_template(str(tmp_path / "file")) == text
 
 
 def test_templates_that_need_more_than_messages_are_allowed(tmp_path):
