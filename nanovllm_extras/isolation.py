@@ -31,7 +31,7 @@ from nanovllm_extras.dead import EngineDeadError
 from nanovllm_extras.full_engine import LLMEngine
 from nanovllm_extras.full_observer import Observer
 from nanovllm_extras.logits_processors import ReaderResult, build_readers
-from nanovllm_extras.no_token import NoTokenError
+from nanovllm_extras.no_token import NO_TOKEN_REASON, NoTokenError
 from nanovllm_extras.plain_runner import PlainRunner
 from nanovllm_extras.processed_batch import build_batch, build_sampling
 from nanovllm_extras.request_params import SamplingParams
@@ -121,7 +121,7 @@ class IsolatingEngine(LLMEngine):
     def end_without_token(self, seqs: list[Any]) -> None:
         super().end_without_token(seqs)
         for seq in seqs:
-            self._end_failed(seq.request_id, NoTokenError())
+            self._end_failed(seq.request_id, NoTokenError(NO_TOKEN_REASON))
 
     def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: Any, now: float) -> list[Any]:
         """Return the outputs as the parent does, but read one request after the other."""

@@ -15,10 +15,7 @@ NO_TOKEN_REASON = (
 
 
 class NoTokenError(ValueError):
-    """Raised to the user of a request that has ended because none of its next tokens could be sampled."""
-
-    def __init__(self) -> None:
-        super().__init__(NO_TOKEN_REASON)
+    """Raised with the reason to the user of a request that has ended, because no next token could be sampled."""
 
 
 def end_without_token(scheduler: Scheduler, seqs: list[Any]) -> None:

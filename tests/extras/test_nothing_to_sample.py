@@ -9,6 +9,7 @@ not removed from the token ids; a marked token given to the next step of an over
 import asyncio
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -118,6 +119,7 @@ def test_async_consumers_get_the_error():
         assert good == alone
         assert isinstance(bad, NoTokenError)
         assert "no token can be sampled" in str(bad)
+        assert str(pickle.loads(pickle.dumps(bad))) == str(bad)  # as a pool of processes hands it over
 
     with AsyncLLM(TINY_QWEN3, **SMALL) as llm:
         asyncio.run(run(llm))
