@@ -1,6 +1,7 @@
 """Create the application: its routes and the middleware before them.
 
-socket ─uvicorn→ HTTPMetrics → RequestIds → CORS → AccessControl → JSONRequest → route ─Generation→ AsyncLLM
+socket ─uvicorn→ RequestPaths → HTTPMetrics → RequestIds → CORS → AccessControl → JSONRequest → route
+       ─Generation→ AsyncLLM
 """
 
 from typing import Any
@@ -19,6 +20,7 @@ from nanovllm_extras.serve.http_metrics import HTTPMetrics
 from nanovllm_extras.serve.metrics_route import Metrics
 from nanovllm_extras.serve.protocol import ErrorBody
 from nanovllm_extras.serve.request_ids import RequestIds
+from nanovllm_extras.serve.request_paths import RequestPaths
 from nanovllm_extras.serve.responses import route as responses
 from nanovllm_extras.serve.state import Server, ServerOptions
 from nanovllm_extras.serve.ui import LiveLines
@@ -56,6 +58,7 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
     paths = [*app.openapi_schema["paths"], "/openapi.json", *(("/ui", "/ui/events") if live is not None else ())]
     counts = app.state.server.metrics.http
     app.add_middleware(HTTPMetrics, counts=counts, paths=paths, root_path=options.root_path)
+    app.add_middleware(RequestPaths)
     if llm is not None:
         set_engine(app, llm)
     return app

@@ -91,7 +91,7 @@ def new_client(llm):
     """A client of an application with options of its own."""
 
     def make(headers=None, **options):
-        return Client(make_app(ServerOptions(model_names=("tiny", "alias"), **options), llm), headers)
+        return Client(make_app(ServerOptions(**{"model_names": ("tiny", "alias"), **options}), llm), headers)
 
     return make
 

@@ -1,5 +1,6 @@
 """The small routes, and what is counted and logged."""
 
+import asyncio
 import logging
 import re
 import sys
@@ -25,6 +26,67 @@ def test_models(client, llm):
     assert answer["data"][0]["max_model_len"] == llm.engine.parts.max_model_len
     assert client.get("/v1/models/alias").json() == answer["data"][1]
     assert client.get("/v1/models/a/b").json()["error"]["code"] == "model_not_found"
+
+
+PATHS = {  # as clients join a base URL and a route -> the route
+    "/v1/models/": "/v1/models",
+    "/v1//models": "/v1/models",
+    "//v1/models": "/v1/models",
+    "/v1//models/alias/": "/v1/models/alias/",  # the name of a model may end so
+    "/v1//models/alias": "/v1/models/alias",
+    "/health/": "/health",
+    "//health": "/health",
+    "/llm//v1/models/": "/v1/models",
+    "http://tiny.example:8000/v1/models": "/v1/models",
+    "https://tiny.example/v1/models/alias": "/v1/models/alias",
+    "http://tiny.example": "/",
+    "/": "/",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths_with_slashes_too_many_or_an_address(new_client, path):
+    """They are served as the route itself, without a redirect, which would name the scheme behind a proxy."""
+    app = new_client(root_path="/llm").app
+    route = PATHS[path]
+    expected = asyncio.run(call(app, route))
+    assert expected[0] == (404 if route in ("/", "/v1/models/alias/") else 200)
+    assert asyncio.run(call(app, path)) == expected
+
+
+async def call(app, path):
+    """Call an application without a client, which would change the path -> status, body"""
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b"", "root_path": ""}
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    async def send(message):
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+
+def test_names_of_models_keep_their_slashes(new_client):
+    names = ("/data//model/", "org/model")
+    client = new_client(model_names=names)
+    for name in names:
+        assert client.get(f"/v1/models/{name}").json()["id"] == name
+
+
+@pytest.mark.parametrize("path", [f"{COMPLETIONS}/", "/v1//completions"])
+def test_posts_to_paths_with_slashes_too_many(client, path):
+    body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+    assert client.post(path, body).json()["choices"] == client.post(COMPLETIONS, body).json()["choices"]
+
+
+def test_an_address_before_the_path_needs_the_key_too(new_client):
+    app = new_client(api_keys=("k",)).app
+    for path in PATHS:
+        status, _ = asyncio.run(call(app, path))
+        assert status == (200 if "health" in path else 401)
 
 
 def test_tokenize_and_detokenize(client, llm):
