@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from nanovllm import sampling_params
+from nanovllm.checks import checks_of
 from nanovllm.request import Prompt, check_prompt_len, encode_prompt, make_seed
 from nanovllm_extras.full_detokenizer import TokenDecoder
 from nanovllm_extras.full_request import Completion, Request
@@ -81,10 +82,12 @@ class InputProcessor:
         """Return a checked copy of the parameters, so that later changes by the user do not affect the request."""
         if hasattr(params, "make_request"):
             return params.checked(self.parts)
-        if type(params) is sampling_params.SamplingParams:  # of nanovllm
-            params = SamplingParams(**vars(params))
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, sampling_params.SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams or None, got {params!r}")
+        if not isinstance(params, SamplingParams):  # of nanovllm
+            params = SamplingParams(
+                **{name: getattr(params, name) for name in checks_of(sampling_params.SamplingParams)}
+            )
         if not self.parts.model_config.has_head:
             raise ValueError("the checkpoint has no lm_head, so it cannot generate text; LLM.embed computes embeddings")
         params = params.clone()

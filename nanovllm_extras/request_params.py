@@ -1,7 +1,7 @@
 """All options of one request: the core's, and those that extras read. Names, defaults and meanings are vLLM's."""
 
-from collections import abc
-from collections.abc import Callable, Collection, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -52,8 +52,8 @@ class SamplingParams(sampling_params.SamplingParams):
     """Subtracted from the logit of a token as many times as the output holds it; in [-2, 2]."""
     repetition_penalty: float = checked(1.0, check_number, low=0, open_low=True)
     """Divides positive logits of tokens in prompt or output, multiplies others (CTRL, https://arxiv.org/abs/1909.05858)."""
-    stop: str | Collection[str] | None = checked(None, check_in, module="logits")
-    bad_words: Collection[str] | None = checked(None, check_in, module="logits")
+    stop: str | Sequence[str] | None = checked(None, check_in, module="logits")
+    bad_words: Sequence[str] | None = checked(None, check_in, module="logits")
     """Words that must not appear: the last token of a word is not chosen after its first tokens."""
     include_stop_str_in_output: bool = checked(False, check_bool)
     """Whether the text keeps the stop string that ended it."""
@@ -75,9 +75,9 @@ class SamplingParams(sampling_params.SamplingParams):
     """What each output of a stream holds: all so far, what is new, or only the end."""
     logit_bias: Mapping[int, float] | None = checked(None, check_in, module="logits")
     """Added to the logits of these tokens; each in [-100, 100]."""
-    allowed_token_ids: Collection[int] | None = checked(None, check_in, module="logits")
+    allowed_token_ids: Sequence[int] | None = checked(None, check_in, module="logits")
     """No other tokens are chosen."""
-    logits_processors: Collection[LogitsProcessor] | None = checked(None, check_in, module="logits")
+    logits_processors: Sequence[LogitsProcessor] | None = checked(None, check_in, module="logits")
     """Called with the output so far and the request's logits, in order; each returns the logits to go on with."""
     structured_outputs: "StructuredOutputsParams | Mapping[str, Any] | None" = checked(
         None, check_in, module="structured.structured_params"
@@ -90,11 +90,12 @@ class SamplingParams(sampling_params.SamplingParams):
         from_optional = LazyMethod("vllm.request_fields")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in FIELD_CHECKS:
+        if name in FIELD_CHECKS:
+            if type(value) in (int, bool):
+                value = VLLM_FORMS.get((name, value), value)
+            FIELD_CHECKS[name](name, value)
+        elif name not in self.__dataclass_fields__:  # a subclass may have more fields
             raise AttributeError(f"SamplingParams has no field {name}; it has {', '.join(FIELD_CHECKS)}")
-        if type(value) in (int, bool):
-            value = VLLM_FORMS.get((name, value), value)
-        FIELD_CHECKS[name](name, value)
         object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
@@ -107,12 +108,15 @@ class SamplingParams(sampling_params.SamplingParams):
 
     def clone(self) -> "SamplingParams":
         """Return an equal object that shares no list or dict with this one, checked again."""
-        values = {name: copy_of(getattr(self, name)) for name in FIELD_CHECKS}
+        clone = copy.copy(self)  # not its class, because the constructor of a subclass may have other arguments
+        for name in FIELD_CHECKS:
+            setattr(clone, name, copy_of(getattr(self, name)))
         if self.structured_outputs is not None:
             from nanovllm_extras.structured.structured_params import StructuredOutputsParams
 
-            values["structured_outputs"] = StructuredOutputsParams.of(self.structured_outputs).clone()
-        return type(self)(**values)
+            clone.structured_outputs = StructuredOutputsParams.of(self.structured_outputs).clone()
+        clone.__post_init__()
+        return clone
 
     @property
     def is_plain(self) -> bool:
@@ -131,4 +135,4 @@ def copy_of(value: Any) -> Any:
     """Return a list or dict of its own; any other value is never changed in place."""
     if isinstance(value, Mapping):
         return dict(value)
-    return list(value) if isinstance(value, abc.Sequence) and not isinstance(value, str | tuple) else value
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | tuple) else value

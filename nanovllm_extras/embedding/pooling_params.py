@@ -1,7 +1,8 @@
 """`LLM.embed`, what it takes in place of `SamplingParams`, and what it returns; names are vLLM's."""
 
+import copy
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checks import check_bool, check_choice
@@ -34,7 +35,9 @@ class PoolingParams:
 
     def checked(self, parts: "Parts") -> "PoolingParams":
         """Return an equal object, checked again, because fields may have been assigned."""
-        return replace(self)
+        checked = copy.copy(self)
+        checked.__post_init__()
+        return checked
 
     def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> "Request":
         from nanovllm_extras.embedding.embedding_request import EmbeddingRequest

@@ -63,6 +63,20 @@ def test_the_cpu_backend_too(tiny_checkpoint):
         assert_embeddings(outputs, model, prompts_of([20, 30]), ["last", "mean"])
 
 
+def test_subclasses_of_pooling_params(tiny_checkpoint):
+    class Mean(PoolingParams):
+        def __init__(self):
+            super().__init__("mean")
+
+    folder, model = tiny_checkpoint
+    with LLM(folder, num_kv_blocks=50, attention_backend="torch") as llm:
+        assert_embeddings(llm.embed(prompts_of([20]), Mean(), use_tqdm=False), model, prompts_of([20]), ["mean"])
+        params = Mean()
+        params.pooling = "first"
+        with pytest.raises(ValueError, match="pooling must be"):
+            llm.embed(prompts_of([20]), params, use_tqdm=False)
+
+
 def test_the_mean_takes_no_prefix_hits_and_leaves_its_blocks_to_others(tiny_checkpoint):
     folder, model = tiny_checkpoint
     prompt = prompts_of([64])[0]

@@ -484,6 +484,15 @@ def test_get_tokenizer(llm, hf_tokenizer):
     assert tokenizer.decode([5, 6, 7]) == hf_tokenizer.decode([5, 6, 7])
 
 
+@pytest.mark.parametrize("base", [nanovllm.SamplingParams, SamplingParams])
+def test_subclasses_of_sampling_params(llm, base):
+    class Greedy(base):
+        def __init__(self, max_tokens):
+            super().__init__(temperature=0, max_tokens=max_tokens)
+
+    assert tokens_of(generate(llm, [GOOD], Greedy(4))) == tokens_of(generate(llm, [GOOD], greedy(4)))
+
+
 def test_progress_bars_without_stderr(checkpoint, monkeypatch):
     """Of loading and of generating: as in a program of Windows without a console, or after `2>&-`."""
     closed = io.StringIO()

@@ -249,6 +249,43 @@ def test_it_can_be_pickled_and_copied():
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == dataclasses.replace(params) == params
 
 
+class Greedy(SamplingParams):
+    """Its constructor has other arguments."""
+
+    def __init__(self, max_tokens):
+        super().__init__(temperature=0, max_tokens=max_tokens)
+
+
+@dataclasses.dataclass
+class Tagged(SamplingParams):
+    """It has a field more, and another default."""
+
+    tag: str = ""
+    temperature: float = 0.5
+
+
+@pytest.mark.parametrize("params", [Greedy(3), Tagged(tag="a", stop=["b"])], ids=["constructor", "fields"])
+def test_subclasses(params):
+    clone = params.clone()
+    assert type(clone) is type(params)
+    assert vars(clone) == vars(params)
+    with pytest.raises(ValueError, match="temperature must be"):
+        params.temperature = -1
+    with pytest.raises(AttributeError, match="no field max_token"):
+        params.max_token = 20
+
+
+def test_a_clone_of_a_subclass_is_checked():
+    params = Tagged(stop=["a"], tag="b")
+    params.stop.append("")
+    with pytest.raises(ValueError, match=r"stop\[1\]"):
+        params.clone()
+    params = Tagged(n=2)
+    params.temperature = 0
+    with pytest.raises(ValueError, match="n must be 1 with temperature 0"):
+        params.clone()
+
+
 def test_other_forms_of_vllm_become_the_usual_ones():
     params = SamplingParams(seed=-1, logprobs=True, prompt_logprobs=True)
     assert (params.seed, params.logprobs, params.prompt_logprobs) == (None, 1, 1)
