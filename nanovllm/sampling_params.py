@@ -1,6 +1,6 @@
 """The options of one request. Names, defaults and meanings are vLLM's."""
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanovllm.checks import check_bool, check_int, check_number, check_strings, check_token_ids, checked, checks_of
@@ -28,9 +28,9 @@ class SamplingParams:
     """Same seed and prompt, same random numbers; and the same tokens if kernels round alike in every batch (CPU)."""
     max_tokens: int | None = checked(16, check_int, minimum=1, optional=True)
     """Maximum number of generated tokens. None goes on until `max_model_len`."""
-    stop: str | Collection[str] | None = checked(None, check_strings, or_one=True)
+    stop: str | Sequence[str] | None = checked(None, check_strings, or_one=True)
     """Texts that end the request. The output is the text before them."""
-    stop_token_ids: Collection[int] | None = checked(None, check_token_ids)
+    stop_token_ids: Sequence[int] | None = checked(None, check_token_ids)
     """Tokens that end the request, also with `ignore_eos`. The stop token is part of the output."""
     ignore_eos: bool = checked(False, check_bool)
     """Whether to go on after the model's own end-of-sequence tokens."""

@@ -13,6 +13,8 @@ from nanovllm import outputs
 if TYPE_CHECKING:
     from nanovllm_extras.logprobs import Logprob
     from nanovllm_extras.prefix_misses import PrefixMiss
+else:  # imported late; names that `typing.get_type_hints` and pydantic resolve
+    Logprob = PrefixMiss = Any
 
 
 class LazyRecord:

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
     from nanovllm_extras.structured.structured_params import StructuredOutputsParams
 
-LogitsProcessor = Callable[[list[int], "torch.Tensor"], "torch.Tensor"]
+    Logits = torch.Tensor
+else:  # imported late; a name that `typing.get_type_hints` and pydantic resolve
+    Logits = StructuredOutputsParams = Any
+
+LogitsProcessor = Callable[[list[int], Logits], Logits]
 """(output token ids so far, logits [vocab_size]) -> logits [vocab_size]"""
 
 

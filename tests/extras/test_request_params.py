@@ -11,9 +11,13 @@ import copy
 import dataclasses
 import math
 import pickle
+import typing
 
+import pydantic
 import pytest
 
+import nanovllm
+import nanovllm_extras
 from nanovllm_extras import RequestOutputKind, SamplingParams
 from nanovllm_extras.chat_options import ChatOptions, render_chat
 from tests import test_sampling_params as core
@@ -247,6 +251,28 @@ def test_a_clone_is_checked():
 def test_it_can_be_pickled_and_copied():
     params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, seed=5)
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == dataclasses.replace(params) == params
+
+
+MORE_FIELDS = {"logit_bias": {3: 1.0}, "structured_outputs": {"regex": "a*"}}
+
+
+@pytest.mark.parametrize(("kind", "more"), [(nanovllm.SamplingParams, {}), (SamplingParams, MORE_FIELDS)])
+def test_a_model_of_pydantic_may_have_it_as_a_field(kind, more):
+    read = pydantic.TypeAdapter(kind).validate_python
+    fields = {"temperature": 0.5, "stop": ["a"], "stop_token_ids": [3], **more}
+    assert read(fields) == kind(**fields)
+    assert read({"stop": "ab"}).stop == "ab"
+    with pytest.raises(pydantic.ValidationError, match="temperature must be"):
+        read({"temperature": -1})
+
+
+RECORDS = [one for one in map(nanovllm_extras.__dict__.get, nanovllm_extras.__all__) if dataclasses.is_dataclass(one)]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_the_types_of_fields_can_be_read_at_run_time(record):
+    """Pydantic, FastAPI and programs that make documentation or command lines read them."""
+    assert typing.get_type_hints(record).keys() >= {one.name for one in dataclasses.fields(record)}
 
 
 class Greedy(SamplingParams):
