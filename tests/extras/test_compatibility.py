@@ -1,6 +1,6 @@
 """Each row of the table of what does not go together is refused at the start, before weights are loaded.
 
-What the messages recommend is tried in `test_refusals.py`.
+What the messages recommend is tried in `test_recommendations.py`.
 """
 
 import functools

@@ -53,7 +53,7 @@ def assert_at_rest(engine):
     assert stats.num_free_blocks == stats.num_kv_blocks
     assert not engine.has_unfinished_requests()
     if hasattr(space := space_of(engine), "num_free_blocks"):
-        assert space.num_free_blocks == engine.runner.kv_cache.num_swap_blocks
+        assert space.num_free_blocks == engine.runner.num_swap_blocks
 
 
 def space_of(engine):

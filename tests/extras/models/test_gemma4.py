@@ -210,7 +210,7 @@ def test_swap_space_holds_whole_blocks(gemmas):
     """A block of 4 tokens has 2 * 4 * (3 * 2 * 32 + 1 * 2 * 64) numbers of 4 bytes: 10,240 bytes."""
     folder, _ = gemmas.make()
     llm = make_llm(folder, preemption_mode="swap", swap_space_bytes=3 * 10240 - 1)
-    assert llm.engine.runner.kv_cache.num_swap_blocks == 2
+    assert llm.engine.runner.num_swap_blocks == 2
     with pytest.raises(ValueError, match="swap_space_bytes must be >= 10240"):
         make_llm(folder, preemption_mode="swap", swap_space_bytes=10239)
 

@@ -80,7 +80,7 @@ def test_a_slot_holds_one_latent():
     assert cache.tensor.shape == (1, 3, 7, 4, 1, HEAD_DIM)
     assert cache.bytes_per_block == 3 * 4 * HEAD_DIM * 4
     assert cache.tensor.nbytes == 7 * cache.bytes_per_block
-    assert cache.host_blocks.tensor.nbytes == 2 * cache.bytes_per_block
+    assert Cache(backend, 3, torch.float32, 6, 2).host_blocks.tensor.nbytes == 2 * cache.bytes_per_block
 
 
 BLOCKS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=4, unique_by=lambda pair: pair[1])
