@@ -49,7 +49,7 @@ def load_tokenizer(folder: Path) -> Any:
     """Return the `transformers` tokenizer of `folder`, or None if it has none.
 
     `transformers` checks all of config.json on the way. A fault there is not the tokenizer's, and the model's reader
-    reports it, or an option corrects it: then only the model's type counts.
+    reports it, or an option corrects it: then only the model's type counts. ValueError if there is no other way.
     """
     if not (folder / "vocab.json").is_file() and not any(folder.glob("tokenizer[._]*")):
         return None
@@ -58,10 +58,20 @@ def load_tokenizer(folder: Path) -> Any:
     load = partial(AutoTokenizer.from_pretrained, folder, local_files_only=True, trust_remote_code=False)
     try:
         return load()
-    except Exception:
+    except Exception as error:  # the libraries that read its files raise any kind
+        file = folder / "config.json"
+        config = read_json(file) if file.is_file() else {}
         with suppress(Exception):
-            return load(config=AutoConfig.for_model(read_json(folder / "config.json")["model_type"]))
-        raise
+            return load(config=AutoConfig.for_model(config["model_type"]))
+        message = f"the tokenizer in {folder} (tokenizer.json, …) cannot be loaded: {error}"
+        raise ValueError(with_pointers(message, folder)) from error
+
+
+def with_pointers(message: str, folder: Path) -> str:
+    """Add the names of pointers of Git LFS to an error: a clone without Git LFS has them instead of large files."""
+    small = [file for file in sorted(folder.iterdir()) if file.is_file() and file.stat().st_size < 1024]
+    found = [file.name for file in small if file.read_bytes().startswith(b"version https://git-lfs.github.com")]
+    return f"{message}; run `git lfs pull` in {folder}, where {', '.join(found)} are pointers" if found else message
 
 
 def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> frozenset[int]:
@@ -162,7 +172,8 @@ def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     if names is None or name in names:
                         yield name, tensors.get_tensor(name)
         except SafetensorError as error:
-            raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+            message = f"{file} is not a whole safetensors file: {error}"
+            raise ValueError(with_pointers(message, file.parent)) from error
 
 
 def checkpoint_files(folder: Path) -> Mapping[Path, set[str] | None]:

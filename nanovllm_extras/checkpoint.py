@@ -92,7 +92,4 @@ def load_tokenizer(config: Config, folder: Path) -> Any:
 
         folder = resolve_folder("tokenizer", config.tokenizer, config.tokenizer_revision or config.revision)
         check_has_tokenizer(folder, config.tokenizer)
-    try:
-        return loader.load_tokenizer(folder)
-    except Exception as error:  # the libraries that read its files raise any kind
-        raise ValueError(f"the tokenizer in {folder} (tokenizer.json, …) cannot be loaded: {error}") from error
+    return loader.load_tokenizer(folder)

@@ -14,7 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.loader import WEIGHT_DTYPES, allocate, checkpoint_files, fill, places_of
+from nanovllm.loader import WEIGHT_DTYPES, allocate, checkpoint_files, fill, places_of, with_pointers
 from nanovllm_extras.models.network_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,8 @@ def iterate_file(file: Path, wanted: set[str] | None, read: Read) -> Iterator[tu
                     if (tensor := read(tensors, name)) is not None:
                         yield BARE.sub("model.", name), tensor
     except SafetensorError as error:
-        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+        message = f"{file} is not a whole safetensors file: {error}"
+        raise ValueError(with_pointers(message, file.parent)) from error
 
 
 def groups_of_names(file: Path, unwanted: set[str]) -> list[list[str]]:

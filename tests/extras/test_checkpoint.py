@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import nanovllm
 from nanovllm.loader import read_eos_token_ids
-from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.checkpoint import load_tokenizer, read_default_sampling_params, read_model_config, resolve_model
 from tests.extras.test_weights import load_with_extras as load
@@ -234,13 +235,37 @@ def test_a_field_that_must_be_a_list_is_named(broken, field, value):
         read_model_config(broken[0])
 
 
+BOTH = pytest.mark.parametrize("make", [nanovllm.LLM, LLM], ids=["core", "extras"])
+
+
+@BOTH
 @pytest.mark.parametrize("text", ["{", "[]", "", '{"model": {"type": "BPE"}}'])
-def test_a_broken_tokenizer_is_named_with_its_folder(tokenizer_folder, tmp_path, text):
+def test_a_broken_tokenizer_is_named_with_its_folder(tokenizer_folder, tmp_path, make, text):
     folder = tmp_path / "broken"
     shutil.copytree(tokenizer_folder, folder)
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match=f"the tokenizer in {folder} .*tokenizer.json.* cannot be loaded: "):
-        load_tokenizer(Config(folder), folder)
+        make(folder)
+
+
+@BOTH
+def test_a_broken_config_is_not_reported_as_the_tokenizers_fault(tmp_path, make):
+    folder = shutil.copytree(TINY_QWEN3, tmp_path / "broken")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=f"^{folder}/config.json is not valid JSON"):
+        make(folder)
+
+
+@BOTH
+@pytest.mark.parametrize("names", [["model.safetensors"], ["tokenizer.json"], ["model.safetensors", "tokenizer.json"]])
+def test_files_that_git_lfs_did_not_fetch_are_named(tmp_path, make, names):
+    folder = shutil.copytree(TINY_QWEN3, tmp_path / "clone")
+    for name in names:
+        (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n")
+    (folder / "unused.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    found = ", ".join([*names, "unused.bin"])
+    with pytest.raises(ValueError, match=f"run `git lfs pull` in {folder}, where {found} are pointers"):
+        make(folder)
 
 
 def test_a_sentencepiece_model_is_a_tokenizer_and_its_error_is_told(tiny_checkpoint, tmp_path):
