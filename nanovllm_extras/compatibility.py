@@ -121,7 +121,6 @@ CONTRADICTIONS = (
     # ---- of options
     Row(OTHER_DRAFTS, OVERLAP, NEWEST),
     Row(COMPUTED_DRAFTS, OVERLAP, NEWEST, is_to_do=True),  # a device could begin with the token that it has
-    Row(COMPUTED_DRAFTS, SWAP, "the K and V of what makes drafts are not swapped", is_to_do=True),
     Row(COMPUTED_DRAFTS, RANKS, "what makes drafts is computed on one rank only", is_to_do=True),
     Row(STORE, NO_PREFIXES, "a store finds blocks by their prefix"),
     Row(STORE, NODES, "the ranks of all machines would need the same tiers", is_to_do=True),
@@ -152,7 +151,6 @@ CONTRADICTIONS = (
     ),
     Row(SPECULATION, STATES & STORE, "states are stored without drafts", is_to_do=True),
     Row(RANKS, STATES & STORE, "states are stored by one rank", is_to_do=True),
-    Row(SPECULATION, STATES & RANKS, "rank 0 sends no slots of drafts", is_to_do=True),
     # ---- of several shapes of K and V
     Row(CACHE_OF_8_BITS, SHAPES, "their blocks have the model's dtype", is_to_do=True),
     Row(QUANTIZATION, SHAPES, "quantised weights are not tested with such layers", is_to_do=True),

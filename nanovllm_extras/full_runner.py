@@ -115,7 +115,10 @@ class ModelRunner(PlainRunner):
         self.description = self.describe()
         logger.info(self.description)
         self.kv_cache = self.layout.make_kv_cache(self.backends, self.dtype, self.device)
-        self.transfers = Transfers(self.kv_cache, config.swap_space_bytes, config.max_num_seqs)
+        if self.measure_draft is not None:
+            self.draft_needs = self.measure_draft(self)
+        of_draft = self.draft_needs.bytes_per_block
+        self.transfers = Transfers(self.kv_cache, config.swap_space_bytes, config.max_num_seqs, of_draft)
         self.graphs = None
         self.newest_ids = torch.empty(0, dtype=torch.int64, device=self.device)  # sampled by the step before
         has_argmax = getattr(type(self.backend), "argmax", TorchAttention.argmax) is not TorchAttention.argmax
@@ -314,8 +317,6 @@ class ModelRunner(PlainRunner):
 
     def num_blocks_that_fit(self) -> int:
         """Return the number of blocks in the pool."""
-        if self.measure_draft is not None and self.config.num_kv_blocks is None:
-            self.draft_needs = self.measure_draft(self)
         return self.layout.divide_memory(self)
 
     @property

@@ -21,12 +21,15 @@ class Transfers:
     Raises ValueError if this space does not hold one block, and one state if the model has states.
     """
 
-    def __init__(self, kv_cache: KVCache, swap_space_bytes: int = 0, max_num_seqs: int = 0) -> None:
+    def __init__(
+        self, kv_cache: KVCache, swap_space_bytes: int = 0, max_num_seqs: int = 0, added_bytes: int = 0
+    ) -> None:
+        """added_bytes: the size of a block in the cache that `add` will add"""
         self.kv_cache: Any = kv_cache
         self.caches: list[KVCache] = list(getattr(kv_cache, "groups", (kv_cache,)))
         self.num_swap_blocks = self.num_swap_slots = 0
         if swap_space_bytes:
-            self._divide(swap_space_bytes, max_num_seqs)
+            self._divide(swap_space_bytes, max_num_seqs, added_bytes)
         self.host_blocks: list[HostBlocks] = []
         self.host_states: list[HostBlocks] = []
 
@@ -53,6 +56,12 @@ class Transfers:
             self.host_blocks = [HostBlocks(cache.tensor, self.num_swap_blocks) for cache in self.caches]
         if self.num_swap_slots:
             self.host_states = [HostBlocks(states, self.num_swap_slots) for states in self.state_tensors]
+
+    def add(self, cache: KVCache) -> None:
+        """Add a cache with the same block ids, as that of a draft model, which has been allocated."""
+        self.caches.append(cache)
+        if self.num_swap_blocks:
+            self.host_blocks.append(HostBlocks(cache.tensor, self.num_swap_blocks))
 
     def before(self, moves: list[Pair]) -> None:
         """Do what a step copies before its forward pass. A plain list has only copy-on-write."""
@@ -103,12 +112,12 @@ class Transfers:
             copy_in(states, [(data[start:stop], slot)])
             start = stop
 
-    def _divide(self, num_bytes: int, max_num_seqs: int) -> None:
+    def _divide(self, num_bytes: int, max_num_seqs: int, added_bytes: int) -> None:
         """Divide the host memory between blocks and states.
 
         States get half of it, but no more than one for each of `max_num_seqs`; blocks get the rest, at least one.
         """
-        block, state = self.bytes_per_block, self.kv_cache.bytes_per_slot if self.has_states else 0
+        block, state = self.bytes_per_block + added_bytes, self.kv_cache.bytes_per_slot if self.has_states else 0
         if num_bytes < block + state:
             what = "one state and one block" if state else "one block"
             raise ValueError(f"swap_space_bytes must be >= {block + state}, {what}, got {num_bytes}")

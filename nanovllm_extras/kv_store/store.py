@@ -79,7 +79,6 @@ class KVStore(Share):
 
     def add_draft(self, draft: "ModelRunner") -> None:
         """Let each block also have the K and V of a draft model, which shares the block tables."""
-        self.transfers.caches.append(draft.kv_cache)
         check_holds(draft.config, "one block", self.bytes_per_block)
         facts = facts_of(draft, has_digest=not is_private(draft.config))
         self.root_key = make_root_key({"large": self.root_key.hex(), "draft": facts})

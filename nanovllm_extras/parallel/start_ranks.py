@@ -33,10 +33,11 @@ from nanovllm_extras.parallel.joined import join
 from nanovllm_extras.parallel.meeting import Meeting, choose_kind, connect, make_meeting
 from nanovllm_extras.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
 from nanovllm_extras.runner_hooks import Draw, LapClock
+from nanovllm_extras.speculation.speculation_options import read_options
 from nanovllm_extras.weights import load_model
 
 NOT_OF_WORKERS = (
-    *("scheduling_policy", "speculative_config"),
+    "scheduling_policy",
     *("tokenizer", "chat_template", "generation_config", "override_generation_config"),
 )
 
@@ -255,6 +256,9 @@ def as_json(config: Config) -> dict[str, Any]:
     """Return the fields that another rank needs, as JSON can hold them."""
     values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_OF_WORKERS}
     values["model"] = str(config.model)
+    if config.speculative_config is not None:  # the others need to know how many drafts there may be
+        most = read_options(config.speculative_config).num_speculative_tokens
+        values["speculative_config"] = {"method": "ngram", "num_speculative_tokens": most}
     if config.kv_transfer_config is not None:
         from nanovllm_extras.kv_store.store_options import as_json as transfer_as_json
 

@@ -78,7 +78,7 @@ class DraftModel:
     def follow(self, batch: Batch, computed: Computed) -> None:
         """Compute the tokens of a step of the large model, for their K and V."""
         greedy = SamplingBatch(torch.zeros(len(batch.logits_indices)))  # a graph of whole steps samples, too
-        batch = replace(batch, sampling=greedy)
+        batch = replace(batch, sampling=greedy, copies=[])  # the large model's runner has done them for both
         self.runner.compute_hidden(batch, self.runner.can_replay(batch))
 
 
@@ -97,6 +97,7 @@ def load_draft_model(runner: ModelRunner, options: Speculation) -> DraftModel:
     with named(options):
         proposer = DraftModel(start(partial(ModelRunner, max_rows=runner.max_rows), *found))
     runner.followers = (proposer,)
+    runner.transfers.add(proposer.runner.kv_cache)
     return proposer
 
 

@@ -24,6 +24,7 @@ from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.late_runner import LateRunner
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, make_config
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, check_greedy, logprobs
+from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
 
 pytest.importorskip("transformers.models.qwen3_5_moe")
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}
@@ -113,6 +114,19 @@ def test_ranks_give_the_tokens_of_transformers_and_of_one(all_hybrids, request, 
     assert (stats.num_preemptions > 0) == (options["num_kv_blocks"] < 30)
     assert stats.num_swaps == (stats.num_preemptions if "swap" in engine else 0)
     assert [rank.wait(10) for rank in ranks] == [0] * (size - 1)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=pytest.mark.slow)])
+def test_ranks_keep_the_state_after_the_accepted_drafts(hybrids, quick_ranks, backend):
+    """Each row of a draft reads and writes the slots that rank 0 names, on all ranks."""
+    options = {"block_size": 16 if backend == "cpu" else 4, "num_kv_blocks": 120, "attention_backend": backend}
+    knowing = drafting(Knowing(texts_of(hybrids), share_right=0.7))
+    with make_llm(hybrids.make()[0], tensor_parallel_size=2, speculative_config=knowing, **options) as llm:
+        check_greedy(llm, hybrids.prompts(), hybrids.greedy())
+        check_greedy(llm, hybrids.prompts()[::-1], hybrids.greedy()[::-1])
+        stats = llm.get_stats()
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+        check_all_free(llm)
 
 
 def test_all_ranks_have_as_many_slots(hybrids, quick_ranks, monkeypatch):

@@ -33,7 +33,12 @@ def requests(rng):
 
 @pytest.mark.parametrize(
     "options",
-    [{"block_size": 4}, {"num_kv_blocks": 22, "block_size": 4}, {"block_size": 4, "max_num_batched_tokens": 24}],
+    [
+        {"block_size": 4},
+        {"num_kv_blocks": 22, "block_size": 4},
+        {"num_kv_blocks": 22, "block_size": 4, "preemption_mode": "swap", "swap_space_bytes": 1 << 20},
+        {"block_size": 4, "max_num_batched_tokens": 24},
+    ],
 )
 def test_a_model_that_drafts_for_itself_is_right(with_tokenizer, options):
     made = requests(random.Random(2))
@@ -44,6 +49,7 @@ def test_a_model_that_drafts_for_itself_is_right(with_tokenizer, options):
     stats = engine.get_stats()
     assert stats.num_draft_tokens == stats.num_accepted_tokens > 10
     assert (stats.num_preemptions > 0) == ("num_kv_blocks" in options)
+    assert stats.num_swaps == (stats.num_preemptions if "preemption_mode" in options else 0)
 
 
 def test_samples_that_still_share_their_last_block(with_tokenizer):

@@ -158,13 +158,21 @@ CASES = [
     {"attention_backend": "cpu", "max_num_batched_tokens": 64, "block_size": 16, "num_kv_blocks": TINY_POOLS[16]},
     {"max_num_batched_tokens": 13, "num_kv_blocks": TINY_POOLS[4]},
     {"max_num_batched_tokens": 64, "state_snapshot_interval": 1},
+    {
+        "max_num_batched_tokens": 64,
+        "num_kv_blocks": TINY_POOLS[4],
+        "preemption_mode": "swap",
+        "swap_space_bytes": 1 << 20,
+    },
     {"max_num_seqs": 2},
     {"enforce_eager": True, "enable_prefix_caching": False},
 ]
 
 
 @pytest.mark.parametrize(
-    "options", [CASES[2], *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[:2], *CASES[3:]))], ids=str
+    "options",
+    [pytest.param(case, marks=[] if i in (2, 6) else [pytest.mark.slow]) for i, case in enumerate(CASES)],
+    ids=str,
 )
 @pytest.mark.parametrize("is_trained", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["trained", "random"])
 def test_drafts_are_those_of_the_reference(heads, options, is_trained):
@@ -179,6 +187,7 @@ def test_drafts_are_those_of_the_reference(heads, options, is_trained):
     assert 0 < num_first < len(draws)
     check_draws(model, head, draws)
     stats = llm.get_stats()
+    assert (stats.num_swaps > 0) == ("preemption_mode" in options)
     assert stats.num_draft_tokens > 0
     if is_trained:
         assert stats.num_accepted_tokens / stats.num_draft_tokens > 0.3
