@@ -61,6 +61,9 @@ class Config(config.Config):
     of them has its own, and gives back blocks behind the window (`kv_groups/layer_groups.py`)."""
     explain_prefix_misses: bool = checked(False, check_bool)
     """Whether metrics say why prompt tokens were not in the prefix cache; it remembers evicted blocks."""
+    check_invariants: bool = checked(False, check_bool)
+    """Whether each step is followed by a check that queues, block tables, pools and prefix cache do not contradict each
+    other; AssertionError names what does. It takes longer the more blocks there are (`invariants.py`)."""
     enable_cuda_graphs: bool | None = checked(None, check_optional_bool)
     """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
     enable_overlap: bool | None = checked(None, check_optional_bool)

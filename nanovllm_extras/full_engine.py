@@ -107,6 +107,10 @@ class LLMEngine(engine.LLMEngine):
                     return StepOutput(self.deliver(late, time.monotonic()))
                 with plain_defaults():
                     outputs: Any = super().step()
+                if self.config.check_invariants:
+                    from nanovllm_extras.invariants import check_invariants
+
+                    check_invariants(self)
                 return outputs if isinstance(outputs, StepOutput) else StepOutput()  # there was nothing to do
             finally:
                 self._end_step()

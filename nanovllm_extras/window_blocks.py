@@ -29,9 +29,8 @@ import numpy as np
 from nanovllm.prefix_cache import ROOT_SERIAL
 from nanovllm_extras.full_observer import Observer
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.invariants import NULL_BLOCK, Table
 from nanovllm_extras.known_tokens import KnownTokensBlockManager
-
-NULL_BLOCK = 0
 
 
 class WindowBlockManager(KnownTokensBlockManager):
@@ -98,6 +97,11 @@ class WindowBlockManager(KnownTokensBlockManager):
     def num_behind(self, position: int) -> int:
         """Return the number of blocks that are wholly before the window of the token at `position`."""
         return max(0, position - self.window + 1) // self.block_size
+
+    def tables_of(self, seq: Sequence) -> list[Table]:
+        """Return what `check_invariants` needs to know of the block table of `seq`."""
+        entries = seq.block_table.view().tolist()
+        return [Table(entries, self.num_behind(seq.num_computed_tokens), self.max_held_blocks)]
 
     def _give_back(self, seq: Sequence, num_behind: int) -> None:
         """Replace the first `num_behind` entries of the block table by the null block."""

@@ -157,6 +157,35 @@ def little_to_search():
     gc.freeze()
 
 
+LARGE_POOL = 2000  # blocks; to look at each of them after each step would take longer than the step
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _invariants_after_each_step():
+    """The engines of all tests, of both packages, do what `check_invariants=True` asks for, if their pools are small.
+
+    Tests that interrupt a step at any line mean the lines of the engine, so nothing is checked while they trace.
+    """
+    if not has_extra("invariants.py"):
+        yield
+        return
+    from nanovllm.engine import LLMEngine
+    from nanovllm_extras.invariants import check_invariants
+
+    unchecked_step = LLMEngine.step
+
+    @functools.wraps(unchecked_step)
+    def step(engine):
+        outputs = unchecked_step(engine)
+        if sys.gettrace() is None and engine.scheduler.block_manager.num_blocks <= LARGE_POOL:
+            check_invariants(engine)
+        return outputs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LLMEngine, "step", step)
+        yield
+
+
 class TinyCheckpoints:
     """Random Qwen3 checkpoints on disk, one for each shape, with the `transformers` model that wrote it."""
 

@@ -404,6 +404,7 @@ def test_a_step_that_fails_drops_all_requests(checkpoint, answer, exception, whe
 
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
+STEP = LLMEngine.step.__code__  # before tests/conftest.py wraps it
 
 
 class InterruptedStep:
@@ -425,7 +426,7 @@ class InterruptedStep:
         code = frame.f_code
         if not code.co_filename.startswith(PACKAGE) or code is LLMEngine.on_failure.__code__:
             return None
-        if event == "line" and code is not LLMEngine.step.__code__:
+        if event == "line" and code is not STEP:
             self.num_lines += 1
             if self.num_lines == self.nth:
                 self.nth = None

@@ -26,12 +26,14 @@ If one group's block is evicted, or the block of group 0, those of the other gro
 either. They are free blocks without contents then.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock
 from nanovllm_extras.full_observer import Observer
+from nanovllm_extras.invariants import Table
 from nanovllm_extras.known_tokens import KnownTokensBlockManager, KnownTokensPrefixCache
 from nanovllm_extras.kv_groups.group_observer import observe_groups
 from nanovllm_extras.kv_groups.grouped_tables import GroupedBlockTables
@@ -96,6 +98,14 @@ class GroupedPrefixCache(KnownTokensPrefixCache):
             for one in self.windows.pop(serial, ()):
                 del self._serials_of[one]
                 self.group_observer.on_forget_in_group(one)
+
+    def blocks_beside(self) -> dict[int, int]:
+        """Return for each block of a group with a window the serial under which it is found."""
+        return self._serials_of
+
+    def serials_beside(self) -> Iterable[int]:
+        """Return the serials under which blocks of groups with a window are found."""
+        return self.windows
 
     def forget_beside(self) -> None:
         """Forget the blocks of all groups with a window, so that there are no hits until new ones are registered."""
@@ -215,6 +225,13 @@ class GroupedBlockManager(KnownTokensBlockManager):
         taken = owned_by_windows(entries)
         entries[:] = NULL_BLOCK
         return taken
+
+    def tables_of(self, seq: Any) -> list[Table]:
+        """Return what `check_invariants` needs to know of the block tables of `seq`, one of each group."""
+        windows = self.block_tables.windows_of(seq.block_table).tolist()
+        num_behind = self.num_behind(seq.num_computed_tokens)
+        own = [Table(entries, num_behind, self.max_held_blocks) for entries in windows]
+        return [Table(seq.block_table.view().tolist()), *own]
 
     def num_behind(self, position: int) -> int:
         return num_blocks_behind(position, self.window, self.block_size)

@@ -48,7 +48,7 @@ class DraftedStateBlockManager(KnownStateBlockManager):
         """Take a slot for each draft of `seq`. There must be `count` free slots."""
         self._draft_slots[seq] = [self.prefix_cache.take_slot() for _ in range(count)]
 
-    def slots_of_rows(self, seq: Any) -> list[int]:
+    def slots_of(self, seq: Any) -> list[int]:
         """Return the slots that the newest token of `seq` and its drafts write to. A draft reads the slot before."""
         return [self.slot_of(seq), *self._draft_slots.get(seq, ())]
 
@@ -62,7 +62,7 @@ class DraftedStateBlockManager(KnownStateBlockManager):
 
     def keep_state(self, seq: Any, num_accepted: int) -> None:
         """Let `seq` own the slot with the state after its last accepted draft, and free the others."""
-        slots = self.slots_of_rows(seq)
+        slots = self.slots_of(seq)
         self._slots[seq] = slots.pop(num_accepted)
         self.prefix_cache.free_slots += slots
         del self._draft_slots[seq]
@@ -90,7 +90,7 @@ class DraftedStateScheduler(SpeculativeScheduler, StateScheduler):
         slots: list[int] = []
         sources: list[int] = []
         for seq, _, _ in self._underway.planned.chunks:
-            rows = self.block_manager.slots_of_rows(seq)
+            rows = self.block_manager.slots_of(seq)
             slots += rows
             sources += rows[:1] + rows[:-1]
         moves: Any = step.copies

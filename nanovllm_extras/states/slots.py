@@ -37,6 +37,7 @@ also dropped when its block is evicted.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock, PrefixCache
 from nanovllm.scheduler import Step
 from nanovllm_extras.extended_scheduler import ExtendedScheduler
 from nanovllm_extras.full_observer import Observer
+from nanovllm_extras.invariants import Pool
 from nanovllm_extras.records import Moves
 
 NULL_SLOT = 0  # no sequence owns it
@@ -105,6 +107,10 @@ class SnapshotCache(PrefixCache):
             self.drop(next(iter(self.snapshots)), "slot")
         return self.free_slots.pop()
 
+    def serials_beside(self) -> Iterable[int]:
+        """Return the serials of the blocks that have a snapshot."""
+        return self.snapshots
+
     def forget_beside(self) -> None:
         for serial in list(self.snapshots):
             self.drop(serial, "forgotten")
@@ -151,6 +157,17 @@ class StateBlockManager(BlockManager):
     def num_free_slots(self) -> int:
         """The number of slots that sequences can take. Some may hold snapshots."""
         return self.num_slots - len(self._slots)
+
+    def slot_pools(self) -> list[Pool]:
+        """Return what `check_invariants` needs to know of the slots: sequences own some, and snapshots own some."""
+        cache = self.prefix_cache
+        snapshots = [(f"the snapshot after serial {serial}", [slot]) for serial, slot in cache.snapshots.items()]
+        owned = [(seq, self.slots_of(seq)) for seq in self._slots]
+        return [Pool("slot", range(1, self.num_slots + 1), cache.free_slots, owned + snapshots)]
+
+    def slots_of(self, seq: Any) -> list[int]:
+        """Return all slots of `seq`, which must be running."""
+        return [self._slots[seq]]
 
     def slot_of(self, seq: Any) -> int:
         """Return the slot with the state of `seq`, which must be running."""

@@ -15,6 +15,7 @@ This file has integers only. `transfers.py` has the memory.
 
 from typing import Any
 
+from nanovllm_extras.invariants import Pool
 from nanovllm_extras.states.slots import StateBlockManager
 from nanovllm_extras.swap.space import Swap, SwapSpace
 
@@ -32,6 +33,10 @@ class StateSwapSpace(SwapSpace):
     @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
+
+    def pools(self) -> list[Pool]:
+        owned = [(seq, [slot]) for seq, slot in self._slots.items()]
+        return [*super().pools(), Pool("host slot", range(-self.num_slots, 0), self._free_slots, owned)]
 
     def try_swap_out(self, seq: Any) -> bool:
         """Note that blocks and state of `seq` are to be copied out; False, and no change, if either does not fit."""

@@ -7,6 +7,7 @@ preempted; `transfers.py` does the copies before the step's forward pass.
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
+from nanovllm_extras.invariants import Pool
 from nanovllm_extras.preemption import Recompute
 from nanovllm_extras.records import Moves, Pair
 
@@ -32,6 +33,10 @@ class SwapSpace:
     def host_block_ids(self, seq: Any) -> list[int]:
         """Return the host blocks with the K and V of `seq` while it is swapped out."""
         return list(self._held.get(seq, ()))
+
+    def pools(self) -> list[Pool]:
+        """Return what `check_invariants` needs to know of host memory."""
+        return [Pool("host block", range(self.num_blocks), self._free, list(self._held.items()))]
 
     def try_swap_out(self, seq: Any) -> bool:
         """Note that the computed blocks of `seq` are to be copied out; False, and no change, if they do not fit."""
@@ -75,6 +80,10 @@ class Swap(Recompute):
         self.space = space
         self._leaving: list[Any] = []  # swapped out since `take_moves`
         self._left: list[Any] = []  # swapped out by the newest step
+
+    def host_pools(self) -> list[Pool]:
+        """Return what `check_invariants` needs to know of host memory."""
+        return self.space.pools()
 
     def preempt(self, seq: Any) -> None:
         num_computed_tokens = seq.num_computed_tokens

@@ -26,7 +26,7 @@ GROUPS: Mapping[str, str] = {
     "device and kernels": "device attention_backend enforce_eager enable_cuda_graphs enable_overlap self_check",
     "KV cache": "block_size num_kv_blocks kv_cache_memory_bytes gpu_memory_utilization enable_prefix_caching "
     "kv_cache_dtype kv_offloading_size kv_transfer_config state_snapshot_interval disable_hybrid_kv_cache_manager "
-    "explain_prefix_misses",
+    "explain_prefix_misses check_invariants",
     "scheduling": "max_model_len max_num_seqs max_num_batched_tokens long_prefill_token_threshold scheduling_policy "
     "preemption_mode swap_space_bytes speculative_config",
     "parallelism": "tensor_parallel_size nnodes node_rank master_addr master_port",

@@ -6,7 +6,7 @@ group has written holds the K and V of another prefix.
 
 from nanovllm_extras.full_observer import count_empty_slots
 from tests.extras.full_fake_kv_cache import FullFakeKVCache
-from tests.fake_kv_cache import check_owners, stored_slots, table_of
+from tests.fake_kv_cache import stored_slots, table_of
 
 
 class GroupedFakeKVCache(FullFakeKVCache):
@@ -63,27 +63,13 @@ def all_blocks(tables, seq):
     return [*table_of(seq), *[block_id for table in window_tables(tables, seq) for block_id in table if block_id]]
 
 
-def check_grouped_ownership(manager, seqs):
-    """Each block has the owners that the tables name. Null blocks are behind windows, alike in all groups with one."""
-    for seq in seqs:
-        assert 0 not in table_of(seq)
-        for table in window_tables(manager.block_tables, seq):
-            num_null = table.count(0)
-            assert num_null <= max(0, seq.num_computed_tokens - manager.window + 1) // manager.block_size
-            assert 0 not in table[num_null:]
-            assert num_null == window_tables(manager.block_tables, seq)[0].count(0)
-    check_owners(manager, [all_blocks(manager.block_tables, seq) for seq in seqs])
-
-
 def check_cached_windows(manager, cache):
-    """What is found of a group with a window belongs to a block that can be found, and holds the same tokens."""
+    """What is found of a group with a window holds the tokens of the block that it is found with."""
     found, size = manager.prefix_cache, manager.block_size
     blocks_of = {known.serial: block_id for block_id, known in found._by_id.items()}
     every = [block_id for blocks in found.windows.values() for block_id in blocks]
     assert sorted(every) == sorted(found._serials_of), "a stale entry, or a block that is known twice"
-    assert not set(every) & set(found._by_id), "a block that is known in two groups"
     for serial, blocks in found.windows.items():
-        assert serial in blocks_of, "blocks of a prefix that is not cached"
         assert [found._serials_of[block_id] for block_id in blocks] == [serial] * (manager.num_groups - 1)
         for group, block_id in enumerate(blocks, 1):
             held = [cache.slots.get((block_id, i)) for i in range(size)]

@@ -29,6 +29,7 @@ from nanovllm.scheduler import Scheduler
 from nanovllm_extras.extended_scheduler import fork_anytime
 from nanovllm_extras.full_observer import Observer
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.invariants import check_invariants
 from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm_extras.ordered_queues import order_queues
 from nanovllm_extras.records import Moves
@@ -39,12 +40,11 @@ from nanovllm_extras.trace.recorder import Recorder
 from nanovllm_extras.trace.recording import TraceFile
 from nanovllm_extras.window_blocks import WindowBlockManager
 from tests import scheduling_traffic
-from tests.extras.full_fake_kv_cache import FullFakeKVCache, check_ownership
+from tests.extras.full_fake_kv_cache import FullFakeKVCache
 from tests.extras.grouped_fake_kv_cache import (
     GroupedFakeKVCache,
     all_blocks,
     check_cached_windows,
-    check_grouped_ownership,
     window_tables,
 )
 from tests.fake_kv_cache import WriterCheck, check_cached_blocks, table_of, tokens_of
@@ -324,17 +324,9 @@ class World:
         unborn = [child for seq in (*running, *waiting) for child in seq.children]
         living = sorted(map(id, (*running, *waiting, *unborn)))
         assert living == sorted(map(id, self.seqs)), "a sequence is lost, or lives on"
-        assert sum(1 + len(seq.children) for seq in running) <= MAX_NUM_SEQS, "too many sequences run"
-        swapped = [] if self.space is None else list(self.space._held)
-        for seq in (*waiting, *unborn):
-            assert not seq.block_table.length, "a sequence that waits owns blocks"
-            assert not seq.num_computed_tokens or seq in swapped, "a sequence that waits has lost its K and V"
-        assert not self.manager._copies, "blocks are still to be copied"
+        check_invariants(self.scheduler)
         if self.setting.kind == "groups":
-            check_grouped_ownership(self.manager, running)
             check_cached_windows(self.manager, self.cache)
-        else:
-            check_ownership(self.manager, running)
         check_cached_blocks(self.manager, self.cache)
         for seq in running:
             self.cache.check(seq, seq.num_computed_tokens)
@@ -344,24 +336,15 @@ class World:
             self.check_space(self.space)
 
     def check_space(self, space: StateSwapSpace) -> None:
-        """Each host block and host slot has one use, and holds what its sequence has computed."""
-        assert set(space._slots) == set(space._held) <= set(self.scheduler.waiting), "those that wait are swapped out"
-        blocks = [*space._free, *(block_id for block_ids in space._held.values() for block_id in block_ids)]
-        assert sorted(blocks) == list(range(NUM_HOST_BLOCKS)), "a host block is leaked, or has two uses"
-        slots = [*space._free_slots, *space._slots.values()]
-        assert sorted(slots) == list(range(-NUM_HOST_SLOTS, 0)), "a host slot is leaked, or has two uses"
+        """Host blocks and host slots hold what their sequences have computed."""
         for seq, slot in space._slots.items():
             self.cache.check_host(seq, seq.num_computed_tokens, space.host_block_ids(seq))
             computed = tuple(tokens_of(seq)[: seq.num_computed_tokens])
-            assert computed, f"{name_of(seq)} is swapped out, but nothing of it is computed"
             assert self.pool.get(slot) == computed, f"{name_of(seq)} has another state in host memory"
 
     def check_states(self) -> None:
-        """Each slot has one use, and holds the right state as soon as the copies that are due are done."""
+        """Each slot holds the right state as soon as the copies that are due are done."""
         manager, cache = self.manager, self.manager.prefix_cache
-        assert set(manager._slots) == set(self.scheduler.running), "those that run own slots"
-        every = [*manager._slots.values(), *cache.free_slots, *cache.snapshots.values()]
-        assert sorted(every) == list(range(1, NUM_SLOTS + 1)), "a slot is leaked, or has two uses"
         assert not manager._copies_for_this, "states are still to be copied"
         pool = dict(self.pool)
         for source, destination in manager._copies_for_next:
@@ -371,7 +354,6 @@ class World:
             assert not computed or pool.get(slot) == computed, f"{name_of(seq)} has the state of other tokens"
         blocks = {cached.serial: block_id for block_id, cached in cache._by_id.items()}
         for serial, slot in cache.snapshots.items():
-            assert serial in blocks, "a snapshot of a block that is not cached"
             assert pool.get(slot) == self.cache.slots[blocks[serial], BLOCK_SIZE - 1], "a snapshot of another prefix"
 
     # ---- equal states

@@ -13,9 +13,10 @@ import random
 import pytest
 
 from nanovllm_extras import LLM, TINY_QWEN3, BeamSearchParams, Config, LLMEngine, SamplingParams
+from nanovllm_extras.invariants import check_invariants
 from nanovllm_extras.isolation import IsolatingEngine
 from tests.conftest import every_second, examples
-from tests.extras.full_fake_kv_cache import check_ownership, check_stored
+from tests.extras.full_fake_kv_cache import check_stored
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids
 from tests.extras.test_overlap import CONFIGURATIONS, KINDS, visible
 
@@ -62,7 +63,7 @@ def serve(folder, requests, speculative_config=None, engine_class=LLMEngine, **o
         for output in engine.step().outputs:
             outputs[output.request_id] = output
         seqs = [seq for request in engine.requests.values() for seq in request.seqs]
-        check_ownership(engine.scheduler.block_manager, seqs)
+        check_invariants(engine)
         check_stored(engine.scheduler.block_manager, engine.scheduler.running)
         assert all(seq.num_tokens == seq.num_known_tokens for seq in seqs)
     assert_at_rest(engine)

@@ -11,6 +11,7 @@ import pytest
 from nanovllm_extras.extended_scheduler import count_places, fork_anytime
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.invariants import check_invariants
 from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.roll_back import roll_back
@@ -187,25 +188,11 @@ def test_each_chunk_finds_its_state(seed, kind):
 
 
 def check_owners(run):
-    """Running sequences own one slot each, waiting ones none."""
-    slots = [run.blocks.slot_of(seq) for seq in run.scheduler.running]
-    assert len(set(slots)) == len(slots) == run.blocks.num_slots - run.blocks.num_free_slots
-    assert all(seq not in run.blocks._slots for seq in run.scheduler.waiting)
-    cache = run.blocks.prefix_cache
-    everything = [*slots, *cache.free_slots, *cache.snapshots.values()]
-    assert sorted(everything) == list(range(1, run.blocks.num_slots + 1)), "each slot has one use"
-    assert set(cache.snapshots) <= {cached.serial for cached in cache._by_id.values()}, "of cached blocks"
+    """Nothing contradicts itself, and host slots hold the states after what their waiting sequences have computed."""
+    check_invariants(run.scheduler)
     if run.space is not None:
-        check_swapped(run)
-
-
-def check_swapped(run):
-    """Each host slot has one use, and holds the state after the tokens that its waiting sequence has computed."""
-    space = run.space
-    assert set(space._slots) == set(space._held) <= set(run.scheduler.waiting)
-    assert sorted([*space._free_slots, *space._slots.values()]) == list(range(-space.num_slots, 0))
-    for seq, slot in space._slots.items():
-        assert run.pool[slot] == seq.token_ids.view(0, seq.num_computed_tokens).tolist()
+        for seq, slot in run.space._slots.items():
+            assert run.pool[slot] == seq.token_ids.view(0, seq.num_computed_tokens).tolist()
 
 
 def test_a_request_waits_until_all_of_its_samples_have_slots():
