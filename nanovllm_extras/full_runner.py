@@ -1,8 +1,8 @@
 """The runner with kernels, other devices' start, quantised weights, and tokens that are computed ahead.
 
 `run` is all that a step does, in order. What varies is an object that the runner holds: the device, the other ranks,
-CUDA graphs, a draft model, a K/V store. `assembly.py` makes this runner, or a subclass, if an option or the model needs
-more than `PlainRunner` has.
+CUDA graphs, what the layers keep, a draft model, a K/V store. `assembly.py` makes this runner if an option or the model
+needs more than `PlainRunner` has.
 """
 
 import logging

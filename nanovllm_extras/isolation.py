@@ -9,10 +9,10 @@ requests, again and again. This engine looks for the request that is at fault:
     a draw for each      A and C draw, B raises: B is at fault
     a draw for all       once more, and B asks for nothing. A and C get their tokens, B ends with its error
 
-Tokens do not depend on other rows of the batch, and random numbers do not depend on earlier draws. So A and C get the
-tokens that they get without B. All requests of the step that have readers end
-only if the readers' results cannot be returned. `serve/engine_thread.py` drives this engine, and gives each
-error to its request.
+If the step cannot even be built, the model first runs without anything that requests ask for. Tokens do not depend on
+other rows of the batch, and random numbers do not depend on earlier draws. So A and C get the tokens that they get
+without B. All requests of the step that have readers end only if the readers' results cannot be returned.
+`serve/engine_thread.py` drives this engine, and gives each error to its request.
 """
 
 import logging
