@@ -114,8 +114,12 @@ class Layout:
         return None
 
     def make_graphs(self, network: Any, kv_cache: Tensor, max_rows: int, max_num_blocks: int, more: Any) -> CudaGraphs:
-        """Return the core's graphs of the forward pass of decodes."""
-        return CudaGraphs(network, kv_cache, max_rows, max_num_blocks)
+        """Return the core's graphs of the forward pass of decodes. more: what `more_inputs` returns"""
+        if more is None:
+            return CudaGraphs(network, kv_cache, max_rows, max_num_blocks)
+        from nanovllm_extras.cuda.forward_graphs import ForwardGraphs
+
+        return ForwardGraphs(network, kv_cache, max_rows, max_num_blocks, more)
 
     # ---- a step
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
@@ -44,11 +43,6 @@ class GroupedLayout(Layout):
         from nanovllm_extras.kv_groups.grouped_graphs import WindowInputs
 
         return WindowInputs(self.num_tables - 1)
-
-    def make_graphs(self, network: Any, kv_cache: Tensor, max_rows: int, max_num_blocks: int, more: Any) -> CudaGraphs:
-        from nanovllm_extras.kv_groups.grouped_graphs import GroupedCudaGraphs
-
-        return GroupedCudaGraphs(network, kv_cache, max_rows, max_num_blocks, self.num_tables - 1)
 
 
 class OfGroups(LayerInputs):

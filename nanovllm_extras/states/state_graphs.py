@@ -12,18 +12,15 @@ A draft waits for the row before it. PyTorch's layers compute such rows in round
 they compute steps with drafts eagerly (`needs_rounds`). Kernels in Triton find drafts on the device. If all layers do,
 and if the options ask for drafts, graphs are recorded with these kernels, and replay steps with and without drafts.
 
-`StateInputs` is for the graphs of whole steps (`cuda/graphs.py`), and `StateCudaGraphs` has the core's graphs of the
-forward pass.
+`StateInputs` is for the graphs of whole steps (`cuda/graphs.py`) and of the forward pass (`cuda/forward_graphs.py`).
 """
 
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.cuda.graphs import MoreInputs
 from nanovllm_extras.records import Moves
@@ -44,7 +41,9 @@ class StateInputs(MoreInputs):
         self.has_drafts = has_drafts
 
     def values_of(self, batch: Batch) -> dict[str, Tensor]:
-        metadata = with_states(batch).metadata
+        metadata = batch.metadata
+        if not isinstance(metadata, StateMetadata):  # on the host
+            metadata = with_states(batch).metadata
         return {name: getattr(metadata, name) for name in self.dtypes}
 
     def add_to(self, metadata: AttentionMetadata, columns: dict[str, Tensor], tables: list[Tensor]) -> StateMetadata:
@@ -56,37 +55,6 @@ class StateInputs(MoreInputs):
         """Return whether `batch` has slots, and no drafts unless graphs have them."""
         moves = Moves.of(batch.copies)
         return bool(moves.slots) and (self.has_drafts or moves.slots == moves.sources)
-
-
-class StateCudaGraphs(CudaGraphs):
-    """Graphs of the forward pass of `model`, which takes a `StateMetadata`."""
-
-    def __init__(
-        self, model: nn.Module, kv_cache: Tensor, max_num_seqs: int, max_num_blocks: int, inputs: StateInputs
-    ) -> None:
-        super().__init__(model, kv_cache, max_num_seqs, max_num_blocks)
-        self.inputs = inputs
-        self.columns = {  # [max_num_seqs] each
-            name: torch.zeros(max_num_seqs, dtype=getattr(torch, dtype.name), device=kv_cache.device)
-            for name, dtype in inputs.dtypes.items()
-        }
-
-    def forward(self, size: int) -> Tensor:
-        tables, offsets = self.block_tables[:size], self.offsets[: size + 1]
-        metadata = AttentionMetadata.of_decodes(self.slot_mapping[:size], tables, self.seq_lens[:size], offsets)
-        with_slots = self.inputs.add_to(metadata, {name: column[:size] for name, column in self.columns.items()}, [])
-        return self.model(self.input_ids[:size], self.positions[:size], with_slots, self.kv_cache)  # type: ignore[no-any-return]
-
-    def can_replay(self, batch: Batch) -> bool:
-        return super().can_replay(batch) and self.inputs.can_replay(batch)
-
-    def replay(self, batch: Batch) -> Tensor:
-        """Replay a batch whose metadata is a `StateMetadata`, on the device."""
-        n, metadata = len(batch.input_ids), batch.metadata
-        for name, column in self.columns.items():
-            column[:n] = getattr(metadata, name)
-            column[n:] = self.inputs.padding.get(name, 0)
-        return super().replay(batch)
 
 
 def needs_rounds(model: Any) -> bool:

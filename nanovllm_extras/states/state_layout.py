@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.layer_inputs import LayerInputs
@@ -83,11 +82,6 @@ class StateLayout(Layout):
         from nanovllm_extras.states.state_graphs import StateInputs, needs_rounds
 
         return StateInputs(self.config.speculative_config is not None and not needs_rounds(model))
-
-    def make_graphs(self, network: Any, kv_cache: Tensor, max_rows: int, max_num_blocks: int, more: Any) -> CudaGraphs:
-        from nanovllm_extras.states.state_graphs import StateCudaGraphs
-
-        return StateCudaGraphs(network, kv_cache, max_rows, max_num_blocks, more)
 
     def complete(self, batch: Batch) -> Batch:
         return with_states(batch)

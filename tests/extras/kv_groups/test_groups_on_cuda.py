@@ -19,6 +19,7 @@ from nanovllm.batch import build_batch
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.scheduler import make_step
 from nanovllm_extras import Config, LLMEngine, SamplingParams
+from nanovllm_extras.cuda.forward_graphs import ForwardGraphs
 from nanovllm_extras.cuda.graphs import CudaGraphs, DecodeInputs, choose_graphs
 from nanovllm_extras.cuda.input_buffer import InputBuffer
 from nanovllm_extras.full_runner import ModelRunner
@@ -26,7 +27,7 @@ from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
 from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm_extras.kv_groups.grouped_graphs import GroupedCudaGraphs, WindowInputs
+from nanovllm_extras.kv_groups.grouped_graphs import WindowInputs
 from nanovllm_extras.kv_groups.grouped_layout import LayersOfBlocks
 from nanovllm_extras.kv_groups.grouped_tables import GroupedBlockTables, GroupedMetadata
 from nanovllm_extras.kv_groups.shapes_layout import ShapesLayout
@@ -330,7 +331,7 @@ def test_graphs_of_the_forward_pass_give_the_tokens_of_transformers(grouped, mon
     gather(monkeypatch, options["block_size"])
     replaying = test_core_graphs.make_engine(monkeypatch, folder, True, max_num_seqs=5, **options)
     check_tokens(replaying, prompts, expected)
-    assert type(replaying.runner.graphs) is GroupedCudaGraphs
+    assert type(replaying.runner.graphs) is ForwardGraphs
     assert [size for size, _ in recorded] == [5, 4, 2, 1]
     assert sum(graph.num_replays for _, graph in recorded) > 5
 
@@ -381,7 +382,7 @@ def test_a_replay_of_the_forward_pass_reads_the_buffers_of_all_groups(recorded):
         columns = [column for one in metadata.of_groups() for column in (one.slot_mapping, one.block_tables[:, 0])]
         return torch.stack(columns, dim=1)
 
-    graphs = GroupedCudaGraphs(model, torch.zeros(1), 6, 9, 3)
+    graphs = ForwardGraphs(model, torch.zeros(1), 6, 9, WindowInputs(3))
     graphs.record_all()
     for seed, num_seqs in enumerate((6, 3, 4, 1, 5)):
         batch = grouped_batch(num_seqs, 3, seed)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nanovllm_extras import Config, SamplingParams
+from nanovllm_extras.cuda.forward_graphs import ForwardGraphs
 from nanovllm_extras.cuda.graphs import CudaGraphs, DecodeInputs, graph_sizes, measure_graph_bytes
 from nanovllm_extras.cuda.input_buffer import InputBuffer
 from nanovllm_extras.full_runner import ModelRunner
@@ -29,7 +30,7 @@ from nanovllm_extras.self_check.stored_results import StoredResult
 from nanovllm_extras.speculation.mtp_layout import MtpLayout
 from nanovllm_extras.states.pool import StateKVCache, StateMetadata, with_states
 from nanovllm_extras.states.slots import NULL_SLOT
-from nanovllm_extras.states.state_graphs import StateCudaGraphs, StateInputs, needs_rounds
+from nanovllm_extras.states.state_graphs import StateInputs, needs_rounds
 from nanovllm_extras.states.state_layout import StateLayout
 from tests.extras.cuda import test_core_graphs, test_graphs
 from tests.extras.cuda.conftest import FakeCuda
@@ -166,7 +167,7 @@ def test_the_forward_pass_reads_the_slots_from_buffers(recorded):  # noqa: F811
     def model(input_ids, positions, metadata, kv_cache):
         return torch.stack((metadata.state_slots, metadata.state_sources, metadata.is_first.long()), dim=1)
 
-    graphs = StateCudaGraphs(model, torch.zeros(1), 13, 9, StateInputs(True))
+    graphs = ForwardGraphs(model, torch.zeros(1), 13, 9, StateInputs(True))
     graphs.record_all()
     for seed, (num_seqs, _) in enumerate(BATCHES):
         sent = with_states(decode_batch(num_seqs, seed, True))
@@ -207,7 +208,7 @@ def test_replayed_forward_passes_give_the_tokens_of_transformers(all_hybrids, mo
     hybrids = all_hybrids[kind]
     options = {"enable_overlap": False, **ENGINES[engine]}
     replaying = test_core_graphs.make_engine(monkeypatch, hybrids.make()[0], True, max_num_seqs=5, **options)
-    assert type(replaying.runner.graphs) is StateCudaGraphs
+    assert type(replaying.runner.graphs) is ForwardGraphs
     check_tokens(replaying, hybrids)
     assert [size for size, _ in recorded] == [5, 4, 2, 1]
     assert sum(graph.num_replays for _, graph in recorded) > 5
