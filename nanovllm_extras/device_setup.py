@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -13,9 +13,6 @@ from nanovllm.kv_cache import KVCache
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.plain_runner import PlainRunner
 from nanovllm_extras.runner_hooks import Draw, untouched_zeros
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_runner import ModelRunner
 
 
 class Device:
@@ -30,7 +27,7 @@ class Device:
         """Return the function that draws tokens: this device's, or `default`."""
         return self.draw or default
 
-    def prepare(self, runner: "ModelRunner") -> None:
+    def prepare(self, runner: Any) -> None:
         """Prepare the runner. The runner calls this before the first forward pass."""
 
     def send(self, record: Any) -> Any:
@@ -45,7 +42,7 @@ class Device:
         """Return a context for what allocates memory."""
         return nullcontext()
 
-    def free_bytes(self, runner: "ModelRunner") -> int:
+    def free_bytes(self, runner: Any) -> int:
         """Return the memory for the KV cache, if the options do not set it."""
         return PlainRunner.free_bytes(runner)
 
@@ -56,7 +53,7 @@ class Device:
         for cache in caches:
             cache.tensor = untouched_zeros(cache.tensor, num_blocks + 1)
 
-    def record(self, runner: "ModelRunner") -> None:
+    def record(self, runner: Any) -> None:
         """Record CUDA graphs. The runner calls this last, after allocating the KV cache."""
 
 

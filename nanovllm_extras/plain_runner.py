@@ -33,7 +33,6 @@ from nanovllm_extras.runner_hooks import (
 from nanovllm_extras.weights import load_model
 
 if TYPE_CHECKING:
-    from nanovllm_extras.kv_store.share import Share
     from nanovllm_extras.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,8 @@ class PlainRunner(model_runner.ModelRunner):
     num_swap_blocks = 0
     ranks = Alone()
     """The ranks that share each step: here there are no others. `parallel/driver.py` has those of `start_ranks`."""
-    store: "Share | None" = None
-    """What saves blocks that a step has filled."""
+    store: Any = None
+    """What saves blocks that a step has filled: a `Share` (`kv_store/share.py`)."""
     memory_knob = "kv_cache_memory_bytes"
 
     def __init__(self, config: Config, folder: Path, clock: LapClock | None = None) -> None:
