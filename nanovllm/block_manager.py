@@ -121,7 +121,7 @@ class BlockManager:
         for block_id in parent.block_table.view().tolist():
             self._share(child, block_id)
         child.num_computed_tokens = parent.num_computed_tokens
-        child.block_hashes = parent.block_hashes.copy()
+        child.block_hashes = parent.block_hashes[: parent.num_computed_tokens // self.block_size]
         child.num_registered_blocks = parent.num_registered_blocks
         child.parent_serial = parent.parent_serial
 

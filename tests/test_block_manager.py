@@ -548,6 +548,18 @@ def test_first_write_names_the_copy_and_the_owner_that_is_left_writes_in_place()
     assert manager.take_copies() == []
 
 
+def test_a_fork_takes_the_hashes_of_the_blocks_that_it_shares_and_no_others():
+    """A sequence that was computed further before keeps hashes of more blocks; another token may follow in the fork."""
+    manager = BlockManager(num_blocks=9, block_size=2)
+    parent = make_seq([1, 2, 3, 4], name="parent")
+    assert manager.try_allocate(parent, 4)
+    manager.free(parent)
+    assert len(parent.block_hashes) == 2
+    assert manager.try_allocate(parent, 3)
+    parent.num_computed_tokens = 3
+    assert fork(manager, parent).block_hashes == parent.block_hashes[:1]
+
+
 def test_fork_at_a_block_border_needs_no_copy():
     manager, cache = BlockManager(16, 4), FakeKVCache(4)
     parent = start(manager, cache, [1, 2, 3, 4])

@@ -172,4 +172,8 @@ def test_a_planted_fault_changes_tokens(hybrids, plant, monkeypatch):
     expected, few_blocks = tokens_of(hybrids), {"num_kv_blocks": 19, **SWAP}
     assert tokens_of(hybrids, **few_blocks) == expected
     plant(monkeypatch)
-    assert tokens_of(hybrids, **few_blocks) != expected
+    try:
+        assert tokens_of(hybrids, **few_blocks) != expected
+    except AssertionError as error:
+        if "it is free and owned" not in str(error):  # of the check after each step, which may come first
+            raise

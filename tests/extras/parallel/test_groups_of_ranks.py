@@ -240,7 +240,7 @@ def test_each_rank_has_its_rows_of_the_layers_own_embeddings(grouped, quick_rank
         tokens = [token_ids for token_ids, _ in greedy_of(llm, prompts)]
         runners.append(llm.engine.runner)
     assert tokens == [token_ids for token_ids, _ in greedy_of(one, prompts)]
-    shares = {runner.communicator.rank: runner for runner in runners}
+    shares = {runner.part.communicator.rank: runner for runner in runners}
     tables = [shares[rank].model.model.embed_tokens_per_layer.inner.weight for rank in range(4)]
     whole = one.engine.runner.model.model.embed_tokens_per_layer.weight
     assert torch.equal(torch.cat(tables), torch.cat([whole, whole.new_zeros(2, 7 * 16)]))
@@ -270,10 +270,10 @@ def windows_in_another_order_on_rank_1(monkeypatch):
 def no_copies_on_rank_1(monkeypatch):
     right = ModelRunner.run
 
-    def run(self, batch):
-        if self.communicator.rank:
+    def run(self, batch, is_replayed=None):
+        if self.part.communicator.rank:
             batch.copies.clear()
-        return right(self, batch)
+        return right(self, batch, is_replayed)
 
     monkeypatch.setattr(ModelRunner, "run", run)
 

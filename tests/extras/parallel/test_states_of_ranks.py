@@ -301,10 +301,10 @@ def no_sum_after_the_layer(monkeypatch):
 def states_of_other_slots_on_rank_1(monkeypatch):
     right = ModelRunner.run
 
-    def run(self, batch):
-        if self.communicator.rank:
+    def run(self, batch, is_replayed=None):
+        if self.part.communicator.rank:
             batch.copies.slots = batch.copies.sources = [1] * len(batch.copies.slots)
-        return right(self, batch)
+        return right(self, batch, is_replayed)
 
     monkeypatch.setattr(ModelRunner, "run", run)
 
@@ -312,10 +312,10 @@ def states_of_other_slots_on_rank_1(monkeypatch):
 def no_copies_of_states_on_rank_1(monkeypatch):
     right = ModelRunner.run
 
-    def run(self, batch):
-        if self.communicator.rank:
+    def run(self, batch, is_replayed=None):
+        if self.part.communicator.rank:
             batch.copies.state_copies = []
-        return right(self, batch)
+        return right(self, batch, is_replayed)
 
     monkeypatch.setattr(ModelRunner, "run", run)
 
