@@ -159,10 +159,11 @@ class ModelRunner(PlainRunner):
         """
         if is_replayed is None:
             is_replayed = self.can_replay(batch)
-        with self.step_context(), self.ranks.step(batch, is_replayed=is_replayed):
-            computed = self.advance(batch, is_replayed)
-            sampled = self.sample_step(computed)
-        return self.end_step(batch, sampled)
+        with self.step_context():
+            with self.ranks.step(batch, is_replayed=is_replayed):
+                computed = self.advance(batch, is_replayed)
+                sampled = self.sample_step(computed)
+            return self.end_step(batch, sampled)
 
     @torch.inference_mode()
     def compute_hidden(self, batch: Batch, is_replayed: bool = False) -> Computed:

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from nanovllm_extras import Config, SamplingParams
+from nanovllm_extras import Config, SamplingParams, full_runner
 from nanovllm_extras.cuda.startup import CudaDevice
 from nanovllm_extras.embedding.pooling import Pooling
 from nanovllm_extras.embedding.pooling_params import PoolingParams
@@ -19,6 +19,7 @@ from nanovllm_extras.full_request import Request
 from nanovllm_extras.isolation import IsolatingEngine
 from nanovllm_extras.logits import LogitBias
 from nanovllm_extras.prompt_logprobs import PromptLogprobs
+from nanovllm_extras.runner_hooks import ArrivingTokens
 from tests.conftest import hf_greedy
 
 both_ways = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])
@@ -128,6 +129,12 @@ def test_the_search_for_the_fault_runs_on_the_engines_device(tiny_checkpoint, mo
             copied.append(len(inside))
             return record
 
+    class NotingTokens(ArrivingTokens):
+        def __init__(self, sampled):
+            copied.append(len(inside))
+            super().__init__(sampled)
+
+    monkeypatch.setattr(full_runner, "ArrivingTokens", NotingTokens)
     runner = engine.runner
     sizes = (runner.backend, runner.shape, runner.max_num_batched_tokens)
     runner.device_setup = NotingDevice(engine.config, runner.device, *sizes)
