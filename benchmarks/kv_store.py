@@ -31,7 +31,7 @@ from bench import WORKLOADS
 from benchmarks.common import MAX_TOKEN_ID, QWEN3_06B, Workload, describe_machine, make_workload, read_config
 from benchmarks.kv_tiers import drop_from_page_cache
 from nanovllm_extras import Config, LLMEngine, SamplingParams
-from nanovllm_extras.roll_back import reset_prefix_cache
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 
 GIB = 1 << 30
 

@@ -14,11 +14,11 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager
-from nanovllm_extras.full_observer import Observer
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kv_groups.equal_blocks import lay_out
-from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm_extras.kv_groups.layer_groups import group_layers
+from nanovllm_extras.memory import block_manager as full
+from nanovllm_extras.memory.kinds import Window
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
@@ -91,8 +91,8 @@ def make_one_table(gib: float, block_size: int, shape: Shape) -> BlockManager:
 
 def make_groups(gib: float, block_size: int, shape: Shape) -> BlockManager:
     num_blocks = int(gib * 2**30) // (shape.group_bytes_per_token * block_size) - 1
-    sizes = {"num_groups": shape.num_groups, "window": shape.window, "max_chunk_len": BUDGET}
-    return GroupedBlockManager(num_blocks, block_size, False, Observer(), **sizes)
+    window = Window(shape.window, BUDGET, block_size)
+    return full.BlockManager(num_blocks, block_size, False, num_groups=shape.num_groups, other_kind=window)
 
 
 MAKERS = (make_one_table, make_groups)

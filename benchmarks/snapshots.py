@@ -26,8 +26,10 @@ from benchmarks.hybrids import QWEN35_08B
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.memory.block_manager import BlockManager
+from nanovllm_extras.memory.slots import Slots
 from nanovllm_extras.records import Moves
-from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
+from nanovllm_extras.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 20_000  # of the simulated pool: none is evicted
@@ -35,7 +37,7 @@ NUM_IDS = 10_000  # token ids of the simulated prompts
 NUM_COPIES = 20
 WARM_UP_LEN = 32
 
-Workload = Callable[[StateScheduler, random.Random, int], int]
+Workload = Callable[[Scheduler, random.Random, int], int]
 
 
 def main() -> None:
@@ -88,7 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     prompts: dict[int, list[float]] = {interval: [] for interval in args.intervals}
     for _ in range(args.repeats):  # the intervals take turns, so that a disturbance slows all of them
         for interval, found in prompts.items():
-            llm.engine.scheduler.block_manager.snapshot_interval = interval  # type: ignore[attr-defined]
+            llm.engine.scheduler.block_manager.states.snapshot_interval = interval  # type: ignore[attr-defined]
             found.append(run_prompt(llm, args.prompt_len))
     medians = {interval: median(found) for interval, found in prompts.items()}
     return {"copy": time_copies(llm), "decode": time_decodes(llm, args.steps), "prompt": medians}
@@ -119,7 +121,7 @@ def time_copies(llm: LLM) -> float:
 def time_decodes(llm: LLM, num_steps: int) -> float:
     """Return the median milliseconds of a decode step of one sequence, without snapshots."""
     engine: Any = llm.engine
-    engine.scheduler.block_manager.snapshot_interval = 0
+    engine.scheduler.block_manager.states.snapshot_interval = 0
     params = SamplingParams(temperature=0, max_tokens=num_steps + 3, ignore_eos=True, detokenize=False)
     engine.add_request("decode", [1] * WARM_UP_LEN, params)
     while engine.step().num_prefill_tokens:
@@ -153,17 +155,16 @@ def title(interval: int) -> str:
 def simulate(make: Workload, interval: int, args: argparse.Namespace) -> dict[str, float]:
     """Return the hit rate of a workload, the prompt tokens that were computed, and the states that were copied."""
     stats = SchedulingStats()
-    blocks = StateBlockManager(
-        NUM_BLOCKS, BLOCK_SIZE, observer=stats, num_slots=args.num_slots, snapshot_interval=interval
-    )
+    states = Slots(args.num_slots, BLOCK_SIZE, stats, snapshot_interval=interval)
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE, observer=stats, states=states)
     stats.on_start(blocks)
-    scheduler = StateScheduler(blocks, args.num_slots // 2, 2048, 32_768)
+    scheduler = Scheduler(blocks, args.num_slots // 2, 2048, 32_768)
     num_copies = make(scheduler, random.Random(0), args.rounds)
     num_tokens, num_found = stats.prefix_cache_query_tokens, stats.prefix_cache_hit_tokens
     return {"hit_rate": num_found / num_tokens, "computed": num_tokens - num_found, "copied": num_copies}
 
 
-def answer(scheduler: StateScheduler, rng: random.Random, prompt: list[int], num_tokens: int) -> tuple[list[int], int]:
+def answer(scheduler: Scheduler, rng: random.Random, prompt: list[int], num_tokens: int) -> tuple[list[int], int]:
     """Run one request with random outputs. Returns the prompt with the output, and the number of states copied."""
     seq = Sequence("", prompt, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
     scheduler.add(seq)
@@ -175,7 +176,7 @@ def answer(scheduler: StateScheduler, rng: random.Random, prompt: list[int], num
     return seq.token_ids.view().tolist(), num_copies
 
 
-def conversations(scheduler: StateScheduler, rng: random.Random, num_rounds: int) -> int:
+def conversations(scheduler: Scheduler, rng: random.Random, num_rounds: int) -> int:
     """Let 8 users, in turn, ask questions of 20 to 200 tokens, with answers of 50 to 800 tokens."""
     texts: list[list[int]] = [[] for _ in range(8)]
     total = 0
@@ -187,7 +188,7 @@ def conversations(scheduler: StateScheduler, rng: random.Random, num_rounds: int
     return total
 
 
-def common_texts(scheduler: StateScheduler, rng: random.Random, num_rounds: int) -> int:
+def common_texts(scheduler: Scheduler, rng: random.Random, num_rounds: int) -> int:
     """Ask 10 questions in each round, of 20 to 200 tokens, after one of 3 texts of 500 to 3,000 tokens."""
     texts = [rng.choices(range(NUM_IDS), k=n) for n in (500, 1700, 3000)]
     total = 0

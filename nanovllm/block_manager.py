@@ -24,7 +24,7 @@ from collections import OrderedDict
 
 from nanovllm.block_tables import BlockTables
 from nanovllm.observer import Observer
-from nanovllm.prefix_cache import ROOT_SERIAL, PrefixCache
+from nanovllm.prefix_cache import PrefixCache
 from nanovllm.sequence import Sequence
 
 
@@ -87,7 +87,7 @@ class BlockManager:
             self._share(seq, hit.block_id)
         seq.num_computed_tokens = len(hits) * self.block_size
         seq.num_registered_blocks = len(hits)
-        seq.parent_serial = hits[-1].serial if hits else ROOT_SERIAL
+        seq.parent_serial = hits[-1].serial if hits else seq.root_serial
         return True
 
     def try_allocate(self, seq: Sequence, num_tokens: int) -> bool:
@@ -133,7 +133,7 @@ class BlockManager:
             self.block_tables.clear(seq.block_table)
         seq.has_shared_tail = False
         seq.num_registered_blocks = 0
-        seq.parent_serial = ROOT_SERIAL
+        seq.parent_serial = seq.root_serial
         seq.num_computed_tokens = 0
         self.observer.on_free(seq)
 

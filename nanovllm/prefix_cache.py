@@ -19,7 +19,7 @@ import xxhash
 from nanovllm.observer import Observer
 from nanovllm.sequence import Sequence
 
-ROOT_SERIAL = 0  # the parent of every first block
+ROOT_SERIAL = 0  # the parent of every first block, unless a sequence has another `root_serial`
 
 
 def hash_block(parent_hash: int, tokens: bytes) -> int:
@@ -64,7 +64,7 @@ class PrefixCache:
         hits: list[CachedBlock] = []
         if not self.is_enabled:
             return hits
-        parent_serial = ROOT_SERIAL
+        parent_serial = seq.root_serial
         for i in range(seq.max_cached_tokens // self.block_size):
             block_hash, tokens = self._key(seq, i)
             hit = self._by_hash.get(block_hash)
@@ -103,5 +103,5 @@ class PrefixCache:
         """Return hash and tokens of full block `i` of `seq`. Callers count `i` up, so the parent's hash is known."""
         tokens = seq.token_ids.view(i * self.block_size, (i + 1) * self.block_size).tobytes()
         if i == len(seq.block_hashes):
-            seq.block_hashes.append(hash_block(seq.block_hashes[-1] if i else 0, tokens))
+            seq.block_hashes.append(hash_block(seq.block_hashes[-1] if i else seq.root_serial, tokens))
         return seq.block_hashes[i], tokens

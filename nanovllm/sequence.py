@@ -34,6 +34,7 @@ class Sequence:
     seed: int = 0
     sample_index: int = 0
 
+    root_serial: int = field(default=0, init=False)  # it shares blocks only with sequences that have the same root
     children: list["Sequence"] = field(default_factory=list, init=False)  # the other samples, until they start
 
     token_ids: IntArray = field(init=False)

@@ -1,18 +1,18 @@
-"""The parts of an engine that options choose: runner, scheduler, block manager, preemption, observer, launches.
+"""The parts of an engine that options choose: runner, scheduler, block manager, observer, K/V store.
 
 Each extra is imported where its option asks for it. `full_engine.py` calls these functions, unless the core's parts
 suffice (`is_plain` in `plain_runner.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from nanovllm.block_manager import BlockManager
+from nanovllm.block_manager import BlockManager as CoreBlockManager
 from nanovllm.config import DTYPES, resolve_dtype
-from nanovllm.scheduler import Scheduler
+from nanovllm.scheduler import Scheduler as CoreScheduler
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.compatibility import check_combinations
@@ -109,79 +109,90 @@ def with_own_cache_dtype(config: Config, checkpoint_dtype: str) -> Config:
     return replace(config, kv_cache_dtype="auto")
 
 
-def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
-    """Return the core's block manager, unless tokens may be unknown, or the model has states or windows."""
-    arguments = (parts.num_kv_blocks, parts.block_size, parts.config.enable_prefix_caching, observer)
+def make_block_manager(parts: "Parts", observer: Observer) -> CoreBlockManager:
+    """Return the core's block manager, unless the model or an option needs more."""
+    config, sizes = parts.config, (parts.num_kv_blocks, parts.block_size)
+    if not needs_full_scheduler(parts):
+        return CoreBlockManager(*sizes, config.enable_prefix_caching, observer)
+    from nanovllm_extras.memory.block_manager import BlockManager
+    from nanovllm_extras.memory.kinds import AllTokens, Window
+
+    max_chunk_len = config.long_prefill_token_threshold or parts.max_num_batched_tokens
+    runner: Any = parts.runner
+    has_draft_model = (config.speculative_config or {}).get("model") is not None  # it reads K and V of all tokens
+    held: dict[str, Any] = {"kind": AllTokens()}
+    if (groups := runner.layout.layer_groups) is not None:
+        held |= {"num_groups": groups.num_groups, "other_kind": Window(groups.window, max_chunk_len, parts.block_size)}
+    elif (window := parts.model_config.widest_window) is not None and not has_draft_model:
+        held["kind"] = Window(window, max_chunk_len, parts.block_size)
     if parts.model_config.state_shape is not None:
-        from nanovllm_extras.states.slots import StateBlockManager as Blocks
+        from nanovllm_extras.memory.slots import Slots
 
-        if parts.config.speculative_config is not None:
-            from nanovllm_extras.states.drafted_slots import DraftedStateBlockManager as Blocks
-        elif parts.enable_overlap:
-            from nanovllm_extras.states.known_snapshots import KnownStateBlockManager as Blocks
-
-        pool: Any = parts.runner.kv_cache
-        return Blocks(
-            *arguments,
-            num_slots=pool.num_slots,
-            bytes_per_slot=pool.bytes_per_slot,
-            snapshot_interval=parts.config.state_snapshot_interval,
+        pool = runner.kv_cache
+        held["states"] = Slots(
+            pool.num_slots,
+            parts.block_size,
+            observer,
+            config.enable_prefix_caching,
+            config.state_snapshot_interval,
+            pool.bytes_per_slot,
         )
-    max_chunk_len = parts.config.long_prefill_token_threshold or parts.max_num_batched_tokens
-    layout: Any = getattr(parts.runner, "layout", Layout)
-    if (groups := layout.layer_groups) is not None:
-        from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
+    if config.preemption_mode == "swap":
+        from nanovllm_extras.memory.swap_space import SwapSpace
 
-        sizes = {"num_groups": groups.num_groups, "window": groups.window, "max_chunk_len": max_chunk_len}
-        return GroupedBlockManager(*arguments, **sizes)
-    window = parts.model_config.widest_window
-    if window is not None:
-        from nanovllm_extras.window_blocks import WindowBlockManager
+        held["swap_space"] = SwapSpace(runner.transfers.num_swap_blocks, runner.transfers.num_swap_slots)
+    if parts.kv_store is not None:
+        from nanovllm_extras.memory.store_link import StoreLink
 
-        return WindowBlockManager(*arguments, window=window, max_chunk_len=max_chunk_len)
-    if parts.enable_overlap or parts.config.speculative_config is not None:
-        from nanovllm_extras.known_tokens import KnownTokensBlockManager
-
-        return KnownTokensBlockManager(*arguments)
-    return BlockManager(*arguments)
+        held["store"] = StoreLink(parts.kv_store)
+    return BlockManager(*sizes, config.enable_prefix_caching, observer, **held)
 
 
-def make_scheduler(
-    parts: "Parts", blocks: BlockManager, launch: Callable[[Any], Any]
-) -> tuple[Scheduler, Callable[[Any], Any]]:
-    """Return an empty scheduler, and how the engine gets the step that it waits for next.
+def needs_full_scheduler(parts: "Parts") -> bool:
+    """Return whether the core's scheduler and block manager lack what the model or an option needs."""
+    config, shape, runner = parts.config, parts.model_config, cast(Any, parts.runner)
+    return any(
+        [
+            config.scheduling_policy != "fcfs",
+            config.long_prefill_token_threshold,
+            config.preemption_mode != "recompute",
+            config.speculative_config is not None,
+            parts.enable_overlap,
+            parts.kv_store is not None,
+            shape.state_shape is not None,
+            shape.widest_window is not None,
+            runner.layout.layer_groups is not None,
+        ]
+    )
 
-    That is the engine's own `launch`, or a function that wraps it.
-    """
+
+def make_scheduler(parts: "Parts", blocks: CoreBlockManager, requests: Mapping[str, Any]) -> CoreScheduler:
+    """Return an empty scheduler: the core's, if `blocks` is the core's. requests: the engine's"""
     config = parts.config
-    sizes = (blocks, config.max_num_seqs, parts.max_num_batched_tokens, parts.max_model_len)
-    is_plain = config.scheduling_policy == "fcfs" and not config.long_prefill_token_threshold
-    is_plain = is_plain and config.preemption_mode == "recompute"
-    has_states = parts.model_config.state_shape is not None
-    if is_plain and config.speculative_config is None and not parts.enable_overlap and not has_states:
-        return Scheduler(*sizes), launch
-    from nanovllm_extras.extended_scheduler import ExtendedScheduler
-    from nanovllm_extras.policies import POLICIES
+    sizes = (config.max_num_seqs, parts.max_num_batched_tokens, parts.max_model_len)
+    if type(blocks) is CoreBlockManager:
+        return CoreScheduler(blocks, *sizes)
+    from nanovllm_extras.scheduling.policies import POLICIES
+    from nanovllm_extras.scheduling.scheduler import Scheduler
 
-    policy = config.scheduling_policy
-    chosen = policy if callable(policy) else POLICIES[policy]
-    arguments = (*sizes, chosen, config.long_prefill_token_threshold, make_preemption(parts, blocks))
+    full_blocks: Any = blocks
+    policy, drafter = config.scheduling_policy, None
     if config.speculative_config is not None:
-        from nanovllm_extras.speculation.start_speculation import make_speculation
+        from nanovllm_extras.speculation.start_speculation import make_drafter
 
-        return make_speculation(parts, arguments, launch)
-    kind: Any = ExtendedScheduler
-    if has_states:
-        from nanovllm_extras.states.slots import StateScheduler as kind
-    if not parts.enable_overlap:
-        return kind(*arguments), launch
-    from nanovllm_extras.overlap import Ahead
-    from nanovllm_extras.overlap import OverlappedScheduler as kind
-
-    if has_states:
-        from nanovllm_extras.states.known_snapshots import OverlappedStateScheduler as kind
-    overlapped = kind(*arguments)
-    return overlapped, Ahead(launch, overlapped)
+        drafter = make_drafter(parts, requests)
+    scheduler = Scheduler(
+        full_blocks,
+        *sizes,
+        policy if callable(policy) else POLICIES[policy],
+        config.long_prefill_token_threshold,
+        overlaps=parts.enable_overlap,
+        drafter=drafter,
+    )
+    bind: Any = None if drafter is None else getattr(drafter.proposer, "bind", None)
+    if bind is not None:  # a draft model reads the block tables of this scheduler
+        bind(scheduler)
+    return scheduler
 
 
 def make_observer(watcher: Observer | None, explains_misses: bool) -> SchedulingStats:
@@ -197,39 +208,7 @@ def make_observer(watcher: Observer | None, explains_misses: bool) -> Scheduling
 
 def make_store(runner: Any) -> Any:
     """Return the K/V store of an engine, which has the tiers that the options name."""
-    make: Callable[[Any], Any]
-    if runner.shape.state_shape is not None:
-        from nanovllm_extras.states.state_store import StateKVStore as make
-    else:
-        from nanovllm_extras.kv_store.store import KVStore as make
-    store = runner.store = make(runner)
+    from nanovllm_extras.kv_store.store import KVStore
+
+    store = runner.store = KVStore(runner)
     return store
-
-
-def attach_store(store: Any, blocks: BlockManager) -> None:
-    """Let a `KVStore` load and save the blocks of a new scheduler."""
-    connect: Callable[[Any, Any], object]
-    if hasattr(blocks, "num_slots"):  # of states
-        from nanovllm_extras.states import state_store
-
-        connect = state_store.KnownStateStoreHooks if hasattr(blocks, "settle") else state_store.StateStoreHooks
-    elif hasattr(blocks, "num_groups"):  # of layers
-        from nanovllm_extras.kv_groups.grouped_store import GroupedStoreHooks as connect
-    else:
-        from nanovllm_extras.kv_store.store import StoreHooks as connect
-    connect(store, blocks)
-
-
-def make_preemption(parts: "Parts", blocks: BlockManager) -> Any:
-    """Return what happens to the K and V of preempted sequences; None computes them again."""
-    if parts.config.preemption_mode == "recompute":
-        return None
-    make: Callable[[Any, Any], Any]
-    if parts.model_config.state_shape is not None:
-        from nanovllm_extras.states.state_swap import make_swap as make
-    elif hasattr(blocks, "num_groups"):  # of layers
-        from nanovllm_extras.kv_groups.grouped_swap import make_swap as make
-    else:
-        from nanovllm_extras.swap.space import make_swap as make
-    runner: Any = parts.runner
-    return make(runner.transfers, blocks)

@@ -7,7 +7,7 @@ The loop is the core's. A step that fails is rolled back: its requests keep thei
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,7 @@ class LLMEngine(engine.LLMEngine):
             self._clocks: deque[LapClock] = deque()  # of the steps in flight
             self._aborted_meanwhile.clear()
             self._has_failed = False  # the last step
+            self._ahead: tuple[Step, Any] | None = None  # a step that was launched before the one before it has run
 
     @property
     def observer(self) -> SchedulingStats:
@@ -116,8 +117,16 @@ class LLMEngine(engine.LLMEngine):
                 self._end_step()
 
     def launch(self) -> tuple[Step, Any] | None:
-        """Return the step to wait for: the next one, or one that was launched ahead of it."""
-        return self._next_step(self)
+        """Return the step to wait for: the next one, or one that was launched ahead of it.
+
+        With overlap, the step after it is launched, too, if it needs no token of this one.
+        """
+        if self._is_plain:
+            return self.launch_one()
+        step, self._ahead = self._ahead or self.launch_one(), None
+        if step is not None and self._can_launch_ahead():
+            self._ahead = self.launch_one()
+        return step
 
     def launch_one(self) -> tuple[Step, Any] | None:
         """Start a step, and time it."""
@@ -127,6 +136,10 @@ class LLMEngine(engine.LLMEngine):
             self._clock.lap("run_time_s")
             self._clocks.append(self._clock)
         return launched
+
+    def _can_launch_ahead(self) -> bool:
+        scheduler: Any = self.scheduler
+        return self.parts.enable_overlap and scheduler.can_schedule_ahead()  # type: ignore[no-any-return]
 
     def compute(self, step: Step) -> ArrivingTokens:
         clock = self._clock
@@ -182,9 +195,10 @@ class LLMEngine(engine.LLMEngine):
         return self.deliver(requests, now)
 
     def on_failure(self) -> None:
-        from nanovllm_extras.roll_back import roll_back
+        from nanovllm_extras.scheduling.roll_back import roll_back
 
         self._clocks.clear()
+        self._ahead = None
         roll_back(self.scheduler)
         self._has_failed = True
 
@@ -221,9 +235,10 @@ class LLMEngine(engine.LLMEngine):
                     request_id, prompt, sampling_params, priority, stream, number
                 )
             if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-                from nanovllm_extras.cache_salt import salt_request
+                from nanovllm_extras.cache_salt import salt
 
-                salt_request(request, prompt["cache_salt"], self.scheduler.block_manager.prefix_cache)
+                for seq in request.seqs:
+                    salt(seq, prompt["cache_salt"])
             request.queue(self.scheduler, self.config.max_num_seqs)
             self.requests[request_id] = request
 
@@ -257,7 +272,7 @@ class LLMEngine(engine.LLMEngine):
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, as before a fair measurement. Running requests are not affected."""
-        from nanovllm_extras.roll_back import reset_prefix_cache
+        from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 
         with self.one_thread.use():
             reset_prefix_cache(self.scheduler)
@@ -366,14 +381,8 @@ class LLMEngine(engine.LLMEngine):
 
     def make_scheduler(self, block_manager: BlockManager) -> Scheduler:
         self.observer.on_start(block_manager)
-        # a function of the engine: a bound method would be a circle of references, which keeps the model's memory until
-        # Python looks for circles
-        self._next_step: Callable[[Any], Any] = LLMEngine.launch_one
         if self._is_plain:
             return super().make_scheduler(block_manager)
-        from nanovllm_extras.assembly import attach_store, make_scheduler
+        from nanovllm_extras.assembly import make_scheduler
 
-        scheduler, self._next_step = make_scheduler(self.parts, block_manager, LLMEngine.launch_one)
-        if self.parts.kv_store is not None:
-            attach_store(self.parts.kv_store, block_manager)
-        return scheduler
+        return make_scheduler(self.parts, block_manager, self.requests)

@@ -45,6 +45,24 @@ class Observer(observer.Observer):
         by_tier: the name of each tier that had blocks -> the ids of the blocks that are filled.
         """
 
+    # Blocks in groups of layers with a window (`kv_groups/`). The core's events are about group 0, which sees all
+    # tokens. A sequence has a block table for each of the groups 1 …; entries that no event names are null blocks.
+
+    def on_take_in_group(self, seq: Sequence, group: int, place: int, block_id: int, is_evicted: bool) -> None:
+        """As `on_take_block`. The block becomes entry `place` of the group's block table."""
+
+    def on_share_in_group(self, seq: Sequence, group: int, place: int, block_id: int) -> None:
+        """As `on_share_block`. The block becomes entry `place` of the group's block table."""
+
+    def on_copy_in_group(self, seq: Sequence, group: int, source: int, destination: int) -> None:
+        """As `on_copy_block`. `destination`, which was taken behind the table's end, replaces `source`."""
+
+    def on_register_in_group(self, seq: Sequence, group: int, block_id: int, block_hash: int, serial: int) -> None:
+        """A prefix hit can now use `block_id`. Group 0 has a block with the same tokens, hash and serial number."""
+
+    def on_forget_in_group(self, block_id: int) -> None:
+        """`block_id` is no longer in the prefix cache."""
+
     def on_take_slot(self, seq: Sequence, slot: int, source: int) -> None:
         """`seq` owns a slot of the pool of states (`states/slots.py`). The state in `source` will be copied to it.
 

@@ -13,51 +13,33 @@
     states         exactly the running sequences own slots; snapshots belong to cached blocks
     swap           sequences that are swapped out wait, and as many host blocks as they have filled keep their K and V
 
-Parts that have more than the core say so themselves, by methods that this module calls where they exist:
+A block manager that has more than the core's says so itself, by methods that this module calls where they exist:
 
-    block manager   tables_of(seq) -> list[Table]                   the block tables of a sequence, if not only one
-                    slot_pools() -> list[Pool]                      slots of states, whose owners are the running ones
-    prefix cache    blocks_beside() -> Mapping[int, int]            blocks that are found by a serial -> this serial
-                    serials_beside() -> Iterable[int]               serials under which something else is found
-    preemption      host_pools() -> list[Pool]                      of host memory; the owners of the first are swapped
+    tables_of(seq) -> list[Table]               the block tables of a sequence, if not only one
+    slot_pools() -> list[Pool]                  slots of states, whose owners are the running sequences
+    host_pools() -> list[Pool]                  of host memory; the owners of the first are swapped out
+    blocks_beside() -> Mapping[int, int]        cached blocks of other groups -> the serial under which they are found
+    serials_beside() -> Iterable[int]           serials under which something else is found
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from nanovllm import prefix_cache
 from nanovllm.block_manager import BlockManager
 from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock
 from nanovllm.scheduler import Scheduler
-
-NULL_BLOCK = 0
-
-
-class Table(NamedTuple):
-    """One block table of a sequence. With `num_behind` and `max_held`, entries behind a window are null blocks."""
-
-    entries: list[int]
-    num_behind: int = 0  # the leading entries that no later token sees: at most these are null
-    max_held: int | None = None  # the most entries that are not null; None if none may be null
-
-
-class Pool(NamedTuple):
-    """Blocks or slots that are free or owned. Without `ref_counts` each has one owner at most."""
-
-    kind: str  # "block", "slot", "host block" …
-    ids: range
-    free: Collection[int]
-    owned: Sequence[tuple[Any, list[int]]]  # (sequence, or what else owns them; what it owns)
-    ref_counts: Sequence[int] | None = None  # by id
+from nanovllm_extras.memory.kinds import NULL_BLOCK
+from nanovllm_extras.records import Pool, Table
 
 
 def check_invariants(engine_or_scheduler: Any) -> None:
     """Raise AssertionError if the scheduler or the block manager contradicts itself. Call it between two steps."""
     scheduler: Scheduler = getattr(engine_or_scheduler, "scheduler", engine_or_scheduler)
     blocks = scheduler.block_manager
-    host_pools: list[Pool] = call(getattr(scheduler, "preemption", None), "host_pools", [])
+    host_pools: list[Pool] = call(blocks, "host_pools", [])
     slot_pools: list[Pool] = call(blocks, "slot_pools", [])
     swapped = {owner for pool in host_pools for owner, _ in pool.owned}
     check_queues(scheduler, swapped)
@@ -150,7 +132,7 @@ def check_queues(scheduler: Scheduler, swapped: Collection[Any]) -> None:
             fail("a sequence that waits owns blocks", seq.block_table.data[0], seq)
         if seq.num_computed_tokens and seq not in swapped:
             fail(f"a sequence that waits has {seq.num_computed_tokens} computed tokens, but no K and V", owner=seq)
-        if seq.num_registered_blocks or seq.parent_serial != ROOT_SERIAL or seq.has_shared_tail:
+        if seq.num_registered_blocks or seq.parent_serial != seq.root_serial or seq.has_shared_tail:
             fail("a sequence that waits still has what it had while it ran", owner=seq)
 
 
@@ -220,8 +202,8 @@ def check_cache(blocks: BlockManager, tables: Mapping[Any, list[Table]]) -> None
         check_hash(known, by_serial.get(known.parent_serial))
     if not len(by_hash) == len(by_id) == len(by_serial):
         fail(f"{len(by_hash)} hashes and {len(by_serial)} serials find {len(by_id)} cached blocks")
-    beside: Mapping[int, int] = call(cache, "blocks_beside", {})
-    serials: Iterable[int] = call(cache, "serials_beside", ())
+    beside: Mapping[int, int] = call(blocks, "blocks_beside", {})
+    serials: Iterable[int] = call(blocks, "serials_beside", ())
     for serial in (*beside.values(), *serials):
         if serial not in by_serial:
             fail(f"something is found beside a block that is not cached, of serial {serial}")
@@ -236,12 +218,11 @@ def check_cache(blocks: BlockManager, tables: Mapping[Any, list[Table]]) -> None
 
 
 def check_hash(known: CachedBlock, parent: CachedBlock | None) -> None:
-    """The hash of a cached block is that of its tokens after its parent. One that has a salt is longer."""
-    if known.parent_serial != ROOT_SERIAL and parent is None:
+    """The hash of a cached block is that of its tokens after its parent, or after the root of its sequence."""
+    is_first = known.parent_serial == ROOT_SERIAL or known.parent_serial >= 1 << 255  # with a salt (`cache_salt.py`)
+    if parent is None and not is_first:
         return  # the parent is evicted
-    if parent is None and known.block_hash >= 1 << 64:
-        return  # a salted first block (`cache_salt.py`)
-    before = 0 if parent is None else parent.block_hash
+    before = known.parent_serial if parent is None else parent.block_hash
     if prefix_cache.hash_block(before % (1 << 64), known.tokens) != known.block_hash:
         fail("a cached block has another hash than its tokens and its parent", known.block_id)
 
@@ -262,7 +243,7 @@ def check_contents(
                     fail(f"block {at} of a sequence is cached before its tokens are known and computed", block_id, seq)
                 if known.tokens != data[at * size : stop].tobytes():
                     fail(f"block {at} of a sequence is cached for other tokens", block_id, seq)
-                if (known.parent_serial == ROOT_SERIAL) != (at == 0):
+                if (known.parent_serial == seq.root_serial) != (at == 0):
                     fail(f"block {at} of a sequence is cached after serial {known.parent_serial}", block_id, seq)
                 right[serial] = at
                 serial, at = known.parent_serial, at - 1

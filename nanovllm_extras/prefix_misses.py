@@ -28,7 +28,6 @@ from nanovllm.prefix_cache import CachedBlock, PrefixCache
 from nanovllm.scheduler import Step
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.kv_groups.group_observer import GroupObserver
 from nanovllm_extras.watching import Watching
 
 if TYPE_CHECKING:
@@ -226,7 +225,7 @@ def count_equal(pairs: list[tuple[int, int]]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-class ExplainingStats(SchedulingStats, GroupObserver):
+class ExplainingStats(SchedulingStats):
     """Counts as its parent does, and explains the misses of each sequence that is admitted for the first time.
 
     It writes `seq.prefix_misses`, which nothing else writes, and counts the tokens by cause.

@@ -1,7 +1,7 @@
 """What the parts of the engine pass to each other. This file imports nothing of ours."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 Pair = tuple[int, int]
 """(source, destination): blocks, or slots of states."""
@@ -50,3 +50,32 @@ class Moves(list[Pair]):
     def of(cls, copies: list[Pair]) -> "Moves":
         """Return `copies`, as moves if they are a plain list."""
         return copies if isinstance(copies, Moves) else cls(copies)
+
+    def then(self, later: "Moves") -> "Moves":
+        """Return moves with which `later` is done right after these, which no step has done."""
+        moves = Moves([*self, *later], slots=later.slots, sources=later.sources)
+        for name in ("swap_outs", "swap_ins", "state_copies", "loads", "saves", "state_loads", "state_saves"):
+            getattr(moves, name).extend([*getattr(self, name), *getattr(later, name)])
+        moves.loaded = self.loaded | later.loaded
+        return moves
+
+
+# ---- for `invariants.py`
+
+
+class Table(NamedTuple):
+    """One block table of a sequence. With `num_behind` and `max_held`, entries behind a window are null blocks."""
+
+    entries: list[int]
+    num_behind: int = 0  # the leading entries that no later token sees: at most these are null
+    max_held: int | None = None  # the most entries that are not null; None if none may be null
+
+
+class Pool(NamedTuple):
+    """Blocks or slots that are free or owned. Without `ref_counts` each has one owner at most."""
+
+    kind: str  # "block", "slot", "host block" …
+    ids: range
+    free: Collection[int]
+    owned: Sequence[tuple[Any, list[int]]]  # (sequence, or what else owns them; what it owns)
+    ref_counts: Sequence[int] | None = None  # by id

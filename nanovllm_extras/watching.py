@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm_extras.full_observer import Observer, SchedulingStats
-from nanovllm_extras.kv_groups.group_observer import GroupObserver
 
 logger = logging.getLogger(__name__)
 
 
-class Watching(SchedulingStats, GroupObserver):
+class Watching(SchedulingStats):
     """Counts as its parent does, and passes everything on to `watcher` until that fails."""
 
     def __init__(self, watcher: Observer) -> None:
@@ -38,17 +37,14 @@ class Watching(SchedulingStats, GroupObserver):
 
 def counting_and_passing_on(name: str) -> Callable[..., None]:
     """Return the method `name` of `Watching`."""
-    count = getattr(SchedulingStats, name, None)
+    count = getattr(SchedulingStats, name)
 
     def method(self: Watching, *arguments: Any) -> None:
-        if count is not None:
-            count(self, *arguments)
-            self.pass_on(name, arguments)
-        elif isinstance(self.watcher, GroupObserver):  # others do not have this method
-            self.pass_on(name, arguments)
+        count(self, *arguments)
+        self.pass_on(name, arguments)
 
     return method
 
 
-for event in [name for name in dir(GroupObserver) if name.startswith("on_")]:
+for event in [name for name in dir(Observer) if name.startswith("on_")]:
     setattr(Watching, event, counting_and_passing_on(event))

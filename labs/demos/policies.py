@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from nanovllm_extras import TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm_extras.policies import sjf
+from nanovllm_extras.scheduling.policies import sjf
 
 NUM_SHORT, SHORT_LEN, LONG_LEN, BUDGET = 16, 20, 1000, 500
 OPTIONS: dict[str, Any] = {

@@ -21,7 +21,6 @@ from nanovllm.scheduler import Step
 from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.speculation import speculative_scheduler
 from nanovllm_extras.speculation.patience import Patience
 
 NUM_DRAFTS, NUM_ROUNDS = 4, 2
@@ -140,11 +139,13 @@ def serve(engine: LLMEngine, num_seqs: int, max_tokens: int) -> tuple[dict[str, 
 
 def make_engines() -> tuple[LLMEngine, LLMEngine, Oracle]:
     """Return an engine without drafts, one whose drafts come from an oracle, and the oracle."""
-    speculative_scheduler.Patience = FixedCount  # type: ignore[misc]
     oracle = Oracle()
     config = {"method": oracle, "num_speculative_tokens": NUM_DRAFTS, "disable_by_batch_size": 64}
     plain, speculating = (Config(TINY_QWEN3, speculative_config=one, **OPTIONS) for one in (None, config))
-    return LLMEngine(plain), LLMEngine(speculating), oracle
+    engines = LLMEngine(plain), LLMEngine(speculating)
+    scheduler: Any = engines[1].scheduler
+    scheduler.drafter.make_patience = FixedCount
+    return *engines, oracle
 
 
 def count_passes() -> None:

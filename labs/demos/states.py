@@ -22,7 +22,9 @@ import torch
 from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
+from nanovllm_extras.memory.block_manager import BlockManager
+from nanovllm_extras.memory.slots import Slots
+from nanovllm_extras.scheduling.scheduler import Scheduler
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "block_size": 4}
 NEVER = 100  # blocks between snapshots: longer than any sequence here
@@ -147,14 +149,14 @@ def talk() -> None:
 # ---- slots
 
 
-def add(scheduler: StateScheduler, name: str, prompt: list[int], n: int) -> None:
+def add(scheduler: Scheduler, name: str, prompt: list[int], n: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     seqs: list[Any] = [Sequence(name, prompt, params, sample_index=i) for i in range(n)]
     seqs[0].children = seqs[1:]
     scheduler.add(seqs[0])
 
 
-def run_steps(scheduler: StateScheduler) -> Iterator[Any]:
+def run_steps(scheduler: Scheduler) -> Iterator[Any]:
     """Yield each step after it is scheduled. A arrives before step 1, B with two samples before step 3."""
     add(scheduler, "A", list(range(10)), n=1)
     for number in count(1):
@@ -170,8 +172,10 @@ def run_steps(scheduler: StateScheduler) -> Iterator[Any]:
 
 def follow_slots() -> None:
     """Print the owner of each slot at each step. The pool of blocks is so small that a sequence is preempted."""
-    blocks = StateBlockManager(6, 4, observer=SchedulingStats(), num_slots=4)
-    scheduler = StateScheduler(blocks, max_num_seqs=3, max_num_batched_tokens=64, max_model_len=64)
+    stats = SchedulingStats()
+    states = Slots(num_slots=4, block_size=4, observer=stats)
+    blocks = BlockManager(6, 4, observer=stats, states=states)
+    scheduler = Scheduler(blocks, max_num_seqs=3, max_num_batched_tokens=64, max_model_len=64)
     lengths: dict[int, int] = {}  # serial number of a full block -> tokens up to its end
     print("(8) is a snapshot of the state after 8 tokens\n")
     titles = " ".join(f"{f'slot {slot}':10}" for slot in range(1, 5))
@@ -179,8 +183,8 @@ def follow_slots() -> None:
     for number, step in enumerate(run_steps(scheduler), 1):
         for seq in scheduler.running:
             lengths[seq.parent_serial] = seq.num_registered_blocks * blocks.block_size
-        owners = {blocks.slot_of(seq): name_of(seq) for seq in scheduler.running}
-        owners |= {slot: f"({lengths[serial]})" for serial, slot in blocks.prefix_cache.snapshots.items()}
+        owners = {slot: name_of(seq) for seq, slot in states.owned.items()}
+        owners |= {slot: f"({lengths[serial]})" for serial, slot in states.snapshots.items()}
         copies = ", ".join(f"{source} to {destination}" for source, destination in step.copies.state_copies)
         chunks = ", ".join(f"{name_of(seq)}: {show_range(start, length)}" for seq, start, length in step.chunks)
         slots = " ".join(f"{owners.get(slot, '-'):10}" for slot in range(1, 5))

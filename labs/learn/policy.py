@@ -22,9 +22,10 @@ from labs.learn.exercise import Exercise, dig_holes, make_header
 from labs.learn.findings import Drawing, Report
 from labs.learn.texts import Language, Text
 from nanovllm.block_manager import BlockManager
+from nanovllm.scheduler import Scheduler
 from nanovllm_extras import SamplingParams
-from nanovllm_extras.extended_scheduler import ExtendedScheduler
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.scheduling.ordered_queues import order_queues
 
 MAX_NUM_SEQS, BUDGET, NUM_BLOCKS, BLOCK_SIZE = 4, 64, 128, 16
 MAX_WAIT = 50  # steps
@@ -107,7 +108,8 @@ def serve(policy: Policy, trace: list[Request]) -> list[int]:
     known: dict[str, Arrival] = {}
     earlier: Counter[str] = Counter()
     blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=False)
-    scheduler = ExtendedScheduler(blocks, MAX_NUM_SEQS, BUDGET, 1024, lambda seq: policy(known[seq.request_id]))
+    scheduler = Scheduler(blocks, MAX_NUM_SEQS, BUDGET, 1024)
+    order_queues(scheduler, lambda seq: policy(known[seq.request_id]))
     waits: dict[str, int] = {}
     step = num_arrived = 0
     while num_arrived < len(trace) or scheduler.waiting or scheduler.running:

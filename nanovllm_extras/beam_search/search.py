@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
-from nanovllm_extras.extended_scheduler import fork_anytime
+from nanovllm_extras.cache_salt import salt
 from nanovllm_extras.full_request import Request
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.input_processor import InputProcessor
 from nanovllm_extras.logits_processors import ProcessorRow
-from nanovllm_extras.ordered_queues import order_queues
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.runner_hooks import StepTokens
+from nanovllm_extras.scheduling.ordered_queues import order_queues
+from nanovllm_extras.scheduling.scheduler import fork_anytime
 
 if TYPE_CHECKING:
     from nanovllm_extras.beam_search.beam_params import BeamSearchParams
@@ -204,7 +205,7 @@ class BeamSearch(Request):
         child = self._new_sequence(parent.request_id, beam.token_ids + next_token)
         child.num_prompt_tokens = parent.num_prompt_tokens
         child.max_num_tokens, child.arrival = parent.max_num_tokens, parent.arrival
-        child.cache_salt = parent.cache_salt
+        salt(child, parent.cache_salt)
         child.order = (*parent.order[:-1], child.sample_index)
         self.seqs.append(child)
         fork_anytime(scheduler, parent, child)

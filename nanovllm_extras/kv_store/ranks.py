@@ -18,7 +18,7 @@ import torch
 
 from nanovllm_extras.kv_store.share import Share, name_in_share
 from nanovllm_extras.kv_store.tier import BlockName, Chain, Tier
-from nanovllm_extras.parallel.messages import LOAD, MATCH, pack_names, unpack_names
+from nanovllm_extras.parallel.messages import LOAD, LOAD_STATE, MATCH, pack_names, unpack_names
 from nanovllm_extras.records import Moves
 
 if TYPE_CHECKING:
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class AllRanks(Chain):
     """The tiers of all ranks, as rank 0 sees them. What it saves is its own share: each rank saves for itself."""
 
-    def __init__(self, tiers: Sequence[Tier], driver: "Driver") -> None:
+    def __init__(self, tiers: Sequence[Tier], driver: "Driver", bytes_per_state: int = 0) -> None:
         super().__init__(tiers)
         self._driver = driver
+        self._bytes_per_state = bytes_per_state
 
     def match(self, blocks: Sequence[BlockName]) -> int:
         num_found = super().match(blocks)
@@ -39,7 +40,8 @@ class AllRanks(Chain):
     def load_from(self, block: BlockName, out: np.ndarray) -> Tier | None:
         """Return the tier that had the share of rank 0, if every rank has loaded its share."""
         own: list[Tier | None] = []
-        is_loaded = self._driver.ask(pack_names(LOAD, [block]), lambda: self._load_own(block, out, own))
+        kind = LOAD_STATE if out.nbytes == self._bytes_per_state else LOAD
+        is_loaded = self._driver.ask(pack_names(kind, [block]), lambda: self._load_own(block, out, own))
         return own[0] if is_loaded else None
 
     def finished(self) -> None:
@@ -69,7 +71,8 @@ class RankShare(Share):
         names = unpack_names(values, block_size)
         if kind == MATCH:
             return self.tiers.match([name_in_share(name, self._name) for name in names])
-        block = self.load(name_in_share(names[0], self._name))
+        num_bytes = self.bytes_per_state if kind == LOAD_STATE else None
+        block = self.load(name_in_share(names[0], self._name), num_bytes)
         if block is not None:
             self._loaded[names[0]] = block.data
         return block is not None
@@ -81,3 +84,4 @@ class RankShare(Share):
             return
         moves.loaded = loaded
         moves.saves = [(name_in_share(name, self._name), block_id) for name, block_id in moves.saves]
+        moves.state_saves = [(name_in_share(name, self._name), slot) for name, slot in moves.state_saves]

@@ -45,6 +45,11 @@ class Share:
     def bytes_per_block(self) -> int:
         return self.transfers.bytes_per_block
 
+    @property
+    def bytes_per_state(self) -> int:
+        """The size of a snapshot; 0 if the model has no recurrent states."""
+        return self.transfers.kv_cache.bytes_per_slot if self.transfers.has_states else 0
+
     def save_step(self, copies: list[Pair]) -> None:
         """Copy the blocks that a step has filled to the host, and have them saved. copies: those of the step's batch"""
         if isinstance(copies, Moves) and (copies.saves or copies.state_saves):
@@ -69,3 +74,13 @@ class Share:
 def name_in_share(name: BlockName, share: bytes) -> BlockName:
     """Return the name of the same block in another share, which is known by at most 64 bytes."""
     return BlockName(blake2b(name.key, key=share, digest_size=KEY_BYTES).digest(), name.tokens)
+
+
+def name_in_group(name: BlockName, group: int) -> BlockName:
+    """Return the name of the block with the same tokens in a group of layers. Group 0 has the names of the tokens."""
+    return name_in_share(name, f"group {group}".encode()) if group else name
+
+
+def name_of_state(name: BlockName) -> BlockName:
+    """Return the name of the snapshot at the end of a block. It has the same tokens and another key."""
+    return name_in_share(name, b"state")

@@ -10,7 +10,7 @@
     logits indices  [num_samples]     rows whose logits are computed
     states          with recurrent states, the slots that each sequence writes and reads
     moves           pairs of blocks and slots: copies, and with swap those out to host memory and in from it
-    loads, saves    with a K/V store, its blocks: each with its place in the KV cache, key and tokens
+    loads, saves    with a K/V store, its blocks and states: each with its place in the KV cache, key and tokens
 
 No worker sees a sequence, a sampling parameter or a token's text: rank 0 draws. Nothing is ever pickled.
 """
@@ -18,6 +18,7 @@ No worker sees a sequence, a sampling parameter or a token's text: rank 0 draws.
 import json
 import socket
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,10 +32,12 @@ from nanovllm_extras.runner_hooks import wants_only_tokens
 
 MAX_LINE = 1 << 20  # bytes of a line of JSON
 STEP, LOGITS = 1, 2  # compute a batch; compute the logits of hidden states that rank 0 sends
-MATCH, LOAD = 3, 4  # find blocks in the K/V store, or load one for the next step; each rank answers with a number
+# find blocks in the K/V store, or load a block or a state for the next step; each rank answers with a number
+MATCH, LOAD, LOAD_STATE = 3, 4, 5
 KEY_VALUES = 8  # int32 values of a key in the K/V store
 ARRAYS = ("slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q", "prefill_cu_seqlens_q", "prefill_cu_seqlens_k")
-PAIRS, NAMED = ("swap_outs", "swap_ins", "state_copies"), ("loads", "saves")  # of `Moves`
+PAIRS = ("swap_outs", "swap_ins", "state_copies")  # of `Moves`
+NAMED = ("loads", "saves", "state_loads", "state_saves")
 NUMBERS = ("num_decodes", "max_seqlen_q", "max_seqlen_k", "num_prefix_tokens")
 
 
@@ -62,6 +65,8 @@ class Header(NamedTuple):
     num_state_copies: int = 0
     num_loads: int = 0
     num_saves: int = 0
+    num_state_loads: int = 0
+    num_state_saves: int = 0
 
 
 HEADER_BYTES = 4 * len(Header._fields)
@@ -132,9 +137,10 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
     slots, sources = take(2, header.num_slots).tolist()
     pairs = {name: map(tuple, take(getattr(header, f"num_{name}"), 2).tolist()) for name in ("copies", *PAIRS)}
     moves = Moves(pairs.pop("copies"), **pairs, slots=slots, sources=sources)
-    rows = rest.view(header.num_loads + header.num_saves, -1).numpy() if len(rest) else ()
-    named = [(name_in(row[1:]), int(row[0])) for row in rows]
-    moves.loads, moves.saves = named[: header.num_loads], named[header.num_loads :]
+    counts = [getattr(header, f"num_{name}") for name in NAMED]
+    rows = iter(rest.view(sum(counts), -1).numpy() if len(rest) else ())
+    for kind, count in zip(NAMED, counts, strict=True):
+        setattr(moves, kind, [(name_in(row[1:]), int(row[0])) for row in islice(rows, count)])
     greedy = SamplingBatch(torch.zeros(header.num_samples))
     if not header.is_plain:
         greedy = ProcessedSampling(torch.zeros(header.num_samples), num_logprobs=0)

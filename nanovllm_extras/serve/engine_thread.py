@@ -21,11 +21,11 @@ import torch
 
 from nanovllm.request import Prompt
 from nanovllm_extras.dead import EngineDeadError
-from nanovllm_extras.extended_scheduler import count_places
 from nanovllm_extras.forks import check_process
 from nanovllm_extras.input_processor import Params
 from nanovllm_extras.isolation import IsolatingEngine
 from nanovllm_extras.lazy_outputs import RequestOutput
+from nanovllm_extras.scheduling.scheduler import count_places
 
 logger = logging.getLogger(__name__)
 

@@ -28,13 +28,12 @@ from nanovllm_extras.checkpoint import read_model_config, resolve_model
 from nanovllm_extras.compatibility import check_combinations
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.known_tokens import grow
 from nanovllm_extras.processed_batch import build_batch
 from nanovllm_extras.runner_hooks import NO_TOKEN, Computed
+from nanovllm_extras.scheduling.pending import as_if, write_after
+from nanovllm_extras.scheduling.scheduler import Scheduler
 from nanovllm_extras.self_check.fallbacks import start
-from nanovllm_extras.speculation.blocks import reserve
 from nanovllm_extras.speculation.speculation_options import Speculation
-from nanovllm_extras.speculation.speculative_scheduler import SpeculativeScheduler, as_if
 
 
 class DraftModel:
@@ -42,20 +41,21 @@ class DraftModel:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self._scheduler: SpeculativeScheduler | None = None
+        self._scheduler: Scheduler | None = None
 
-    def bind(self, scheduler: SpeculativeScheduler) -> None:
+    def bind(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Propose the requested number of drafts for each sequence, or none while it shares its last block."""
         assert self._scheduler is not None
         drafts: list[list[int]] = [[] for _ in wanted]
-        if not self._scheduler.has_blocks_for(wanted):
+        blocks = self._scheduler.block_manager
+        if not blocks.has_room_for_drafts(self._scheduler.running, dict(wanted)):
             return drafts
         growing = [(i, seq) for i, (seq, _) in enumerate(wanted) if not seq.has_shared_tail]
         for i, seq in growing:
-            reserve(self._scheduler.block_manager, seq, seq.num_known_tokens + wanted[i][1])
+            blocks.reserve(seq, seq.num_known_tokens + wanted[i][1])
         while growing:
             for (i, _), token_id in zip(growing, self._draw(growing, drafts), strict=True):
                 drafts[i].append(token_id)
@@ -84,11 +84,7 @@ class DraftModel:
 
 def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
     """Return a copy of `seq` that includes these tokens. They are written after those of `seq`, as drafts are."""
-    ids = seq.token_ids
-    while ids.length + len(token_ids) > len(ids.data):
-        grow(ids)
-    ids.data[ids.length : ids.length + len(token_ids)] = token_ids
-    return as_if(seq, ids.length + len(token_ids))
+    return as_if(seq, write_after(seq, token_ids))
 
 
 def load_draft_model(runner: ModelRunner, options: Speculation) -> DraftModel:

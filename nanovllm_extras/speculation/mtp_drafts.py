@@ -54,7 +54,8 @@ class MtpDrafts(DraftModel):
     def _newest(self, seq: Sequence) -> Tensor:
         """Return the model's hidden state of the newest computed token of `seq`: [hidden_size]"""
         assert self._scheduler is not None
-        blocks: Any = self._scheduler.block_manager
+        states = self._scheduler.block_manager.states
+        assert states is not None
         cache: Any = self.runner.kv_cache
-        hidden: Tensor = cache.hidden[0, blocks.slot_to_read(seq)]
+        hidden: Tensor = cache.hidden[0, states.slot_to_read(seq)]
         return hidden

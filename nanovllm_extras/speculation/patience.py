@@ -22,6 +22,11 @@ class Patience:
         self._num_failures = 0
         self._pause = pause
 
+    @property
+    def is_pausing(self) -> bool:
+        """Whether the next token has no drafts."""
+        return self._pause > 1
+
     def next_count(self) -> int:
         """Return the most drafts for the next token. Called once for each token that could have drafts."""
         if self._pause:

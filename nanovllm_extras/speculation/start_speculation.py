@@ -1,12 +1,11 @@
-"""From `speculative_config` to a scheduler that speculates: who proposes, and how many tokens a step should have.
+"""From `speculative_config` to a `Drafter`: who proposes, and how many tokens a step should have.
 
-`assembly.py` calls `make_speculation` instead of making the core's scheduler. What takes time is done once for an
-engine: loading a draft model, and measuring.
+`assembly.py` calls `make_drafter`. What takes time is done once for an engine: loading a draft model, and measuring.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,10 +14,11 @@ from nanovllm.block_tables import BlockTables
 from nanovllm.scheduler import Step
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.scheduling.drafter import Drafter, Proposer
 from nanovllm_extras.speculation.ngram import NGrams
 from nanovllm_extras.speculation.speculation_options import MAX_DRAFTED_ROWS, Speculation, read_options
-from nanovllm_extras.speculation.speculative_scheduler import KnowsRequests, Proposer, SpeculativeScheduler
 
 if TYPE_CHECKING:
     from nanovllm_extras.full_engine import Parts
@@ -38,29 +38,22 @@ class Ready(NamedTuple):
     max_rows: int
 
 
-def make_speculation(
-    parts: "Parts", arguments: tuple[Any, ...], launch: Callable[[Any], Any]
-) -> tuple[SpeculativeScheduler, Callable[[Any], Any]]:
-    """Make the scheduler and the launch function. arguments: those of `Scheduler`; launch: the engine's own."""
+def make_drafter(parts: "Parts", requests: Mapping[str, Any]) -> Drafter:
+    """Return who decides on drafts for a new scheduler. requests: the engine's"""
     keeper: Any = parts.runner
     ready: Ready | None = getattr(keeper, "speculation", None)
     if ready is None:
         ready = keeper.speculation = get_ready(parts)
-    kind = SpeculativeScheduler
-    if parts.model_config.state_shape is not None:
-        from nanovllm_extras.states.drafted_slots import DraftedStateScheduler as kind
-    scheduler = kind(
-        *arguments,
-        proposer=ready.proposer,
-        max_drafts=ready.options.num_speculative_tokens,
-        max_rows=ready.max_rows,
-        max_seqs=ready.options.disable_by_batch_size or parts.config.max_num_seqs,
+    config, max_num_batched_tokens = parts.config, parts.max_num_batched_tokens
+    max_chunk_len = config.long_prefill_token_threshold or max_num_batched_tokens
+    return Drafter(
+        ready.proposer,
+        max_drafts=min(ready.options.num_speculative_tokens, max_chunk_len - 1),
+        max_rows=min(ready.max_rows, max_num_batched_tokens),
+        max_seqs=ready.options.disable_by_batch_size or config.max_num_seqs,
         vocab_size=parts.model_config.vocab_size,
+        requests=requests,
     )
-    bind: Any = getattr(ready.proposer, "bind", None)  # a draft model reads the block tables of this scheduler
-    if bind is not None:
-        bind(scheduler)
-    return scheduler, KnowsRequests(launch, scheduler)
 
 
 def get_ready(parts: "Parts") -> Ready:
@@ -133,8 +126,6 @@ def make_measured_step(runner: ModelRunner, num_rows: int) -> tuple[Step, BlockT
     step, tables = decodes_of_nobody(num_rows, runner.backend.block_size)
     if runner.shape.state_shape is None:
         return step, tables
-    from nanovllm_extras.states.drafted_slots import drafts_of_nobody
-
     cache: Any = runner.kv_cache
     assert runner.config.speculative_config is not None
     most_drafts = read_options(runner.config.speculative_config).num_speculative_tokens
@@ -152,3 +143,15 @@ def decodes_of_nobody(num_rows: int, block_size: int) -> tuple[Step, BlockTables
         tables.append(seq.block_table, 0)
     chunks = [(seq, max(1, row), 1) for row in range(num_rows)]
     return Step(chunks, num_rows, num_rows, [seq] * num_rows, [*range(num_rows)]), tables
+
+
+def drafts_of_nobody(num_rows: int, most_drafts: int, num_slots: int) -> Moves:
+    """Return the slots of a step that is only measured: of decodes with `most_drafts` drafts each, or fewer at the end.
+
+    6 rows, most_drafts 3 -> slots [1, 2, 3, 4, 5, 6], sources [1, 1, 2, 3, 5, 5]
+
+    If the pool has fewer slots than the step has rows, rows share them: the states mean nothing.
+    """
+    slots = [1 + row % num_slots for row in range(num_rows)]
+    sources = [slots[row - (row % (1 + most_drafts) > 0)] for row in range(num_rows)]
+    return Moves(slots=slots, sources=sources)

@@ -21,8 +21,8 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
+from nanovllm_extras.memory.slots import NULL_SLOT
 from nanovllm_extras.records import Moves
-from nanovllm_extras.states.slots import NULL_SLOT
 
 
 @dataclass(frozen=True)

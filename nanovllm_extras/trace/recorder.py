@@ -28,7 +28,6 @@ from nanovllm_extras.all_options import Config
 from nanovllm_extras.full_engine import LLMEngine
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.kv_groups.group_observer import GroupObserver
 from nanovllm_extras.prefix_misses import PrefixMiss
 from nanovllm_extras.records import Moves
 from nanovllm_extras.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
@@ -37,7 +36,7 @@ from nanovllm_extras.watching import Watching
 logger = logging.getLogger(__name__)
 
 
-class Recorder(SchedulingStats, GroupObserver):
+class Recorder(SchedulingStats):
     """Counts as its parent does, and writes events to `sink` once `begin` has been called.
 
     decode: the text of a token id; each is noted when it first occurs. None records no texts.

@@ -11,22 +11,22 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from nanovllm_extras.overlap import OverlappedScheduler
+from nanovllm_extras.preemption import Recompute
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler, Step
-from nanovllm_extras.extended_scheduler import ExtendedScheduler, fork_anytime
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.invariants import check_invariants
-from nanovllm_extras.known_tokens import KnownTokensBlockManager
-from nanovllm_extras.ordered_queues import order_queues
-from nanovllm_extras.overlap import OverlappedScheduler
-from nanovllm_extras.policies import POLICIES, fcfs
-from nanovllm_extras.preemption import Recompute
+from nanovllm_extras.memory.kinds import WindowBlockManager
+from nanovllm_extras.memory.swap_space import Swap, SwapSpace
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.roll_back import reset_prefix_cache, roll_back
-from nanovllm_extras.swap.space import Swap, SwapSpace
-from nanovllm_extras.window_blocks import WindowBlockManager
+from nanovllm_extras.scheduling.ordered_queues import order_queues
+from nanovllm_extras.scheduling.pending import KnownTokensBlockManager
+from nanovllm_extras.scheduling.policies import POLICIES, fcfs
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache, roll_back
+from nanovllm_extras.scheduling.scheduler import ExtendedScheduler, fork_anytime
 from tests import scheduling_traffic
 from tests.extras.full_fake_kv_cache import FullFakeKVCache, check_stored
 from tests.fake_kv_cache import check_cached_blocks, stored_slots, table_of, tokens_of

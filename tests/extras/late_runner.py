@@ -20,7 +20,8 @@ class LateRunner:
         self.num_expected_ids = 0  # input ids that nobody knew at launch
 
     def run(self, batch):
-        num_in_flight = len(getattr(self._engine.scheduler, "in_flight", [batch]))  # the step of this batch included
+        pending = getattr(self._engine.scheduler, "pending", None)
+        num_in_flight = 1 if pending is None else len(pending.steps)  # the step of this batch included
         assert num_in_flight <= 2
         num_decodes = batch.metadata.num_decodes
         assert (batch.input_ids[num_decodes:] >= 0).all(), "only decodes wait for a token"

@@ -4,17 +4,18 @@ A fault is a function that replaces methods by wrong ones, with pytest's `monkey
 the test says where each must be found, and after how many actions.
 """
 
+from nanovllm_extras.states.state_swap import StateSwapSpace
+
 from nanovllm import prefix_cache
 from nanovllm.block_manager import BlockManager
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kv_groups import grouped_blocks
-from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager, GroupedPrefixCache
-from nanovllm_extras.states.slots import SnapshotCache, StateBlockManager, StateScheduler
-from nanovllm_extras.states.state_swap import StateSwapSpace
-from nanovllm_extras.swap.space import SwapSpace
-from nanovllm_extras.window_blocks import WindowBlockManager
+from nanovllm_extras.memory.block_manager import GroupedBlockManager, GroupedPrefixCache
+from nanovllm_extras.memory.kinds import WindowBlockManager
+from nanovllm_extras.memory.slots import SnapshotCache, StateBlockManager, StateScheduler
+from nanovllm_extras.memory.swap_space import SwapSpace
 from tests.fake_kv_cache import table_of
 
 # ---- blocks, and their cache

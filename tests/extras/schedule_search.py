@@ -24,21 +24,22 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
+
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler
-from nanovllm_extras.extended_scheduler import fork_anytime
 from nanovllm_extras.full_observer import Observer
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.invariants import check_invariants
-from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm_extras.ordered_queues import order_queues
+from nanovllm_extras.memory.block_manager import GroupedBlockManager
+from nanovllm_extras.memory.kinds import WindowBlockManager
+from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
 from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
-from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
+from nanovllm_extras.scheduling.ordered_queues import order_queues
+from nanovllm_extras.scheduling.scheduler import fork_anytime
 from nanovllm_extras.trace.recorder import Recorder
 from nanovllm_extras.trace.recording import TraceFile
-from nanovllm_extras.window_blocks import WindowBlockManager
 from tests import scheduling_traffic
 from tests.extras.full_fake_kv_cache import FullFakeKVCache
 from tests.extras.grouped_fake_kv_cache import (

@@ -2,7 +2,7 @@
 
 import random
 
-from nanovllm_extras.speculation.speculative_scheduler import SpeculativeScheduler
+from nanovllm_extras.scheduling.drafter import SpeculativeScheduler
 from tests.extras.full_traffic import Before, Flight, Run
 from tests.fake_kv_cache import tokens_of
 from tests.scheduling_traffic import VOCAB_SIZE, next_token

@@ -13,10 +13,10 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras.full_observer import SchedulingStats, count_empty_slots
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.known_tokens import KnownTokensBlockManager
+from nanovllm_extras.memory.swap_space import Swap, SwapSpace
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.roll_back import reset_prefix_cache
-from nanovllm_extras.swap.space import Swap, SwapSpace
+from nanovllm_extras.scheduling.pending import KnownTokensBlockManager
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from tests import test_block_manager
 from tests.conftest import examples
 from tests.extras.full_fake_kv_cache import (

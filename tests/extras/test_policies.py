@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras import LLM, Config
-from nanovllm_extras.extended_scheduler import ExtendedScheduler
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.ordered_queues import order_queues
-from nanovllm_extras.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
 from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.scheduling.ordered_queues import order_queues
+from nanovllm_extras.scheduling.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
+from nanovllm_extras.scheduling.scheduler import ExtendedScheduler
 from tests.extras.full_traffic import Run, order_of_service
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 2000), st.integers(-3, 3)), min_size=1, max_size=12)
@@ -89,9 +89,9 @@ def test_priority_serves_the_smallest_number_first_and_equals_by_arrival():
 
 
 def test_sjf_serves_the_shortest_prompt_first_as_long_as_it_is_not_overtaken_for_too_long(monkeypatch):
-    monkeypatch.setattr("nanovllm_extras.policies.SJF_TOKENS_PER_ARRIVAL", 0)
+    monkeypatch.setattr("nanovllm_extras.scheduling.policies.SJF_TOKENS_PER_ARRIVAL", 0)
     assert order_of_service(sjf, SIX) == [3, 1, 4, 0, 5, 2]
-    monkeypatch.setattr("nanovllm_extras.policies.SJF_TOKENS_PER_ARRIVAL", 6)
+    monkeypatch.setattr("nanovllm_extras.scheduling.policies.SJF_TOKENS_PER_ARRIVAL", 6)
     # 30, 20 + 6, 50 + 12, 10 + 18, 20 + 24, 40 + 30
     assert order_of_service(sjf, SIX) == [1, 3, 0, 4, 2, 5]
 

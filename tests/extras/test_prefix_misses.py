@@ -16,11 +16,11 @@ from nanovllm.scheduler import Scheduler
 from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm_extras.full_observer import Observer, SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm_extras.memory.block_manager import GroupedBlockManager
+from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
 from nanovllm_extras.prefix_misses import CAUSES, MAX_SHOWN_TOKENS, ExplainingStats, PrefixMiss
-from nanovllm_extras.roll_back import reset_prefix_cache, roll_back
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache, roll_back
 from nanovllm_extras.serve.metrics_route import Metrics
-from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
 from tests.conftest import examples
 from tests.extras.grouped_fake_kv_cache import window_tables
 

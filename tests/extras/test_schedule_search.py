@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from nanovllm_extras.states.state_swap import StateSwapSpace
 
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm_extras.full_observer import Observer
-from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager, GroupedPrefixCache
-from nanovllm_extras.states.slots import SnapshotCache
-from nanovllm_extras.states.state_swap import StateSwapSpace
+from nanovllm_extras.memory.block_manager import GroupedBlockManager, GroupedPrefixCache
+from nanovllm_extras.memory.slots import SnapshotCache
 from nanovllm_extras.trace import view
 from tests.extras import schedule_faults as faults
 from tests.extras.schedule_search import OTHER_TEXT, TEXT, Counterexample, Setting, World, record, search

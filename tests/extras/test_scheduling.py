@@ -6,8 +6,8 @@
 import pytest
 from hypothesis import settings
 
-from nanovllm_extras.policies import fcfs
-from nanovllm_extras.roll_back import roll_back
+from nanovllm_extras.scheduling.policies import fcfs
+from nanovllm_extras.scheduling.roll_back import roll_back
 from tests.conftest import examples
 from tests.extras.full_traffic import (
     BeamMachine,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from nanovllm.block_manager import BlockManager
 from nanovllm_extras.assembly import make_block_manager
 from nanovllm_extras.full_observer import Observer
-from nanovllm_extras.known_tokens import KnownTokensBlockManager
-from nanovllm_extras.window_blocks import WindowBlockManager, max_held_blocks
+from nanovllm_extras.memory.kinds import WindowBlockManager, max_held_blocks
+from nanovllm_extras.scheduling.pending import KnownTokensBlockManager
 from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run, serve_behind_a_shared_window
 from tests.fake_kv_cache import table_of, tokens_of

@@ -6,7 +6,7 @@ from collections import Counter
 
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.prefix_misses import CAUSES, ExplainingStats
-from nanovllm_extras.roll_back import reset_prefix_cache
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.recorder import Recorder
 from nanovllm_extras.trace.recording import read_recording
 from tests.extras.full_traffic import RecordingStats, Run

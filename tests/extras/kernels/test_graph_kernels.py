@@ -17,7 +17,7 @@ from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kernels.cuda.cuda_decoder_layer import TritonDecoderLayer
 from nanovllm_extras.kernels.cuda.cuda_gated_delta import TritonGatedDeltaNet
 from nanovllm_extras.kernels.cuda.sample import sample_tokens
-from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm_extras.memory.block_manager import GroupedBlockManager
 from nanovllm_extras.models.gemma4_layers import Gemma4DecoderLayer
 from tests.conftest import hf_greedy
 from tests.extras.kv_groups.test_grouped_layers import SWAP, GroupedCheckpoints

@@ -7,11 +7,11 @@ it sees. `test_schedule_search.py` searches all schedules of a few small request
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
+from nanovllm_extras.kv_groups.grouped_swap import GroupedSwapSpace
 
 from nanovllm_extras.invariants import check_invariants
-from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
-from nanovllm_extras.kv_groups.grouped_swap import GroupedSwapSpace
 from nanovllm_extras.kv_groups.layer_groups import LayerGroups, LayerPlace, group_layers
+from nanovllm_extras.memory.block_manager import GroupedBlockManager
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
 from tests.conftest import examples

@@ -26,12 +26,12 @@ from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
-from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
 from nanovllm_extras.kv_groups.grouped_graphs import WindowInputs
 from nanovllm_extras.kv_groups.grouped_layout import LayersOfBlocks
 from nanovllm_extras.kv_groups.grouped_tables import GroupedBlockTables, GroupedMetadata
 from nanovllm_extras.kv_groups.shapes_layout import ShapesLayout
 from nanovllm_extras.layouts import Layout
+from nanovllm_extras.memory.block_manager import GroupedBlockManager
 from nanovllm_extras.self_check.runner_check import SelfCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
 from tests.extras.cuda import test_core_graphs, test_graphs

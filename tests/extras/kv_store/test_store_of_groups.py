@@ -7,8 +7,8 @@ Random traffic over pools of a few blocks, with a store that fails, and engines 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-
 from nanovllm_extras.kv_groups.grouped_store import GroupedStoreHooks
+
 from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine, OverlapMachine, SchedulerMachine
 from tests.extras.grouped_fake_kv_cache import GroupedFakeKVCache

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
-from nanovllm_extras.roll_back import reset_prefix_cache
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from tests.conftest import examples
 from tests.extras.kv_store.test_store_parity import MEMORY, TORCH, make_requests, serve, tokens_of
 

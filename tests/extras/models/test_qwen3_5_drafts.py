@@ -14,10 +14,10 @@ import shutil
 import pytest
 import torch
 import transformers
+from nanovllm_extras.states.drafted_slots import DraftedStateBlockManager
 
 from nanovllm_extras import LLM, Config, SamplingParams
 from nanovllm_extras.isolation import IsolatingEngine
-from nanovllm_extras.states.drafted_slots import DraftedStateBlockManager
 from tests.conftest import every_second
 from tests.extras.failing_request import FailingError, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import (

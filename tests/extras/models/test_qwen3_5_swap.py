@@ -7,10 +7,10 @@ By default the tokens are compared with those of an engine without preemption, w
 import itertools
 
 import pytest
+from nanovllm_extras.states.state_swap import StateSwapSpace
 
 from nanovllm_extras import SamplingParams
-from nanovllm_extras.states.slots import StateBlockManager
-from nanovllm_extras.states.state_swap import StateSwapSpace
+from nanovllm_extras.memory.slots import StateBlockManager
 from nanovllm_extras.transfers import Transfers
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, logprobs_of
 from tests.extras.models.test_qwen3_5 import GREEDY, TINY_POOLS, check_all_free, check_greedy, logprobs, make_llm

@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+from nanovllm_extras.states.state_store import StateKVStore, name_of_state
 
 from nanovllm_extras import LLM, Config, SamplingParams
 from nanovllm_extras.full_sequence import Sequence
@@ -18,8 +19,7 @@ from nanovllm_extras.kv_store.disk_tier import LENGTHS, MAGIC
 from nanovllm_extras.kv_store.kv_slots import Slots
 from nanovllm_extras.kv_store.memory_tier import MemoryTier
 from nanovllm_extras.logits import BiasRows, LogitBias
-from nanovllm_extras.roll_back import reset_prefix_cache
-from nanovllm_extras.states.state_store import StateKVStore, name_of_state
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.recording import read_recording
 from tests.extras.kv_store.test_faulty_stores import Forgetful

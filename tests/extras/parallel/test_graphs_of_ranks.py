@@ -18,7 +18,7 @@ from nanovllm_extras.cuda.warm_up import draws, null_batch
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
-from nanovllm_extras.kv_groups.grouped_blocks import GroupedBlockManager
+from nanovllm_extras.memory.block_manager import GroupedBlockManager
 from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.parallel.communicator import Communicator
 from nanovllm_extras.parallel.messages import Header, pack_step

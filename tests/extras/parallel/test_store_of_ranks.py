@@ -10,7 +10,7 @@ import pytest
 from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
 from nanovllm_extras.parallel import rank, worker
 from nanovllm_extras.parallel.messages import receive
-from nanovllm_extras.roll_back import reset_prefix_cache
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from tests.conftest import examples
 from tests.extras.kv_store import test_faulty_stores as faulty
 from tests.extras.kv_store.test_store_parity import NGRAM, OVERLAP, SWAP, TORCH, make_requests, serve, tokens_of

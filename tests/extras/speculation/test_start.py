@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from nanovllm_extras.states.drafted_slots import drafts_of_nobody
 
 from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
 from nanovllm_extras.speculation import start_speculation as start
-from nanovllm_extras.states.drafted_slots import drafts_of_nobody
 from tests.conftest import every_second
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}

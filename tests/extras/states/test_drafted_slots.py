@@ -11,17 +11,17 @@ its drafts are verified, or never.
 import random
 
 import pytest
+from nanovllm_extras.states.drafted_slots import DraftedStateBlockManager, DraftedStateScheduler
+from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
 
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.ordered_queues import fcfs
+from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
 from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.roll_back import roll_back
-from nanovllm_extras.states.drafted_slots import DraftedStateBlockManager, DraftedStateScheduler
+from nanovllm_extras.scheduling.ordered_queues import fcfs
+from nanovllm_extras.scheduling.roll_back import roll_back
 from nanovllm_extras.states.pool import find_rounds
-from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
-from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
 from tests.extras.states import test_slots
 from tests.extras.states.test_slots import check_owners, next_token
 

@@ -7,17 +7,17 @@ or not copied at all shows in the next chunk.
 import random
 
 import pytest
+from nanovllm_extras.states.known_snapshots import KnownStateBlockManager, OverlappedStateScheduler
+from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
 
-from nanovllm_extras.extended_scheduler import count_places, fork_anytime
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.invariants import check_invariants
+from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
 from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.roll_back import roll_back
-from nanovllm_extras.states.known_snapshots import KnownStateBlockManager, OverlappedStateScheduler
-from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
-from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
+from nanovllm_extras.scheduling.roll_back import roll_back
+from nanovllm_extras.scheduling.scheduler import count_places, fork_anytime
 
 
 class Run:

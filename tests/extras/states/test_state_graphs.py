@@ -21,6 +21,7 @@ from nanovllm_extras.cuda.input_buffer import InputBuffer
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.isolation import IsolatingEngine
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm_extras.memory.slots import NULL_SLOT
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.records import Moves
 from nanovllm_extras.runner_hooks import ArrivingTokens
@@ -29,7 +30,6 @@ from nanovllm_extras.self_check.state_check import StateCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
 from nanovllm_extras.speculation.mtp_layout import MtpLayout
 from nanovllm_extras.states.pool import StateKVCache, StateMetadata, with_states
-from nanovllm_extras.states.slots import NULL_SLOT
 from nanovllm_extras.states.state_graphs import StateInputs, needs_rounds
 from nanovllm_extras.states.state_layout import StateLayout
 from tests.extras.cuda import test_core_graphs, test_graphs

@@ -9,18 +9,18 @@ import random
 
 import pytest
 import torch
+from nanovllm_extras.states.state_store import KnownStateStoreHooks, StateKVStore, StateStoreHooks, name_of_state
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kv_store.copies import copy_out
 from nanovllm_extras.kv_store.share import Loaded
+from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
 from nanovllm_extras.prefix_misses import ExplainingStats
 from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.states.pool import StateKVCache, StateShape
-from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
-from nanovllm_extras.states.state_store import KnownStateStoreHooks, StateKVStore, StateStoreHooks, name_of_state
 from nanovllm_extras.transfers import Transfers
 from tests.extras.states import test_slots
 from tests.extras.store_traffic import FakeStore

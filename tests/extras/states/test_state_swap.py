@@ -5,15 +5,15 @@ Random traffic is in `test_slots.py`, all schedules of few requests are in `test
 
 import pytest
 import torch
+from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
 from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.states.pool import StateKVCache, StateShape
-from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
-from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
 from nanovllm_extras.transfers import Transfers
 
 SHAPE = StateShape(num_layers=3, conv=(3, 10), recurrent=(2, 4, 5))

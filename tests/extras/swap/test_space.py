@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from nanovllm.block_tables import BlockTable
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.memory.swap_space import SwapSpace
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.swap.space import SwapSpace
 
 
 def make_seq(num_tokens, block_ids, num_computed_tokens=None):

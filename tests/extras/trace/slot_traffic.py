@@ -2,12 +2,13 @@
 
 import random
 
+from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
+
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
 from nanovllm_extras.prefix_misses import CAUSES, ExplainingStats
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.roll_back import reset_prefix_cache
-from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
-from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.recorder import Recorder
 from tests.extras.states import test_drafted_slots, test_slots
 from tests.extras.trace_traffic import Lines

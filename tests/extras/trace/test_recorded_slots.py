@@ -7,7 +7,7 @@ import pytest
 
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.states.slots import StateBlockManager, StateScheduler
+from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.recorder import Recorder
 from nanovllm_extras.trace.recording import read_recording

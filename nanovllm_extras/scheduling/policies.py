@@ -7,19 +7,19 @@ changes while sequences wait. To add a policy, write a function of one line and 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-from nanovllm_extras.ordered_queues import Policy, fcfs
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.scheduling.ordered_queues import Policy, fcfs
 
 SJF_TOKENS_PER_ARRIVAL = 256
 
 
-def priority(seq: Any) -> float:
+def priority(seq: Sequence) -> float:
     """The request's `priority`, smaller first, as in vLLM. A request waits as long as smaller numbers keep arriving."""
     return seq.priority
 
 
-def sjf(seq: Any) -> float:
+def sjf(seq: Sequence) -> float:
     """Shortest prompt first, with aging: each later arrival must be 256 tokens shorter to go first.
 
     So at most num_prompt_tokens / 256 later requests can overtake a request, and no request starves.

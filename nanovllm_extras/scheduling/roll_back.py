@@ -8,16 +8,17 @@ random numbers.
 from typing import Any
 
 from nanovllm.scheduler import Scheduler
+from nanovllm_extras.scheduling import scheduler as full
 
 
 def roll_back(scheduler: Scheduler) -> None:
     """Put all sequences of `scheduler` back into the queue, and forget all steps in flight."""
     observer: Any = scheduler.observer
     blocks = scheduler.block_manager
-    forget_steps = getattr(scheduler, "forget_steps", None)  # of schedulers that keep more of a step
-    if forget_steps is not None:
-        forget_steps()
-    blocks.take_copies()
+    if isinstance(scheduler, full.Scheduler):
+        scheduler.forget_steps()
+    else:
+        blocks.take_copies()
     for block_id in observer.blocks_in_flight():
         blocks.prefix_cache.forget(block_id)
     forget_beside(blocks.prefix_cache)
@@ -44,7 +45,6 @@ def reset_prefix_cache(scheduler: Scheduler) -> None:
 
 
 def forget_beside(cache: Any) -> None:
-    """Forget what a cache keeps beside its blocks: snapshots (`states/`), or the blocks of windows (`kv_groups/`)."""
-    forget = getattr(cache, "forget_beside", None)
-    if forget is not None:
-        forget()
+    """Forget what the parts of a prefix cache keep beside its blocks: snapshots, the blocks of other groups."""
+    for part in getattr(cache, "parts", ()):
+        part.forget_all()
