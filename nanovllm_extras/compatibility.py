@@ -61,7 +61,6 @@ def is_computed(speculative_config: Any) -> bool:
 
 CACHE_OF_8_BITS = Feature("K and V in 8 bits", ("kv_cache_dtype",), lambda dtype: dtype in ("fp8", "int8"))
 INT8_CACHE = Feature("K and V in int8", ("kv_cache_dtype",), lambda dtype: dtype == "int8")
-QUANTIZATION = Feature("quantised weights", ("quantization",))
 GGUF = Feature("a GGUF file", ("load_format",), lambda form: form == "gguf")
 DUMMY = Feature("random weights", ("load_format",), lambda form: form == "dummy")
 GRAPHS = Feature("CUDA graphs", ("enable_cuda_graphs",), lambda value: value)
@@ -143,7 +142,6 @@ CONTRADICTIONS = (
     # ---- of recurrent states
     Row(CACHE_OF_8_BITS, STATES, "the blocks beside states have the model's dtype", is_to_do=True),
     Row(GGUF, STATES, "the loader does not know such layers", is_to_do=True),
-    Row(QUANTISED, STATES, "the loader does not know such layers", is_to_do=True),
     Row(NODES, STATES, "states on several machines are not tested", is_to_do=True),
     Row(RANKS, CONVOLUTIONS, "the channels of such layers are not divided", is_to_do=True),
     Row(
@@ -153,9 +151,7 @@ CONTRADICTIONS = (
     Row(RANKS, STATES & STORE, "states are stored by one rank", is_to_do=True),
     # ---- of several shapes of K and V
     Row(CACHE_OF_8_BITS, SHAPES, "their blocks have the model's dtype", is_to_do=True),
-    Row(QUANTIZATION, SHAPES, "quantised weights are not tested with such layers", is_to_do=True),
     Row(GGUF, SHAPES, "the loader does not know such layers", is_to_do=True),
-    Row(QUANTISED, SHAPES, "the loader does not know such layers", is_to_do=True),
     Row(DRAFT_MODEL, SHAPES, "a draft model shares blocks of one shape only", is_to_do=True, instead=ANY_NGRAM),
 )  # fmt: skip
 """The first row that holds is the one that an error names."""

@@ -36,7 +36,7 @@ def load_model(
 ) -> Any:
     """Load the network to `device`, with the weights of `folder`, or with random ones of seed `dummy_seed`.
 
-    `part_of` returns the part of a tensor that the network needs, if `read` cannot know it (`rename_stored`).
+    `part_of` returns the part of a tensor that the network needs, if `read` has not cut it already.
     """
     with torch.device("meta"):
         model = model_class(config, backend)
@@ -54,13 +54,18 @@ def load_weights(
     model: nn.Module, folder: Path, read: Read, part_of: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> None:
     """Copy each tensor of the checkpoint to its place. ValueError unless checkpoint and model match exactly."""
+    fill(places_of_stored(model), network_tensors(model, folder, read, part_of), folder)
+
+
+def network_tensors(
+    model: nn.Module, folder: Path, read: Read, part_of: Callable[[str, torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a checkpoint by the names that the network has for them, each cut by `part_of`."""
     is_unused = getattr(model, "is_unused", lambda name: False)  # a network has it whose checkpoints hold more
     rename = getattr(model, "rename_stored", None)  # and this if their tensors hold several of the network's
-    tensors = plain_tensors(iterate_checkpoint(folder, read), is_unused, folder)
-    if rename is not None:
-        renamed = (pair for name, tensor in tensors for pair in rename(name, tensor))
-        tensors = ((name, part_of(name, tensor)) for name, tensor in renamed)
-    fill(places_of_stored(model), tensors, folder)
+    for stored_name, tensor in plain_tensors(iterate_checkpoint(folder, read), is_unused, folder):
+        for name, one in [(stored_name, tensor)] if rename is None else rename(stored_name, tensor):
+            yield name, part_of(name, one)
 
 
 def places_of_stored(model: nn.Module) -> dict[str, torch.Tensor]:

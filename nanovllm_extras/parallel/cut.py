@@ -123,11 +123,17 @@ class Cutter(NamedTuple):
     size: int
 
     def cuts(self, whole: nn.Module, share: nn.Module) -> Iterator[tuple[str, nn.Module, str, Cut]]:
-        """Yield (module's path, module of `whole`, name, cut) for each parameter. Both networks may be on `meta`."""
+        """Yield (module's path, module of `whole`, name, cut) for each parameter. Both networks may be on `meta`.
+
+        Layers of `share` that are quantised already have none.
+        """
         shares = dict(share.named_modules(remove_duplicate=False))
         for path, module in whole.named_modules(remove_duplicate=False):
+            parameters = shares[path]._parameters
             for name, parameter in module.named_parameters(recurse=False):
-                shapes = tuple(parameter.shape), tuple(getattr(shares[path], name).shape)
+                if (part := parameters.get(name)) is None:
+                    continue
+                shapes = tuple(parameter.shape), tuple(part.shape)
                 rows = rows_of(whole, path), rows_of(share, path)
                 yield path, module, name, self.cut(module, shares[path], name, *shapes, rows)
 

@@ -27,7 +27,7 @@ from nanovllm_extras.full_runner import ModelRunner, has_overlap_by_default, mos
 from nanovllm_extras.layouts import Layout
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
-from nanovllm_extras.parallel.cut import Cutter, part_of_whole, read_part, share_of
+from nanovllm_extras.parallel.cut import Cut, Cutter, part_of_whole, read_part, share_of
 from nanovllm_extras.parallel.driver import Driver
 from nanovllm_extras.parallel.joined import join
 from nanovllm_extras.parallel.meeting import Meeting, choose_kind, connect, make_meeting
@@ -154,19 +154,36 @@ class RankPart(Whole):
         with torch.device("meta"):
             whole = runner.model_class(runner.whole_shape, runner.backend_of_layers)
             share = runner.model_class(runner.shape, runner.backend_of_layers)
+        cuts = cutter.cuts_of_checkpoint(whole, share)
+        where = (runner.backend_of_layers, runner.dtype, runner.device, runner.folder)
         if config.load_format == "dummy":
-            model = allocate(share, runner.dtype, runner.device)
+            model = self.allocate(runner, share, cuts)
             fill_with_dummies(model, whole, cutter, config.seed, runner.shape.initializer_range)
             return model
-        cuts = cutter.cuts_of_checkpoint(whole, share)
+        if runner.shape.quantization_config is not None or config.load_format == "gguf":
+            from nanovllm_extras.quantization.choose_loader import choose_loader
+            from nanovllm_extras.quantization.shares import Share
+
+            load = choose_loader(runner.whole_shape, config, runner.pack_quantised, Share(cuts, self.check))
+            return load(runner.model_class, runner.shape, *where)
 
         def read(file: Any, name: str) -> torch.Tensor:
             self.check()
             return read_part(cuts, file, name)
 
-        part_of = partial(part_of_whole, cuts)
-        where = (runner.backend_of_layers, runner.dtype, runner.device, runner.folder)
-        return load_model(runner.model_class, runner.shape, *where, None, read, part_of)
+        return load_model(runner.model_class, runner.shape, *where, None, read, partial(part_of_whole, cuts))
+
+    def allocate(self, runner: ModelRunner, share: Any, cuts: dict[str, Cut]) -> Any:
+        """Return the network on the device, with random weights where the checkpoint's are quantised."""
+        if runner.shape.quantization_config is None:
+            return allocate(share, runner.dtype, runner.device)
+        from nanovllm_extras.quantization.dummies import make_dummies
+        from nanovllm_extras.quantization.shares import Share
+        from nanovllm_extras.quantization.stored import read_format
+
+        form, part = read_format("quantization_config", runner.shape.quantization_config), Share(cuts, self.check)
+        how = runner.dtype, runner.device, runner.config.seed, runner.shape.initializer_range
+        return make_dummies(form, runner.pack_quantised, part, share, *how)
 
     def wrap(self, device: Device, vocab_size: int) -> Device:
         return RankDevice(device, self.communicator, vocab_size, self.hears_tokens)

@@ -117,10 +117,9 @@ def multiply(x: Tensor, weight: QuantisedWeight) -> Tensor:
 class QuantisedLinear(nn.Module):
     """Linear layer with a quantised weight: x: [..., in_features] -> x @ weight.T + bias: [..., out_features]"""
 
-    def __init__(self, weight: QuantisedWeight | None, bias: Tensor | None) -> None:
-        """Make the layer. `weight` is None if the loader fills it in later."""
+    def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
         super().__init__()
-        self.quantised: Any = weight
+        self.quantised = weight
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,12 +130,31 @@ class QuantisedLinear(nn.Module):
 class QuantisedFusedLinear(QuantisedLinear):
     """Several projections of the same input in one product, like `FusedLinear`. `parts`: name -> number of rows"""
 
-    def __init__(self, weight: QuantisedWeight | None, bias: Tensor | None, parts: dict[str, int]) -> None:
+    def __init__(self, weight: QuantisedWeight, bias: Tensor | None, parts: dict[str, int]) -> None:
         super().__init__(weight, bias)
         self.parts = parts
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         return super().forward(x).split(tuple(self.parts.values()), dim=-1)
+
+
+class SplitFusedLinear(nn.Module):
+    """Several projections of the same input in more than one product, because their weights differ in kind.
+
+    products: layers with `parts`, such as a `QuantisedFusedLinear` and a `FusedLinear`; parts: those of all of them, in
+    the order of the result
+    """
+
+    def __init__(self, products: list[Any], parts: dict[str, int]) -> None:
+        super().__init__()
+        self.products, self.parts = nn.ModuleList(products), parts
+        names = [name for product in products for name in product.parts]
+        self.places = [names.index(name) for name in parts]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        found = [y for product in self.products for y in product(x)]
+        y = torch.cat([found[place] for place in self.places], dim=-1)  # kernels expect one tensor of all parts
+        return y.split(tuple(self.parts.values()), dim=-1)
 
 
 class QuantisedEmbedding(nn.Module):

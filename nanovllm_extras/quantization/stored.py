@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised already: `architectures.py` asks `read_format`, `choose_loader.py` asks `loader`.
+"""Checkpoints that are quantised already: `architectures.py` asks `read_format`, `choose_loader.py` asks `load_stored`.
 
 Each projection that has the tensors of the format becomes a layer of `quantised_linear.py`. Other quantised
 weights, such as routers and output layers, are widened to the model's dtype. All others are loaded as always.
@@ -16,21 +16,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.loader import allocate, checkpoint_files, fill
+from nanovllm.loader import checkpoint_files, fill, init_dummy_weights
+from nanovllm_extras.quantization.dummies import make_dummies
 from nanovllm_extras.quantization.formats import READERS, Format
 from nanovllm_extras.quantization.fp8_weights import KV_SCALES, Fp8, read_compressed_fp8, read_fp8
+from nanovllm_extras.quantization.load_layers import Kind, load_layers
 from nanovllm_extras.quantization.mxfp4 import Mxfp4, read_mxfp4
-from nanovllm_extras.quantization.quantise import VECTOR, Finish
-from nanovllm_extras.quantization.quantised_linear import QuantisedFusedLinear, QuantisedLinear, QuantisedWeight
-from nanovllm_extras.weights import (
-    BARE,
-    OF_QUANTISED,
-    iterate_checkpoint,
-    load_model,
-    places_of_stored,
-    plain_tensors,
-)
+from nanovllm_extras.quantization.quantise import Finish
+from nanovllm_extras.quantization.quantised_linear import QuantisedWeight
+from nanovllm_extras.quantization.shares import Share
+from nanovllm_extras.weights import BARE, OF_QUANTISED, load_model, network_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -51,29 +46,57 @@ def read_format(field: str, raw: Any) -> Format | Fp8 | Mxfp4:
     return read(given)
 
 
-def load_stored(form: Any, finish: Finish, model_class: Any, shape: Any, backend: Any, dtype: torch.dtype,
-                device: torch.device, folder: Path, dummy_seed: int | None = None) -> Any:  # fmt: skip
-    """Load a checkpoint of format `form`, with the arguments of `load_model`.
+def load_stored(
+    form: Any,
+    finish: Finish,
+    share: Share,
+    model_class: Any,
+    shape: Any,
+    backend: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    dummy_seed: int | None = None,
+) -> Any:
+    """Load a checkpoint of format `form`, or random weights, with the arguments of `load_model`.
 
-    Each quantised layer becomes what `finish` makes of it before the next one is loaded.
+    Each quantised layer becomes what `finish` makes of it before the next one is loaded. share: the rank's part
     """
-    checkpoint = Checkpoint(folder)
-    if isinstance(form, Fp8 | Mxfp4):
-        logger.info("the checkpoint's weights in %s are widened to %s", type(form).__name__.lower(), dtype)
-        return load_model(model_class, shape, backend, dtype, device, folder, read=form.reader(checkpoint, dtype))
-    return load_projections(form, finish, checkpoint, model_class, shape, backend, dtype, device)
+    with torch.device("meta"):
+        model = model_class(shape, backend)
+    if dummy_seed is not None:
+        made = make_dummies(form, finish, share, model, dtype, device, dummy_seed, shape.initializer_range)
+        init_dummy_weights(made, dummy_seed, shape.initializer_range)
+        return made
+    if not isinstance(form, Fp8 | Mxfp4):
+        checkpoint = Checkpoint(folder, getattr(model, "rename_stored", None))
+        return load_projections(StoredSource(form, checkpoint), finish, share, model, dtype, device)
+    logger.info("the checkpoint's weights in %s are widened to %s", type(form).__name__.lower(), dtype)
+    read_whole = form.reader(Checkpoint(folder), dtype)
+
+    def read(file: Any, name: str) -> Tensor | None:
+        share.check()
+        return read_whole(file, name)
+
+    return load_model(model_class, shape, backend, dtype, device, folder, read=read, part_of=share.of)
 
 
 class Checkpoint:
-    """The tensors of a folder, by the names that the model has for them."""
+    """The tensors of a folder, by the names that the model has for them. rename: the model's `rename_stored`"""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, rename: Callable[[str, Tensor], Any] | None = None) -> None:
+        self.folder, self.rename = folder, rename
         self.files: dict[str, tuple[Path, str]] = {}  # file, and name in the file
         for file, wanted in checkpoint_files(folder).items():
             with safe_open(file, framework="pt") as tensors:
                 names = set(tensors.keys()) & (wanted or set(tensors.keys()))
-            self.files |= {BARE.sub("model.", name): (file, name) for name in names}
+            self.files |= {self.name_of(name): (file, name) for name in names}
+
+    def name_of(self, stored_name: str) -> str:
+        """Return the model's name of a tensor. One that holds several tensors of the model keeps its own name."""
+        name = BARE.sub("model.", stored_name)
+        renamed = [] if self.rename is None else [one for one, _ in self.rename(name, torch.empty(0))]
+        return renamed[0] if len(renamed) == 1 else name
 
     def read(self, name: str) -> Tensor:
         file, stored_name = self.files[name]
@@ -81,158 +104,92 @@ class Checkpoint:
             return tensors.get_tensor(stored_name)
 
 
+class StoredSource:
+    """A checkpoint whose weights are decoded to `QuantisedWeight`: a `Source` (`load_layers.py`)."""
+
+    def __init__(self, form: Format, checkpoint: Checkpoint) -> None:
+        self.form, self.checkpoint = form, checkpoint
+        self.loaded: set[str] = set()  # names of tensors
+
+    def is_quantised(self, part: str) -> bool:
+        return f"{part}.{self.form.mark}" in self.checkpoint.files
+
+    def kind(self, part: str, shape: tuple[int, ...]) -> Kind | None:
+        if not self.is_quantised(part):
+            return None
+        order = None
+        if "g_idx" in self.form.tensors and f"{part}.g_idx" in self.checkpoint.files:
+            size = self.form.group_size or shape[1]
+            found = self.decoding(part, lambda: self.form.find_order(self.checkpoint.read(f"{part}.g_idx"), size))
+            order = None if found is None else found.numpy().tobytes()
+        return Kind(self.form.bits, self.form.group_size, order)
+
+    def weight(self, part: str, shape: tuple[int, ...]) -> QuantisedWeight:
+        names = [name for name in self.form.tensors if f"{part}.{name}" in self.checkpoint.files]
+        if missing := [name for name in self.form.tensors if name not in (*names, "g_idx")]:
+            raise ValueError(f"{part} in {self.checkpoint.folder} lacks {', '.join(missing)}")
+        self.loaded |= {f"{part}.{name}" for name in names}
+        tensors = {name: self.checkpoint.read(f"{part}.{name}") for name in names}
+        weight: QuantisedWeight = self.decoding(part, lambda: self.form.decode(tensors, shape[1]))
+        if len(weight.q) != shape[0]:
+            raise ValueError(
+                f"{part} in {self.checkpoint.folder} has {len(weight.q)} outputs, the model needs {shape[0]}"
+            )
+        return weight
+
+    def decoding(self, part: str, decode: Callable[[], Any]) -> Any:
+        """Call `decode`, and name the projection in its errors."""
+        try:
+            return decode()
+        except ValueError as error:
+            raise ValueError(f"{part} in {self.checkpoint.folder}: {error}") from error
+
+    def floats(self, name: str) -> Tensor:
+        if name not in self.checkpoint.files:
+            raise ValueError(f"{name} is missing in {self.checkpoint.folder}")
+        self.loaded.add(name)
+        return self.checkpoint.read(name)
+
+    def bias(self, part: str, num_outputs: int) -> Tensor:
+        """Read a bias. Some tools write zeros for layers without a bias; other values raise ValueError."""
+        name = f"{part}.bias"
+        if num_outputs:
+            return self.floats(name)
+        if name in self.checkpoint.files and bool(self.floats(name).any()):
+            raise ValueError(f"unexpected tensor {name} in {self.checkpoint.folder}: the model's layer has no bias")
+        return torch.empty(0)
+
+
 def load_projections(
-    form: Format,
-    finish: Finish,
-    checkpoint: Checkpoint,
-    model_class: Any,
-    config: Any,
-    backend: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Any:
-    with torch.device("meta"):
-        model = model_class(config, backend)
-    found = find_projections(form, checkpoint, model)
-    for path, layer in found.items():  # without weights: their memory is never taken
-        set_layer(model, path, quantised_version_of(layer))
-    model = allocate(model, dtype, device)
-    consumed: set[str] = set()
-    for path, layer in found.items():
-        quantised = model.get_submodule(path)
-        parts = parts_of(path, layer)
-        weights = [decode(form, checkpoint, part, layer.weight.shape[1], rows) for part, rows in parts.items()]
-        quantised.quantised = joined(path, weights, device)
-        biases = [read_bias(checkpoint, part, layer.bias is not None) for part in parts]
-        if layer.bias is not None:
-            quantised.bias.copy_(torch.cat(biases))
-        set_layer(model, path, finish(quantised))
-        consumed |= {f"{part}.{name}" for part in parts for name in (*form.tensors, "bias")}
-    others = find_others(form, checkpoint, model)
-    consumed |= {f"{path}.{name}" for path in others for name in (*form.tensors, "bias")}
+    source: StoredSource, finish: Finish, share: Share, model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Return the network on `device`. model: on the meta device"""
+    form, checkpoint = source.form, source.checkpoint
+    model, places = load_layers(source, model, share, finish, dtype, device)
+    if not source.loaded:
+        raise ValueError(f"config.json says {form.name}, but no projection in {checkpoint.folder} is quantised so")
+    # no kernel multiplies by other quantised weights as they are stored: routers, embeddings, up-projections of latents
+    others = [name.removesuffix(".weight") for name in places if source.is_quantised(name.removesuffix(".weight"))]
+    source.loaded |= {f"{path}.{name}" for path in others for name in (*form.tensors, "bias")}
     is_unused = getattr(model, "is_unused", lambda name: False)
 
     def read_plain(file: Any, stored_name: str) -> Tensor | None:
-        name = BARE.sub("model.", stored_name)
-        if name in consumed or is_unused(name) or KV_SCALES.search(name):
+        share.check()
+        name = checkpoint.name_of(stored_name)
+        if name in source.loaded or is_unused(BARE.sub("model.", stored_name)) or KV_SCALES.search(name):
             return None
         if OF_QUANTISED.search(name):
             raise ValueError(f"unexpected tensor {name} in {checkpoint.folder}: the model has no such quantised layer")
         return file.get_tensor(stored_name)
 
-    plain = plain_tensors(iterate_checkpoint(checkpoint.folder, read_plain), is_unused, checkpoint.folder)
-    widened = ((f"{path}.weight", widen(form, checkpoint, path, shape)) for path, shape in others.items())
-    fill(places_of_stored(model), chain(plain, widened), checkpoint.folder)
+    plain = network_tensors(model, checkpoint.folder, read_plain, share.of)
+    widened = ((f"{path}.weight", widen(source, share, path, places[f"{path}.weight"].shape)) for path in others)
+    fill(places, chain(plain, widened), checkpoint.folder)
     return model
 
 
-def quantised_version_of(layer: Any) -> nn.Module:
-    """Return the quantised layer that replaces `layer`. Its weight is loaded later."""
-    if type(layer) is Linear:
-        return QuantisedLinear(None, layer.bias)
-    return QuantisedFusedLinear(None, layer.bias, layer.parts)
-
-
-def parts_of(path: str, layer: Any) -> dict[str, int]:
-    """Return the projections of a layer: name in the checkpoint -> number of outputs."""
-    if not isinstance(layer, FusedLinear) or getattr(layer, "is_stored_fused", False):
-        return {path: len(layer.weight)}
-    parent = path.rpartition(".")[0]
-    return {f"{parent}.{part}": rows for part, rows in layer.parts.items()}
-
-
-def set_layer(model: nn.Module, path: str, layer: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, layer)
-
-
-def find_projections(form: Format, checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
-    """Return the quantised layers by path. Raises ValueError if only a part of a layer is quantised."""
-    found: dict[str, Any] = {}
-    for path, layer in model.named_modules():
-        if type(layer) not in (Linear, FusedLinear):
-            continue
-        parts = {part: f"{part}.{form.mark}" in checkpoint.files for part in parts_of(path, layer)}
-        if not any(parts.values()):
-            continue
-        if not all(parts.values()):
-            plain = ", ".join(part for part in parts if not parts[part])
-            raise ValueError(f"{plain} in {checkpoint.folder} is not quantised, but what is multiplied with it is")
-        if layer.weight.shape[1] % VECTOR:
-            raise ValueError(f"{path} has {layer.weight.shape[1]} inputs, quantised layers need a multiple of {VECTOR}")
-        found[path] = layer
-    if not found:
-        raise ValueError(f"config.json says {form.name}, but no projection in {checkpoint.folder} is quantised so")
-    return found
-
-
-def find_others(form: Format, checkpoint: Checkpoint, model: nn.Module) -> dict[str, torch.Size]:
-    """Return the other quantised weights, by path, with their shapes: routers, embeddings, DeepSeek's up-projections.
-
-    No kernel multiplies by them as they are stored, so they are widened.
-    """
-    return {
-        path: layer.weight.shape
-        for path, layer in model.named_modules()
-        if isinstance(getattr(layer, "weight", None), Tensor) and f"{path}.{form.mark}" in checkpoint.files
-    }
-
-
-def widen(form: Format, checkpoint: Checkpoint, path: str, shape: torch.Size) -> Tensor:
-    """Return a quantised weight as floats: [out, in] float32."""
-    read_bias(checkpoint, path, is_wanted=False)
-    return decode(form, checkpoint, path, shape[1], shape[0]).dequantised()
-
-
-def decode(form: Format, checkpoint: Checkpoint, part: str, num_inputs: int, num_outputs: int) -> QuantisedWeight:
-    names = [name for name in form.tensors if f"{part}.{name}" in checkpoint.files]
-    if missing := [name for name in form.tensors if name not in (*names, "g_idx")]:
-        raise ValueError(f"{part} in {checkpoint.folder} lacks {', '.join(missing)}")
-    tensors = {name: checkpoint.read(f"{part}.{name}") for name in names}
-    try:
-        weight = form.decode(tensors, num_inputs)
-    except ValueError as error:
-        raise ValueError(f"{part} in {checkpoint.folder}: {error}") from error
-    if len(weight.q) != num_outputs:
-        raise ValueError(f"{part} in {checkpoint.folder} has {len(weight.q)} outputs, the model needs {num_outputs}")
-    return weight
-
-
-def joined(path: str, weights: list[QuantisedWeight], device: torch.device) -> QuantisedWeight:
-    """Concatenate the parts of a layer along its outputs."""
-    first = weights[0]
-    for other in weights[1:]:
-        if not equal(first.order, other.order):
-            raise ValueError(f"the projections in {path} have their inputs in different orders (desc_act, g_idx)")
-    zeros = [weight.zeros for weight in weights]
-    if any(one is not None for one in zeros):
-        half = 2 ** (first.bits - 1)
-        zeros = [
-            torch.full_like(weight.scales, half, dtype=torch.uint8) if weight.zeros is None else weight.zeros
-            for weight in weights
-        ]
-    return QuantisedWeight(
-        torch.cat([weight.q for weight in weights]).to(device),
-        torch.cat([weight.scales for weight in weights]).to(device),
-        None if zeros[0] is None else torch.cat([one for one in zeros if one is not None]).to(device),
-        first.bits,
-        first.group_size,
-        None if first.order is None else first.order.to(device),
-    )
-
-
-def equal(order: Tensor | None, other: Tensor | None) -> bool:
-    return order is other or (order is not None and other is not None and torch.equal(order, other))
-
-
-def read_bias(checkpoint: Checkpoint, part: str, is_wanted: bool) -> Tensor:
-    """Read a bias. Some tools write zeros for layers without a bias; other values raise ValueError."""
-    name = f"{part}.bias"
-    if name not in checkpoint.files:
-        if is_wanted:
-            raise ValueError(f"{name} is missing in {checkpoint.folder}")
-        return torch.empty(0)
-    bias = checkpoint.read(name)
-    if not is_wanted and bool(bias.any()):
-        raise ValueError(f"unexpected tensor {name} in {checkpoint.folder}: the model's layer has no bias")
-    return bias
+def widen(source: StoredSource, share: Share, path: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the rank's part of a quantised weight as floats: `shape` float32."""
+    name = f"{path}.weight"
+    source.bias(path, 0)
+    return share.of(name, source.weight(path, share.whole_shape(name, shape)).dequantised())

@@ -1,0 +1,158 @@
+"""Quantised checkpoints of models with recurrent states and of models with K and V of several shapes.
+
+The oracle is `transformers` with what the packed weights mean, and with rounded activations (`packed_models.py`).
+"""
+
+import itertools
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm_extras.quantization.quantised_linear import QuantisedFusedLinear, SplitFusedLinear, quantise_weight
+from tests.extras.kernels.processors import need_a_compiler
+from tests.extras.quantization.packed_models import (
+    FORMATS,
+    Models,
+    check_tokens,
+    greedy_of,
+    is_product,
+    make_llm,
+    order_of,
+    with_weights,
+    write_packed,
+)
+
+pytest.importorskip("transformers.models.gemma4")
+KINDS = ("Qwen3_5", "Lfm2", "Gemma4")
+DEFAULT_CASES = [("Qwen3_5", "awq", "torch"), ("Lfm2", "gptq, 8 bits, desc_act", "torch"), ("Gemma4", "fp8", "torch"),
+                 ("Gemma4", "int-quantized", "cpu"), ("Lfm2", "pack-quantized", "cpu")]  # fmt: skip
+
+
+def cases():
+    for case in itertools.product(KINDS, FORMATS, ("torch", "cpu")):
+        yield pytest.param(*case, marks=[] if case in DEFAULT_CASES else [pytest.mark.slow])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return Models(tmp_path_factory.mktemp("packed"))
+
+
+@pytest.mark.parametrize(("kind", "form", "backend"), list(cases()))
+def test_tokens_are_those_of_transformers_with_these_weights(models, tmp_path, kind, form, backend):
+    if backend == "cpu":
+        need_a_compiler(torch.float32)
+    of, model = models.make(kind)
+    meanings = write_packed(tmp_path / "model", of, form)
+    llm = make_llm(tmp_path / "model", attention_backend=backend, max_num_batched_tokens=13)
+    group_size = FORMATS[form][2]
+    if backend == "torch":
+        layers = [layer for layer in llm.engine.runner.model.modules() if hasattr(layer, "quantised")]
+        assert (group_size is not None) == (len(layers) > 8)
+    prompts = models.prompts(kind)[1:3]
+    oracle = with_weights(model, meanings, group_size, *([order_of] if "desc_act" in form else []))
+    check_tokens(llm, oracle, prompts, group_size is not None)
+
+
+@pytest.mark.parametrize("form", ["awq", "int-quantized"])
+def test_a_layer_of_which_only_some_projections_are_quantised(models, tmp_path, form):
+    """The small projections of Gated DeltaNet have four outputs here, which AWQ cannot pack."""
+    write_packed(
+        tmp_path / "model", models.make("Qwen3_5")[0], form, lambda *one: is_product(*one, 8 if form == "awq" else 1)
+    )
+    model = make_llm(tmp_path / "model").engine.runner.model
+    layer = model.model.layers[0].linear_attn.in_proj
+    assert type(layer) is (SplitFusedLinear if form == "awq" else QuantisedFusedLinear)
+    if form == "awq":
+        assert [list(one.parts) for one in layer.products] == [["in_proj_qkv", "in_proj_z"], ["in_proj_b", "in_proj_a"]]
+
+
+def test_any_projection_of_a_layer_may_be_in_floats(models, tmp_path):
+    """k is behind q and v in memory, and between them in the result."""
+    of, model = models.make("Gemma4")
+    meanings = write_packed(
+        tmp_path / "model", of, "gptq", lambda name, one: is_product(name, one) and ".k_proj" not in name
+    )
+    prompts = models.prompts("Gemma4")[1:3]
+    check_tokens(make_llm(tmp_path / "model"), with_weights(model, meanings, 32), prompts, is_rounded=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant"), [("Qwen3_5Moe", "plain"), pytest.param("Gemma4", "experts", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("form", ["int-quantized", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_experts_mean_what_their_format_says(models, tmp_path, kind, variant, form):
+    """Tools store each expert by itself. The oracle is the engine with the same weights in floats."""
+    of, _ = models.make(kind, variant)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_bytes((of / "config.json").read_bytes())
+    tensors = dict(one for pair in load_file(of / "model.safetensors").items() for one in expert_by_expert(*pair))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "plain" / "model.safetensors")
+
+    def is_packed(name, tensor):
+        return is_product(name, tensor, 1) and not name.endswith(("mlp.gate.weight", "router.proj.weight"))
+
+    meanings = write_packed(tmp_path / "model", tmp_path / "plain", form, is_packed)
+    assert any("experts.3.gate_proj" in path for path in meanings)
+    floats = {name: meanings.get(name.removesuffix(".weight"), tensor) for name, tensor in tensors.items()}
+    save_file({name: tensor.contiguous() for name, tensor in floats.items()}, tmp_path / "plain" / "model.safetensors")
+    found, expected = (greedy_of(make_llm(tmp_path / one), models.prompts(kind)[:3]) for one in ("model", "plain"))
+    if form == "fp8":
+        assert found == expected
+    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], abs=0.3)
+
+
+def expert_by_expert(name, tensor):
+    """Yield the tensors of each expert, of one that has those of all."""
+    path, _, projection = name.rpartition(".")
+    if not path.endswith("experts"):
+        yield name, tensor
+        return
+    for i, weight in enumerate(tensor):
+        if projection == "down_proj":
+            yield f"{path}.{i}.down_proj.weight", weight
+        else:
+            gate, up = weight.chunk(2)
+            yield f"{path}.{i}.gate_proj.weight", gate
+            yield f"{path}.{i}.up_proj.weight", up
+
+
+# ---- weights that are quantised when they are loaded
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("method", "bits"), [("int8", 8), pytest.param("int4", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", ["plain", pytest.param("keys are values", marks=pytest.mark.slow)])
+def test_k_and_v_of_several_shapes_with_weights_that_are_quantised_here(models, variant, method, bits, backend):
+    if backend == "cpu":
+        need_a_compiler(torch.float32)
+    folder, model = models.make("Gemma4", variant)
+    meanings = {
+        path: quantise_weight(module.weight.data, bits, 32).dequantised()
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and path != "lm_head"
+    }
+    given = {"method": method, "group_size": 32, "embeddings": False}
+    llm = make_llm(folder, quantization=given, attention_backend=backend, max_num_batched_tokens=13)
+    check_tokens(llm, with_weights(model, meanings, 32), models.prompts("Gemma4")[1:3], is_rounded=True)
+
+
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_table_of_the_layers_is_quantised_too(models, bits):
+    """Gemma 4's layers have embeddings of their own."""
+    folder, model = models.make("Gemma4")
+    meanings = {
+        path: quantise_weight(module.weight.data, 8 if is_inside(path) else bits, 32).dequantised()
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+    }
+    given = {"method": "int8", "group_size": 32, "embeddings": f"int{bits}"}
+    llm = make_llm(folder, quantization=given)
+    assert type(llm.engine.runner.model.model.embed_tokens_per_layer).__name__ == "QuantisedEmbedding"
+    check_tokens(llm, with_weights(model, meanings, 32), models.prompts("Gemma4")[1:3], is_rounded=True)
+
+
+def is_inside(path):
+    return "embed" not in path and path != "lm_head"
