@@ -141,7 +141,6 @@ CONTRADICTIONS = (
     ),
     # ---- of recurrent states
     Row(CACHE_OF_8_BITS, STATES, "the blocks beside states have the model's dtype", is_to_do=True),
-    Row(GGUF, STATES, "the loader does not know such layers", is_to_do=True),
     Row(NODES, STATES, "states on several machines are not tested", is_to_do=True),
     Row(RANKS, CONVOLUTIONS, "the channels of such layers are not divided", is_to_do=True),
     Row(
@@ -151,7 +150,6 @@ CONTRADICTIONS = (
     Row(RANKS, STATES & STORE, "states are stored by one rank", is_to_do=True),
     # ---- of several shapes of K and V
     Row(CACHE_OF_8_BITS, SHAPES, "their blocks have the model's dtype", is_to_do=True),
-    Row(GGUF, SHAPES, "the loader does not know such layers", is_to_do=True),
     Row(DRAFT_MODEL, SHAPES, "a draft model shares blocks of one shape only", is_to_do=True, instead=ANY_NGRAM),
 )  # fmt: skip
 """The first row that holds is the one that an error names."""

@@ -214,6 +214,22 @@ def test_an_output_layer_of_another_kind_than_the_embeddings(tmp_path):
         assert torch.equal(layer.weight, torch.from_numpy(meaning))
 
 
+def test_the_projections_of_a_layer_may_have_several_kinds(tmp_path):
+    """Each kind is a product of its own: q in 4 bits, k in floats, v in 8 bits."""
+    kinds = {"q_proj.weight": "Q4_0", "k_proj.weight": "F32"}
+    meanings = write(tmp_path / "model", TINY_QWEN3, kinds=lambda name: kinds.get(name.split("attn.")[-1]))
+    llm = read(tmp_path / "model")
+    layer = llm.engine.runner.model.model.layers[0].self_attn.qkv_proj
+    classes = [type(one).__name__ for one in layer.products]
+    assert classes == ["QuantisedFusedLinear", "FusedLinear", "QuantisedFusedLinear"]
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+    for part, y in zip("qkv", layer(x), strict=True):
+        exact = x @ meanings[f"model.layers.0.self_attn.{part}_proj"].T
+        assert (y - exact).norm() < 0.02 * exact.norm(), part
+    fast = LLM(tmp_path / "model", load_format="gguf", dtype="float32", num_kv_blocks=40)
+    assert answer(fast) == answer(llm)
+
+
 def test_the_kernels_give_the_tokens_of_the_definition(tmp_path):
     write(tmp_path / "model", TINY_QWEN3, kind="Q4_0")
     fast = LLM(tmp_path / "model", load_format="gguf", dtype="float32", num_kv_blocks=40)
@@ -223,11 +239,10 @@ def test_the_kernels_give_the_tokens_of_the_definition(tmp_path):
 
 REFUSED = {
     "another kind": ({"kind": "Q4_1"}, r"tensor model\.layers\.0\..*\.weight in .* is Q4_1; projections can be Q8_0"),
-    "two kinds": (
-        {"kinds": lambda name: "Q4_0" if "k_proj.weight" in name else None},
-        r"all parts of .*qkv_proj in .* must be floats or have one kind, they are .*'Q4_0'",
+    "architecture": (
+        {"architecture": "gemma3"},
+        "has the architecture 'gemma3', supported are llama, qwen2, qwen3, qwen35",
     ),
-    "architecture": ({"architecture": "gemma3"}, "has the architecture 'gemma3', supported are llama, qwen2, qwen3"),
     "missing": (
         {"change": lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")},
         r"tensor model\.layers\.1\.mlp\.up_proj\.weight \(blk\.1\.ffn_up\.weight\) is missing",
