@@ -61,7 +61,6 @@ def is_computed(speculative_config: Any) -> bool:
 
 CACHE_OF_8_BITS = Feature("K and V in 8 bits", ("kv_cache_dtype",), lambda dtype: dtype in ("fp8", "int8"))
 INT8_CACHE = Feature("K and V in int8", ("kv_cache_dtype",), lambda dtype: dtype == "int8")
-GGUF = Feature("a GGUF file", ("load_format",), lambda form: form == "gguf")
 DUMMY = Feature("random weights", ("load_format",), lambda form: form == "dummy")
 GRAPHS = Feature("CUDA graphs", ("enable_cuda_graphs",), lambda value: value)
 EAGER = Feature("eager execution", ("enforce_eager",))
@@ -114,7 +113,6 @@ class Row(NamedTuple):
 
 
 NEWEST = "the next drafts follow the newest token, which the host does not know while its step is in flight"
-NOT_CUT = "quantised weights are not divided among ranks"
 ANY_NGRAM = "take the method 'ngram'"
 CONTRADICTIONS = (
     # ---- of options
@@ -126,10 +124,8 @@ CONTRADICTIONS = (
     Row(OWN_TIER, RANKS, "other ranks are processes, which cannot use the object"),
     Row(HOST_TIER, CONNECTOR, "both are the same tier"),
     Row(GRAPHS, EAGER, "eager execution is kernel by kernel"),
-    Row(GGUF, RANKS, NOT_CUT, is_to_do=True),
     # ---- of an option and any model
     Row(GRAPHS, EXPERTS, "tokens are grouped by expert on the host", is_to_do=True),
-    Row(QUANTISED, RANKS, NOT_CUT, is_to_do=True),
     Row(QUANTISED, DUMMY, "random weights are plain", is_to_do=True),
     Row(
         INT8_CACHE, LATENTS, "int8 is for K and V only", is_to_do=True,

@@ -22,7 +22,6 @@ CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config":
 EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
     "K and V in 8 bits": {"kv_cache_dtype": "fp8"},
     "K and V in int8": {"kv_cache_dtype": "int8"},
-    "a GGUF file": {"load_format": "gguf"},
     "random weights": {"load_format": "dummy"},
     "CUDA graphs": {"enable_cuda_graphs": True},
     "eager execution": {"enforce_eager": True},
