@@ -22,8 +22,6 @@ class Feature:
     """The default values of these options do not ask for it."""
     is_meant: Callable[[Any], Any] = lambda value: True
     """Whether another value of an option, or a model's `NetworkConfig`, is or has the feature."""
-    instead: str = ""
-    """What to take instead of a model that has it."""
     of: "Feature | None" = None
     """Another feature that an engine must have."""
 
@@ -48,8 +46,8 @@ class Feature:
         return f"{self.name} ({values})" if values else self.name
 
     def way_out(self, config: Any) -> str:
-        """Return how to do without it, in words."""
-        return f"leave out {' and '.join(self.given(config))}" if self.options else self.instead
+        """Return how to do without it, in words: nothing for what a model has."""
+        return f"leave out {' and '.join(self.given(config))}" if self.options else ""
 
 
 def is_computed(speculative_config: Any) -> bool:
@@ -61,7 +59,6 @@ def is_computed(speculative_config: Any) -> bool:
 
 CACHE_OF_8_BITS = Feature("K and V in 8 bits", ("kv_cache_dtype",), lambda dtype: dtype in ("fp8", "int8"))
 INT8_CACHE = Feature("K and V in int8", ("kv_cache_dtype",), lambda dtype: dtype == "int8")
-DUMMY = Feature("random weights", ("load_format",), lambda form: form == "dummy")
 GRAPHS = Feature("CUDA graphs", ("enable_cuda_graphs",), lambda value: value)
 EAGER = Feature("eager execution", ("enforce_eager",))
 OVERLAP = Feature("overlapping steps", ("enable_overlap",), lambda value: value)
@@ -94,10 +91,6 @@ SHAPES = Feature("K and V of different shapes", (), lambda shape: shape.kv_group
 LATENTS = Feature("a cache of latents", (), lambda shape: shape.latent_rank is not None)
 WINDOWS = Feature("layers that all have a window", (), lambda shape: shape.widest_window is not None)
 EXPERTS = Feature("a mixture of experts", (), lambda shape: shape.num_experts > 0)
-QUANTISED = Feature(
-    "a checkpoint that is quantised already", (), lambda shape: shape.quantization_config is not None,
-    "take a checkpoint in bfloat16, float16 or float32",
-)  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -126,7 +119,6 @@ CONTRADICTIONS = (
     Row(GRAPHS, EAGER, "eager execution is kernel by kernel"),
     # ---- of an option and any model
     Row(GRAPHS, EXPERTS, "tokens are grouped by expert on the host", is_to_do=True),
-    Row(QUANTISED, DUMMY, "random weights are plain", is_to_do=True),
     Row(
         INT8_CACHE, LATENTS, "int8 is for K and V only", is_to_do=True,
         instead="take kv_cache_dtype='fp8' and attention_backend='torch'",

@@ -22,7 +22,6 @@ CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config":
 EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
     "K and V in 8 bits": {"kv_cache_dtype": "fp8"},
     "K and V in int8": {"kv_cache_dtype": "int8"},
-    "random weights": {"load_format": "dummy"},
     "CUDA graphs": {"enable_cuda_graphs": True},
     "eager execution": {"enforce_eager": True},
     "overlapping steps": {"enable_overlap": True},
@@ -38,7 +37,6 @@ EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
     "a draft model": DRAFT_MODEL,
     "drafts of a draft model or of `mtp`": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "drafts of n-grams or of your own": NGRAM,
-    "a checkpoint that is quantised already": {"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}},
     "recurrent states": "qwen3_5",
     "states of convolutions only": "lfm2",
     "K and V of different shapes": "gemma4",
