@@ -186,12 +186,14 @@ def replace_layers(
 
 
 def has_fast_version(parts: DenseParts, backend: AttentionBackend) -> bool:
-    """Return whether `TritonDecoderLayer` supports the activation, rotation, factor and sizes of the layer.
+    """Return whether `TritonDecoderLayer` supports the products, activation, rotation, factor and sizes of the layer.
 
     Triton's blocks are powers of two. The kernels pad rows to a power of two, but not the halves of heads.
     """
     if not isinstance(parts.activation, SiluAndMul) or parts.is_partly_rotated or parts.residual_factor != 1:
         return False
+    if not all(isinstance(one, Linear | TritonQuantisedLinear) for one in parts.products):
+        return False  # projections of one input in several products
     head_dim = backend.head_dim
     fits = len(parts.input_norm.weight) <= MAX_SIZE and 2 <= head_dim <= 1024
     return fits and head_dim & (head_dim - 1) == 0

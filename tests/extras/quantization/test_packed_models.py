@@ -4,15 +4,21 @@ The oracle is `transformers` with what the packed weights mean, and with rounded
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.layers.linear import FusedLinear
+from nanovllm.models.qwen3 import Qwen3DecoderLayer
+from nanovllm_extras.kernels.dense_layers import dense_parts
 from nanovllm_extras.quantization.quantised_linear import QuantisedFusedLinear, SplitFusedLinear, quantise_weight
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.quantization.packed_models import (
     FORMATS,
+    GREEDY,
     Models,
     check_tokens,
     greedy_of,
@@ -22,6 +28,7 @@ from tests.extras.quantization.packed_models import (
     with_weights,
     write_packed,
 )
+from tests.extras.speculation.test_mtp import Heads, check_draws, predicting, record_draws
 
 pytest.importorskip("transformers.models.gemma4")
 KINDS = ("Qwen3_5", "Lfm2", "Gemma4")
@@ -156,3 +163,39 @@ def test_the_table_of_the_layers_is_quantised_too(models, bits):
 
 def is_inside(path):
     return "embed" not in path and path != "lm_head"
+
+
+# ---- drafts
+
+
+@pytest.mark.parametrize("form", ["fp8", pytest.param("gptq", marks=pytest.mark.slow)])
+def test_the_head_for_drafts_is_quantised_too(tmp_path, form):
+    """In fp8 the drafts are those of the reference with these weights. In 4 bits, all weights mean what they should."""
+    heads = Heads(tmp_path)
+    of, model, head = heads.make(is_trained=False)
+    meanings = write_packed(tmp_path / "model", of, form)
+    llm = make_llm(tmp_path / "model", speculative_config=predicting())
+    draws = record_draws(llm.engine)
+    llm.generate(heads.hybrids.prompts()[1:3], GREEDY, use_tqdm=False)
+    assert draws
+    of_head = {path.removeprefix("mtp."): one for path, one in meanings.items() if path.startswith("mtp.")}
+    assert len(of_head) == 7
+    if form == "fp8":
+        of_model = {path: one for path, one in meanings.items() if not path.startswith("mtp.")}
+        check_draws(with_weights(model, of_model, None), with_weights(head, of_head, None), draws)
+    else:
+        layer = llm.engine.runner.model.mtp.layers[0].self_attn.o_proj
+        assert torch.equal(layer.quantised.dequantised(), of_head["layers.0.self_attn.o_proj"])
+
+
+def test_whole_layers_on_cuda_need_one_product_for_each_input():
+    cuda_decoder_layer = pytest.importorskip("nanovllm_extras.kernels.cuda.cuda_decoder_layer")
+    shape = SimpleNamespace(hidden_size=64, head_dim=16, num_attention_heads=4, num_key_value_heads=2,
+                            intermediate_size=96, rms_norm_eps=1e-6, attention_bias=False)  # fmt: skip
+    layer = Qwen3DecoderLayer(shape, TorchAttention(4, 2, 16, 16))
+    assert cuda_decoder_layer.has_fast_version(dense_parts(layer), layer.self_attn.attention.backend)
+    layer.self_attn.qkv_proj = SplitFusedLinear([FusedLinear(64, {"q_proj": 64, "v_proj": 32}),
+                                                 FusedLinear(64, {"k_proj": 32})],
+                                                {"q_proj": 64, "k_proj": 32, "v_proj": 32})  # fmt: skip
+    assert not cuda_decoder_layer.has_fast_version(dense_parts(layer), layer.self_attn.attention.backend)
+    assert [y.shape[1] for y in layer.self_attn.qkv_proj(torch.zeros(3, 64))] == [64, 32, 32]
