@@ -42,6 +42,12 @@ OF_EXPERTS = {
     "up": MODEL_TENSOR.FFN_UP_EXP,
     "down": MODEL_TENSOR.FFN_DOWN_EXP,
 }
+OF_DRAFTS = {  # a head for multi-token prediction is a layer behind the others
+    "mtp.fc.weight": MODEL_TENSOR.NEXTN_EH_PROJ,
+    "mtp.pre_fc_norm_embedding.weight": MODEL_TENSOR.NEXTN_ENORM,
+    "mtp.pre_fc_norm_hidden.weight": MODEL_TENSOR.NEXTN_HNORM,
+    "mtp.norm.weight": MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM,
+}
 OF_ROUTERS = {  # ends of names here -> tensor that has it as its `.scale`
     ".router.scale": MODEL_TENSOR.FFN_GATE_INP,
     ".router.per_expert_scale": MODEL_TENSOR.FFN_DOWN_EXP,
@@ -132,7 +138,8 @@ class GgufFile:
         if name not in ARCHITECTURES:
             raise ValueError(f"{self.path} has the architecture {name!r}, supported are {', '.join(ARCHITECTURES)}")
         kind = next(kind for kind, known in MODEL_ARCH_NAMES.items() if known == name)
-        self.names = get_tensor_name_map(kind, config.num_hidden_layers)
+        self.num_layers = config.num_hidden_layers
+        self.names = get_tensor_name_map(kind, self.num_layers + 1)  # with a head that makes drafts
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.used: set[str] = set()
         self.architecture: Tensors = ARCHITECTURES[name](config)
@@ -143,6 +150,9 @@ class GgufFile:
 
         It may have the rows of the gate and then those of the up-projection.
         """
+        name = name.replace("mtp.layers.0.", f"model.layers.{self.num_layers}.")
+        if name in OF_DRAFTS:
+            return f"{TENSOR_NAMES[OF_DRAFTS[name]].format(bid=self.num_layers)}.weight"
         if match := EXPERT.match(name):
             stored = f"{self.of_experts(match[1], OF_EXPERTS[match[3]])}.weight"
             both = f"{self.of_experts(match[1], MODEL_TENSOR.FFN_GATE_UP_EXP)}.weight"
@@ -176,7 +186,7 @@ class GgufFile:
             raise ValueError(f"tensor {name} ({stored}) is missing in {self.path}")
         self.used.add(stored)
         kind, data = self.tensors[stored].tensor_type, self.tensors[stored].data
-        if match := EXPERT.match(name):
+        if match := EXPERT.search(name):
             data = data[int(match[2])]
             if "gate_up" in stored:
                 data = np.split(data, 2)[match[3] == "up"]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp\.)?experts\.(\d+)\.(gate|up|down)_proj")
+EXPERT = re.compile(r"((?:model|mtp)\.layers\.\d+)\.(?:mlp\.)?experts\.(\d+)\.(gate|up|down)_proj")
 OF_VALUES = ("in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias")  # rows are heads of values
 
 
@@ -99,7 +99,8 @@ class Qwen35Tensors(Tensors):
     def values(self, name: str, tensor: Tensor) -> Tensor:
         if name.endswith(".A_log"):
             return (-tensor).log()
-        is_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        is_norm = name.endswith("norm.weight") or name.startswith("mtp.pre_fc_norm")
+        is_offset = is_norm and not name.endswith("linear_attn.norm.weight")
         return tensor - 1 if is_offset else tensor
 
 

@@ -133,7 +133,7 @@ def check_head(config: Config, folder: Path, shape: Any) -> None:
     if not hasattr(shape, "has_mtp"):
         raise ValueError(f"{METHOD} needs a model of the kind of Qwen3.5, whose head for multi-token prediction can be "
                          f"computed; take the method 'ngram'")  # fmt: skip
-    if config.load_format == "dummy":
+    if config.load_format in ("dummy", "gguf"):  # the loader looks for it in a GGUF file
         return
     names = {name for name in names_of_tensors(folder) if name.startswith("mtp.")}
     if not names:

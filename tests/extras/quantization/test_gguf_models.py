@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.extras.quantization.packed_models import Models, check_tokens, greedy_of, make_llm, with_weights
+from tests.extras.quantization.packed_models import GREEDY, Models, check_tokens, greedy_of, make_llm, with_weights
+from tests.extras.speculation.test_mtp import Heads, check_draws, predicting, record_draws
 
 pytestmark = pytest.mark.slow  # the package is an extra
 gguf = pytest.importorskip("gguf")
@@ -33,7 +34,8 @@ class Writer:
         self.raw = json.loads((folder / "config.json").read_text())
         self.kind, self.quantised, self.meanings = kind, quantised, {}
         architecture = gguf.MODEL_ARCH[ARCHITECTURES[kind]]
-        self.names = gguf.get_tensor_name_map(architecture, self.raw["num_hidden_layers"])
+        self.num_layers = self.raw["num_hidden_layers"]
+        self.names = gguf.get_tensor_name_map(architecture, self.num_layers + 1)  # with a head that makes drafts
         self.writer = gguf.GGUFWriter(folder / "model.gguf", gguf.MODEL_ARCH_NAMES[architecture])
         for name, tensor in tensors.items():
             self.convert(name, tensor.float())
@@ -54,6 +56,12 @@ class Writer:
                 if name.endswith(end):
                     return self.add(name, f"blk.{name.split('.')[2]}.{stored}.scale", tensor)
         rows, columns = None, None
+        name = name.replace("mtp.layers.0.", f"model.layers.{self.num_layers}.")
+        heads = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
+                 "norm": "shared_head_norm"}  # fmt: skip
+        if match := re.fullmatch(r"mtp\.(\w+)\.weight", name):
+            tensor = tensor if match[1] == "fc" else tensor + 1
+            return self.add(name, f"blk.{self.num_layers}.nextn.{heads[match[1]]}.weight", tensor)
         if self.kind.startswith("Qwen3_5"):
             if ".linear_attn." in name:
                 rows, columns = self.orders(name, tensor)
@@ -194,15 +202,8 @@ def test_experts_of_one_tensor(models, tmp_path, kind, variant, with_halves):
 
 def test_what_is_not_computed_is_passed_over(models, tmp_path):
     """A layer that predicts more tokens, behind the others, and the K and V of layers that share those of others."""
-    of, model = models.make("Qwen3_5")
-
-    def add_layer(tensors):
-        tensors["model.layers.4.input_layernorm.weight"] = torch.zeros(64)
-
-    with pytest.MonkeyPatch.context() as patch:
-        tables = gguf.get_tensor_name_map
-        patch.setattr(gguf, "get_tensor_name_map", lambda kind, num_layers: tables(kind, num_layers + 1))
-        Writer(tmp_path / "model", of, "Qwen3_5", "F32", change=add_layer)
+    of, model, _ = Heads(tmp_path).make(is_trained=False)
+    Writer(tmp_path / "model", of, "Qwen3_5", "F32")
     check_tokens(read(tmp_path / "model"), model, models.prompts("Qwen3_5")[1:2], is_rounded=False)
     of, model = models.make("Gemma4")
 
@@ -222,3 +223,20 @@ def test_a_tensor_of_another_layer_is_refused_by_its_name(models, tmp_path, kind
     Writer(tmp_path / "model", models.make(kind)[0], kind, change=remove)
     with pytest.raises(ValueError, match=r"up_proj\.weight \(blk\.0\.ffn_up\.weight\) is missing in"):
         read(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("kind", "variant"), [("Qwen3_5", "plain"), ("Qwen3_5Moe", "plain")])
+def test_drafts_are_those_of_the_head_in_the_file(tmp_path, kind, variant):
+    heads = Heads(tmp_path, kind)
+    of, model, head = heads.make(is_trained=False, variant=variant)
+    Writer(tmp_path / "model", of, kind, "F32")
+    llm = read(tmp_path / "model", speculative_config=predicting())
+    draws = record_draws(llm.engine)
+    llm.generate(heads.hybrids.prompts()[1:3], GREEDY, use_tqdm=False)
+    check_draws(model, head, draws)
+
+
+def test_a_file_without_the_head_makes_no_drafts(models, tmp_path):
+    Writer(tmp_path / "model", models.make("Qwen3_5")[0], "Qwen3_5")
+    with pytest.raises(ValueError, match=r"tensor mtp\.fc\.weight \(blk\.4\.nextn\.eh_proj\.weight\) is missing in"):
+        read(tmp_path / "model", speculative_config=predicting())
