@@ -84,9 +84,6 @@ OTHER_DRAFTS = Feature(
 # ---- features of models
 
 STATES = Feature("recurrent states", (), lambda shape: shape.state_shape is not None)
-CONVOLUTIONS = Feature(
-    "states of convolutions only", (), lambda shape: shape.state_shape and not all(shape.state_shape.recurrent)
-)
 SHAPES = Feature("K and V of different shapes", (), lambda shape: shape.kv_groups)
 LATENTS = Feature("a cache of latents", (), lambda shape: shape.latent_rank is not None)
 WINDOWS = Feature("layers that all have a window", (), lambda shape: shape.widest_window is not None)
@@ -130,7 +127,6 @@ CONTRADICTIONS = (
     # ---- of recurrent states
     Row(CACHE_OF_8_BITS, STATES, "the blocks beside states have the model's dtype", is_to_do=True),
     Row(NODES, STATES, "states on several machines are not tested", is_to_do=True),
-    Row(RANKS, CONVOLUTIONS, "the channels of such layers are not divided", is_to_do=True),
     Row(
         DRAFT_MODEL, STATES, "the pool of states leaves no memory for a draft model", is_to_do=True, instead=ANY_NGRAM
     ),

@@ -115,20 +115,24 @@ class ShortConv(nn.Module):
     def __init__(self, config: Lfm2Config) -> None:
         super().__init__()
         size, bias = config.hidden_size, config.conv_bias
-        self.in_proj = Linear(size, 3 * size, bias)
-        self.conv = CausalConv(size, config.conv_L_cache, bias)
-        self.out_proj = Linear(size, size, bias)
+        num_channels = config.state_shape.conv[1]  # of a rank's share
+        self.stacked = {"in_proj": (num_channels,) * 3}
+        """The tensor that stacks b, c and v: a rank has its own channels of each (`parallel/cut.py`)."""
+        self.in_proj = Linear(size, 3 * num_channels, bias)
+        self.conv = CausalConv(num_channels, config.conv_L_cache, bias)
+        self.out_proj = Linear(num_channels, size, bias)
 
     def forward(self, x: Tensor, states: Tensor, metadata: StateMetadata) -> Tensor:
         """Mix tokens: [num_tokens, hidden_size] -> the same shape. Reads and writes the sequences' states.
 
-        states: [num_slots + 1, width - 1, hidden_size]
+        states: [num_slots + 1, width - 1, num_channels]
         """
-        b, c, v = self.in_proj(x).chunk(3, dim=-1)  # [num_tokens, hidden_size] each
-        inputs, mixed = b * v, torch.empty_like(x)
+        b, c, v = self.in_proj(x).chunk(3, dim=-1)  # [num_tokens, num_channels] each
+        inputs = b * v
+        mixed = torch.empty_like(inputs)
         for seqs, rows in groups_of(metadata):
             slots, sources = metadata.state_slots[seqs], metadata.state_sources[seqs]
-            tail = read_states(states, sources, metadata.is_first[seqs])  # [num_seqs, width - 1, hidden_size]
+            tail = read_states(states, sources, metadata.is_first[seqs])  # [num_seqs, width - 1, num_channels]
             out, states[slots] = self.conv(inputs[rows].unflatten(0, (len(slots), -1)), tail)
             mixed[rows] = out.flatten(0, 1)
         return self.out_proj(c * mixed)

@@ -51,6 +51,11 @@ def share_of(shape: NetworkConfig, size: int) -> NetworkConfig:
     if hasattr(shape, "vocab_size_per_layer_input"):
         sizes["vocab_size_per_layer_input"] = -(-shape.vocab_size_per_layer_input // size)
     if shape.state_shape is not None:
+        if (num_channels := shape.state_shape.conv[1]) % size:
+            raise ValueError(
+                f"tensor_parallel_size {size} must divide the channels of the layers' convolutions, "
+                f"config.json has {num_channels}"
+            )
         sizes["state_shape"] = shape.state_shape.share_of(size)
     return replace(shape, **sizes, vocab_size=-(-shape.vocab_size // size))
 

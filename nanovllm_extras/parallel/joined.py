@@ -18,7 +18,7 @@ from torch import nn
 from nanovllm_extras.parallel.communicator import Communicator
 
 # names of the two halves of a decoder layer, in all architectures; Gemma 4's experts are beside its `mlp`
-HALVES = ("self_attn", "linear_attn", "mlp", "block_sparse_moe", "experts")
+HALVES = ("self_attn", "linear_attn", "conv", "mlp", "block_sparse_moe", "experts")
 
 
 def join(model: Any, communicator: Communicator, vocab_size: int, hears_tokens: bool) -> None:

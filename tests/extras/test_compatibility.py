@@ -38,7 +38,6 @@ EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
     "drafts of a draft model or of `mtp`": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
     "drafts of n-grams or of your own": NGRAM,
     "recurrent states": "qwen3_5",
-    "states of convolutions only": "lfm2",
     "K and V of different shapes": "gemma4",
     "a cache of latents": "deepseek_v2",
     "layers that all have a window": "mistral",
@@ -54,8 +53,8 @@ def folder_of(tmp_path_factory):
     def make(name):
         if name == "gemma4":
             return Gemma4Checkpoints(root).make()[0]
-        if name in ("qwen3_5", "lfm2"):
-            return HybridCheckpoints(root, *(("Lfm2",) if name == "lfm2" else ())).make()[0]
+        if name == "qwen3_5":
+            return HybridCheckpoints(root).make()[0]
         variants = {"mistral": "short window", "qwen3": "yarn"}
         return Checkpoints(root).make(name, variants.get(name, "plain"))[0]
 

@@ -43,24 +43,26 @@ ENGINES = {
         **SWAP,
     },
 }
-DEFAULT_CASES = [("Qwen3_5", "plain", 2, "swap"), ("Qwen3_5Moe", "plain", 2, "cpu")]
+KINDS = ("Qwen3_5", "Qwen3_5Moe", "Lfm2")
+VARIANTS = (("plain", 2), ("tied", 2), ("biases", 2), ("as many heads of keys", 4))
+LFM2_VARIANTS = (("plain", 2), ("output layer", 2), ("biases", 2), ("narrow convolution", 2))  # states of convolutions
+DEFAULT_CASES = [("Qwen3_5", "plain", 2, "swap"), ("Qwen3_5Moe", "plain", 2, "cpu"), ("Lfm2", "biases", 2, "chunks")]
 SAMPLED = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
 
 
 def cases():
     """(kind of model, variant, number of ranks, engine). Four ranks need as many heads of keys."""
-    for kind in ("Qwen3_5", "Qwen3_5Moe"):
-        for variant, size in (("plain", 2), ("tied", 2), ("biases", 2), ("as many heads of keys", 4)):
+    for kind in KINDS:
+        for variant, size in LFM2_VARIANTS if kind == "Lfm2" else VARIANTS:
             engines = list(ENGINES) if (kind, variant) == ("Qwen3_5", "plain") else list(ENGINES)[1::2]
-            for engine in engines if variant not in ("tied", "biases") else ("chunks",):
+            for engine in engines if variant in ("plain", "as many heads of keys") else ("chunks",):
                 case = (kind, variant, size, engine)
                 yield pytest.param(*case, marks=[] if case in DEFAULT_CASES else [pytest.mark.slow])
 
 
 @pytest.fixture(scope="module")
 def all_hybrids(tmp_path_factory):
-    kinds = ("Qwen3_5", "Qwen3_5Moe")
-    return {kind: HybridCheckpoints(tmp_path_factory.mktemp(kind), kind) for kind in kinds}
+    return {kind: HybridCheckpoints(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
 
 
 @pytest.fixture
@@ -106,10 +108,13 @@ def test_ranks_give_the_tokens_of_transformers_and_of_one(all_hybrids, request, 
         stats, runner = llm.get_stats(), llm.engine.runner
         num_fast = sum(isinstance(module, CpuGatedDeltaNet) for module in runner.model.modules())
     assert isinstance(runner.layout, StateLayout)
-    assert num_fast == (3 if is_cpu else 0)
-    heads = 4 // size
-    assert runner.kv_cache.recurrent.shape[2:] == (heads, 16, 32)
-    assert runner.kv_cache.conv.shape[3] == (192 if size == 2 else 256) // size
+    if kind == "Lfm2":
+        assert runner.kv_cache.recurrent.numel() == 0
+        assert runner.kv_cache.conv.shape[3] == 64 // size
+    else:
+        assert num_fast == (3 if is_cpu else 0)
+        assert runner.kv_cache.recurrent.shape[2:] == (4 // size, 16, 32)
+        assert runner.kv_cache.conv.shape[3] == (192 if size == 2 else 256) // size
     assert stats.prefix_cache_hit_tokens > 0 or stats.num_preemptions, "few blocks are kept where preemptions are"
     assert (stats.num_preemptions > 0) == (options["num_kv_blocks"] < 30)
     assert stats.num_swaps == (stats.num_preemptions if "swap" in engine else 0)
@@ -213,6 +218,9 @@ def test_each_rank_has_the_channels_of_its_heads(rank):
     ("Qwen3_5", {}, 2),
     ("Qwen3_5", {"linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_value_head_dim": 24}, 4),
     ("Qwen3_5Moe", {"tie_word_embeddings": True, "linear_conv_kernel_dim": 2}, 2),
+    ("Lfm2", {}, 2),
+    ("Lfm2", {"num_attention_heads": 4, "num_key_value_heads": 2, "block_auto_adjust_ff_dim": False,
+              "intermediate_size": 96}, 4),
 ])  # fmt: skip
 def test_the_parts_together_are_the_checkpoint(kind, fields, size):
     """Each value of a random checkpoint is held by one rank, or by all where the parts have the whole shape."""
@@ -262,6 +270,14 @@ def test_what_ranks_do_not_do_is_refused_before_one_starts(hybrids, monkeypatch,
     monkeypatch.setattr(start, "start_peers", refuse)
     with pytest.raises(ValueError, match=message):
         make_llm(hybrids.make()[0], **options)
+
+
+def test_channels_that_ranks_do_not_divide():
+    """The heads of these layers do not tell the number of channels."""
+    message = "tensor_parallel_size 3 must divide the channels of the layers' convolutions, config.json has 64"
+    with pytest.raises(ValueError, match=message):
+        networks(3, "Lfm2", num_attention_heads=3, num_key_value_heads=3, head_dim=32, intermediate_size=96,
+                 block_auto_adjust_ff_dim=False)  # fmt: skip
 
 
 def test_overlap_on_all_ranks(hybrids, quick_ranks):
