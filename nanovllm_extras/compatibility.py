@@ -72,7 +72,6 @@ CONNECTOR = Feature(
 OWN_TIER = Feature(
     "a `Tier` of your own", ("kv_transfer_config",), lambda given: not isinstance(given["kv_connector"], str)
 )
-NODES = Feature("several machines", ("nnodes",))
 RANKS = Feature("several ranks", ("tensor_parallel_size", "nnodes"))
 SPECULATION = Feature("speculative decoding", ("speculative_config",))
 DRAFT_MODEL = Feature("a draft model", ("speculative_config",), lambda given: given.get("model") is not None)
@@ -110,7 +109,6 @@ CONTRADICTIONS = (
     Row(COMPUTED_DRAFTS, OVERLAP, NEWEST, is_to_do=True),  # a device could begin with the token that it has
     Row(COMPUTED_DRAFTS, RANKS, "what makes drafts is computed on one rank only", is_to_do=True),
     Row(STORE, NO_PREFIXES, "a store finds blocks by their prefix"),
-    Row(STORE, NODES, "the ranks of all machines would need the same tiers", is_to_do=True),
     Row(OWN_TIER, RANKS, "other ranks are processes, which cannot use the object"),
     Row(HOST_TIER, CONNECTOR, "both are the same tier"),
     Row(GRAPHS, EAGER, "eager execution is kernel by kernel"),
@@ -126,7 +124,6 @@ CONTRADICTIONS = (
     ),
     # ---- of recurrent states
     Row(CACHE_OF_8_BITS, STATES, "the blocks beside states have the model's dtype", is_to_do=True),
-    Row(NODES, STATES, "states on several machines are not tested", is_to_do=True),
     Row(
         DRAFT_MODEL, STATES, "the pool of states leaves no memory for a draft model", is_to_do=True, instead=ANY_NGRAM
     ),

@@ -6,8 +6,9 @@ Rank 0 has the scheduler, and decides. A block is found or loaded only if that i
     load     rank 0 sends a name; each rank loads its share into a buffer, and answers whether that was possible
     a step   its message names the loaded blocks with their places in the KV cache, and the blocks to be saved
 
-The ranks of a machine can share a folder, because each hashes the keys of rank 0 with its number. If the tiers of two
-ranks differ, because one of them has lost a block or has not saved it yet, the block is computed and saved again.
+The ranks of a machine can share a folder, because each hashes the keys of rank 0 with its number. On several machines
+each one has a folder of this path, and shared memory of this name. If the tiers of two ranks differ, because one of
+them has lost a block or has not saved it yet, the block is computed and saved again.
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ class AllRanks(Chain):
         super().__init__(tiers)
         self._driver = driver
         self._bytes_per_state = bytes_per_state
+        self.finished()  # each rank makes its tiers now, or ends with the reason, such as a folder of its machine
 
     def match(self, blocks: Sequence[BlockName]) -> int:
         num_found = super().match(blocks)

@@ -59,7 +59,7 @@ def serve(
     while True:
         header = Header(*np.frombuffer(receive(driver, HEADER_BYTES), dtype=np.int32).tolist())
         values = np.frombuffer(receive(driver, 4 * header.num_values), dtype=np.int32)
-        if share is None and runner.config.has_kv_store:  # rank 0 has its own by now, and would have raised its errors
+        if share is None and runner.config.has_kv_store:  # rank 0 has its own by now, and has raised its own errors
             share = runner.store = make_share(runner)
             at_exit(share.saver.stop)
         if header.kind == STEP:

@@ -31,7 +31,6 @@ EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
     "the OffloadingConnector": {"kv_transfer_config": CONNECTOR},
     "a `Tier` of your own": {"kv_transfer_config": {"kv_connector": MemoryTier(1 << 20)}},
     "a K/V store": {"kv_offloading_size": 0.01},
-    "several machines": {"nnodes": 2, "tensor_parallel_size": 2},
     "several ranks": {"tensor_parallel_size": 2},
     "speculative decoding": NGRAM,
     "a draft model": DRAFT_MODEL,

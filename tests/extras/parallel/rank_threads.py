@@ -46,7 +46,7 @@ class RankThread(threading.Thread):
         return self._status
 
     def kill(self):
-        raise AssertionError("a rank did not end when it was told to")
+        assert not self.is_alive(), "a rank did not end when it was told to"
 
 
 class QueueCommunicator(Communicator):

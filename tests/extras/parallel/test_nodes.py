@@ -27,6 +27,7 @@ from nanovllm_extras.parallel.nodes import accept_ranks, reach_engine
 from tests.conftest import hf_greedy
 from tests.extras.kv_groups.test_grouped_layers import GroupedCheckpoints
 from tests.extras.models.hybrid_checkpoints import continue_greedily
+from tests.extras.parallel.test_store_of_ranks import disk, share_of_rank_1
 from tests.extras.parallel.zygote import MARK, ROOT, marked_processes
 
 ALL = bool(os.environ.get("NANOVLLM_ALL_FAULTS"))
@@ -226,13 +227,15 @@ class Machines:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.model, self.tmp_path, self.size = model, tmp_path, size
+        self.others = {}  # further options
         self.processes, self.mark = {}, tmp_path.name + os.urandom(4).hex()
         self.environment = {
             **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), MARK: self.mark,
         }  # fmt: skip
 
     def options(self, node):
-        return {"tensor_parallel_size": self.size, "nnodes": 2, "node_rank": node, "master_port": self.port}
+        own = {"tensor_parallel_size": self.size, "nnodes": 2, "node_rank": node, "master_port": self.port}
+        return {**self.others, **own}
 
     def start(self, node, name=None, max_tokens=8, times=1):
         arguments = [self.model, json.dumps(self.options(node)), json.dumps(PROMPTS), max_tokens, times]
@@ -338,6 +341,21 @@ def test_two_machines_have_groups_of_layers(machines, name, tmp_path_factory):
     assert tokens_in(said) == [continue_greedily(model, prompt, 8)[0] for prompt in PROMPTS]
     assert both.wait(1)[0] == 0
     both.expect_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_machine_saves_its_blocks_before_it_ends(machines, tiny_checkpoint, tmp_path_factory):
+    """Both have the same folder here; their blocks have names of their own."""
+    folder, expected = tmp_path_factory.mktemp("blocks"), [hf_greedy(tiny_checkpoint[1], one, 8) for one in PROMPTS]
+    both = machines()
+    both.others = disk(str(folder))
+    for node in range(2):
+        both.start(node)
+    status, said = both.wait(0)
+    assert (status, tokens_in(said)) == (0, expected), said
+    assert both.wait(1)[0] == 0
+    both.expect_nothing_left()
+    assert len(share_of_rank_1(folder)) == 4, "11 and 10 tokens were computed, of which 4 blocks are full"
 
 
 @pytest.mark.slow
