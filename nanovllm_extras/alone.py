@@ -19,10 +19,13 @@ class Alone:
     readings: tuple[Any, ...] = ()
     """What each step reads last (`ReaderResult`)."""
 
-    def step(self, batch: Batch, has_logits: bool = True, is_replayed: bool = False) -> AbstractContextManager[None]:
+    def step(
+        self, batch: Batch, has_logits: bool = True, is_replayed: bool = False, previous: Tensor | None = None
+    ) -> AbstractContextManager[None]:
         """Return the context in which a batch, on the host, is computed and sampled.
 
-        has_logits: whether the logits of its samples are computed; is_replayed: whether a CUDA graph computes it
+        has_logits: whether the logits of its samples are computed; is_replayed: whether a CUDA graph computes it;
+        previous: [num_tokens, hidden_size], if only the model's head computes it, the hidden states before its tokens
         """
         return nullcontext()
 

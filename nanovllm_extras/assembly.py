@@ -38,17 +38,17 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
         from nanovllm_extras.speculation.mtp_layout import check_head
 
         check_head(config, folder, shape)
-    kind: Callable[[Config, Path], ModelRunner] = ModelRunner
-    if layout is not Layout:
-        kind = partial(ModelRunner, layout=layout)
+    kind: Callable[..., ModelRunner] = ModelRunner
     if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
         from nanovllm_extras.parallel.start_ranks import start_ranks
 
-        kind = partial(start_ranks, layout=layout)
+        kind = start_ranks
+    if layout is not Layout:
+        kind = partial(kind, layout=layout)
     if drafts.get("model") is not None:
         from nanovllm_extras.speculation.draft_needs import measure_draft
 
-        kind = partial(ModelRunner, layout=layout, measure_draft=measure_draft)
+        kind = partial(kind, measure_draft=measure_draft)
     if config.attention_backend != "torch" or not config.enforce_eager:  # not only PyTorch's layers
         from nanovllm_extras.self_check.fallbacks import start
 

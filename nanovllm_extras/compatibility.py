@@ -107,7 +107,6 @@ CONTRADICTIONS = (
     # ---- of options
     Row(OTHER_DRAFTS, OVERLAP, NEWEST),
     Row(COMPUTED_DRAFTS, OVERLAP, NEWEST, is_to_do=True),  # a device could begin with the token that it has
-    Row(COMPUTED_DRAFTS, RANKS, "what makes drafts is computed on one rank only", is_to_do=True),
     Row(STORE, NO_PREFIXES, "a store finds blocks by their prefix"),
     Row(OWN_TIER, RANKS, "other ranks are processes, which cannot use the object"),
     Row(HOST_TIER, CONNECTOR, "both are the same tier"),

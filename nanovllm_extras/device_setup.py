@@ -46,6 +46,10 @@ class Device:
         """Return the memory for the KV cache, if the options do not set it."""
         return PlainRunner.free_bytes(runner)
 
+    def num_common_blocks(self, num_blocks: int, device: Any) -> int:
+        """Return the number of blocks that all ranks have, of which this one has memory for `num_blocks`."""
+        return num_blocks
+
     def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
         """Allocate the blocks of the KV cache."""
         kv_cache.allocate(0)

@@ -61,6 +61,9 @@ class DraftNeeds(NamedTuple):
     bytes_per_block: int = 0
 
 
+MeasureDraft = Callable[["ModelRunner"], DraftNeeds]
+
+
 class ModelRunner(PlainRunner):
     """Runs steps. Raises ValueError if the model, the options and this machine do not go together.
 
@@ -86,7 +89,7 @@ class ModelRunner(PlainRunner):
         *,
         layout: type[Layout] = Layout,
         part: Whole | None = None,
-        measure_draft: Callable[["ModelRunner"], DraftNeeds] | None = None,
+        measure_draft: MeasureDraft | None = None,
     ) -> None:
         self.max_rows = max_rows or most_rows(config)
         self.has_overlap = has_overlap_by_default(config) if has_overlap is None else has_overlap
@@ -192,9 +195,9 @@ class ModelRunner(PlainRunner):
             sent = self.send_batch(batch)
             hidden = self.graphs.replay(sent) if is_replayed and self.graphs is not None else self.forward(sent)
             computed = Computed(hidden, sent)
-        self.ranks.end_forward()
         for follower in self.followers:
             follower.follow(batch, computed)
+        self.ranks.end_forward()
         self.unsampled = computed
         return computed
 
@@ -318,7 +321,7 @@ class ModelRunner(PlainRunner):
 
     def num_blocks_that_fit(self) -> int:
         """Return the number of blocks in the pool."""
-        return self.layout.divide_memory(self)
+        return self.device_setup.num_common_blocks(self.layout.divide_memory(self), self.device)
 
     @property
     def bytes_per_block(self) -> int:

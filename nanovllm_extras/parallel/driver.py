@@ -44,13 +44,17 @@ class Driver(Alone):
         runner.stop = weakref.finalize(self, peers.stop)
 
     @contextmanager
-    def step(self, batch: Batch, has_logits: bool = True, is_replayed: bool = False) -> Iterator[None]:
+    def step(
+        self, batch: Batch, has_logits: bool = True, is_replayed: bool = False, previous: torch.Tensor | None = None
+    ) -> Iterator[None]:
         with interrupts_held_back(self.peers):
             self._check_is_idle()
-            message = pack_step(batch, has_logits, is_replayed)
+            message = pack_step(batch, has_logits, is_replayed, 0 if previous is None else previous.shape[1])
             self._is_underway, self._has_due_logits = True, has_logits and len(batch.logits_indices) > 0
             self.peers.send(message)
             try:
+                if previous is not None:
+                    self._communicator.broadcast(previous)
                 yield
             except BaseException as error:
                 if self._is_underway:

@@ -23,15 +23,9 @@ HALVES = ("self_attn", "linear_attn", "conv", "mlp", "block_sparse_moe", "expert
 
 def join(model: Any, communicator: Communicator, vocab_size: int, hears_tokens: bool) -> None:
     """Let the ranks' networks compute together."""
-    layers = model.model.layers
-    for i, layer in enumerate(layers):
-        parts = getattr(layer, "layer", layer)  # what a fast version of the whole layer can be taken apart into
-        for name in HALVES:
-            if hasattr(parts, name):
-                half = getattr(parts, name)
-                half.register_forward_hook(lambda module, arguments, output: communicator.all_reduce(output))
-        if hasattr(layer, "join") and not layer.join(communicator):
-            layers[i] = parts
+    join_layers(model.model.layers, communicator)
+    if getattr(model, "mtp", None) is not None:  # a head for multi-token prediction
+        join_layers(model.mtp.layers, communicator)
     tied = model.lm_head is model.model.embed_tokens
     share = VocabularyShare(model.model.embed_tokens, communicator, vocab_size, hears_tokens)
     model.model.embed_tokens = share
@@ -40,6 +34,18 @@ def join(model: Any, communicator: Communicator, vocab_size: int, hears_tokens: 
     if own is not None:  # looked up after `embed_tokens`, which has replaced the token ids
         num_rows = model.model.own_vocab_size * communicator.size  # of all ranks
         model.model.embed_tokens_per_layer = VocabularyShare(own, communicator, num_rows, hears_tokens=False)
+
+
+def join_layers(layers: Any, communicator: Communicator) -> None:
+    """Add the sums to decoder layers. A fast version that cannot have them is taken apart."""
+    for i, layer in enumerate(layers):
+        parts = getattr(layer, "layer", layer)  # what a fast version of the whole layer can be taken apart into
+        for name in HALVES:
+            if hasattr(parts, name):
+                half = getattr(parts, name)
+                half.register_forward_hook(lambda module, arguments, output: communicator.all_reduce(output))
+        if hasattr(layer, "join") and not layer.join(communicator):
+            layers[i] = parts
 
 
 class VocabularyShare(nn.Module):

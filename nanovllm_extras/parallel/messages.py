@@ -12,6 +12,8 @@
     moves           pairs of blocks and slots: copies, and with swap those out to host memory and in from it
     loads, saves    with a K/V store, its blocks and states: each with its place in the KV cache, key and tokens
 
+Drafts of the model's own head are a message like that of a step, and the hidden states of the tokens before follow.
+
 No worker sees a sequence, a sampling parameter or a token's text: rank 0 draws. Nothing is ever pickled.
 """
 
@@ -32,8 +34,9 @@ from nanovllm_extras.runner_hooks import wants_only_tokens
 
 MAX_LINE = 1 << 20  # bytes of a line of JSON
 STEP, LOGITS = 1, 2  # compute a batch; compute the logits of hidden states that rank 0 sends
+DRAFTS = 3  # compute a batch by the model's head only, from hidden states that rank 0 sends
 # find blocks in the K/V store, or load a block or a state for the next step; each rank answers with a number
-MATCH, LOAD, LOAD_STATE = 3, 4, 5
+MATCH, LOAD, LOAD_STATE = 4, 5, 6
 KEY_VALUES = 8  # int32 values of a key in the K/V store
 ARRAYS = ("slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q", "prefill_cu_seqlens_q", "prefill_cu_seqlens_k")
 PAIRS = ("swap_outs", "swap_ins", "state_copies")  # of `Moves`
@@ -72,8 +75,11 @@ class Header(NamedTuple):
 HEADER_BYTES = 4 * len(Header._fields)
 
 
-def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False) -> np.ndarray:
-    """Pack `batch`, on the host, into one array of int32. Without `has_draw` no logits are computed."""
+def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False, hidden_size: int = 0) -> np.ndarray:
+    """Pack `batch`, on the host, into one array of int32. Without `has_draw` no logits are computed.
+
+    hidden_size: if the model's head computes the batch, the size of the hidden states that follow the message
+    """
     metadata = batch.metadata
     logits_indices = batch.logits_indices.numpy() if has_draw else np.empty(0, np.int32)
     moves = Moves.of(batch.copies)
@@ -100,10 +106,11 @@ def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False) -> np.nda
         "is_replayed": is_replayed,
         "num_windows": len(slots),
         **{name: getattr(metadata, name) for name in NUMBERS},
+        "hidden_size": hidden_size,
         "num_slots": len(moves.slots),
         **{f"num_{name}": len(some) for name, some in (*pairs.items(), *named.items())},
     }
-    header = Header(STEP, sum(array.size for array in arrays), **sizes)
+    header = Header(DRAFTS if hidden_size else STEP, sum(array.size for array in arrays), **sizes)
     return np.concatenate([np.array(header, dtype=np.int32), *(array.reshape(-1) for array in arrays)], dtype=np.int32)
 
 

@@ -23,7 +23,7 @@ from nanovllm_extras.all_options import Config
 from nanovllm_extras.alone import Whole
 from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.device_setup import Device
-from nanovllm_extras.full_runner import ModelRunner, has_overlap_by_default, most_rows
+from nanovllm_extras.full_runner import MeasureDraft, ModelRunner, has_overlap_by_default, most_rows
 from nanovllm_extras.layouts import Layout
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
@@ -54,10 +54,13 @@ class Plan(NamedTuple):
     """The most decodes that all ranks record CUDA graphs for. Workers do not use drafts."""
 
 
-def start_ranks(config: Config, folder: Path, layout: type[Layout] = Layout) -> ModelRunner:
+def start_ranks(
+    config: Config, folder: Path, layout: type[Layout] = Layout, measure_draft: MeasureDraft | None = None
+) -> ModelRunner:
     """Start all ranks, and return the runner of rank 0. Raises ValueError, before a process starts, if it cannot.
 
-    layout: what the layers keep. `worker.py` chooses the same one for the other ranks.
+    layout: what the layers keep. `worker.py` chooses the same one for the other ranks. measure_draft: returns what a
+    draft model will need, which only rank 0 loads
     """
     check_nodes(config)
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
@@ -75,7 +78,7 @@ def start_ranks(config: Config, folder: Path, layout: type[Layout] = Layout) -> 
     if config.node_rank:
         run_node(config)
     with private_folder() if config.nnodes == 1 else nullcontext("") as private:
-        runner, driver = start_all(config, shape, private, layout)
+        runner, driver = start_all(config, shape, private, layout, measure_draft)
     runner.ranks = driver
     return runner
 
@@ -85,7 +88,9 @@ def private_folder() -> AbstractContextManager[str]:
     return tempfile.TemporaryDirectory(prefix="nanovllm-", ignore_cleanup_errors=True)
 
 
-def start_all(config: Config, shape: NetworkConfig, private: str, layout: type[Layout]) -> tuple[ModelRunner, Driver]:
+def start_all(
+    config: Config, shape: NetworkConfig, private: str, layout: type[Layout], measure_draft: MeasureDraft | None
+) -> tuple[ModelRunner, Driver]:
     """Start all ranks; those of one machine meet in the folder `private`. Returns rank 0's runner, and its driver."""
     size, clock = config.tensor_parallel_size, LapClock()
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
@@ -105,7 +110,8 @@ def start_all(config: Config, shape: NetworkConfig, private: str, layout: type[L
         peers.tell_failure(lambda failure: communicator.abort())
         clock.lap("ranks")
         part = RankPart(communicator, has_overlap, peers.check)
-        runner = ModelRunner(config, Path(config.model), has_overlap, clock, layout=layout, part=part)
+        arguments = (config, Path(config.model), has_overlap, clock)
+        runner = ModelRunner(*arguments, layout=layout, part=part, measure_draft=measure_draft)
         peers.wait_until_ready()
     except BaseException as error:
         peers.stop()
@@ -230,8 +236,16 @@ class RankDevice(Device):
         return self.kind.advice()
 
     def free_bytes(self, runner: ModelRunner) -> int:
-        """Return the least free memory of all ranks, because every rank has the same number of blocks."""
-        own = torch.tensor([[self.kind.free_bytes(runner)]], device=runner.device)
+        """Return the least free memory of all ranks, so that they have as many slots of states."""
+        return self._least(self.kind.free_bytes(runner), runner.device)
+
+    def num_common_blocks(self, num_blocks: int, device: torch.device) -> int:
+        """Return the least number of blocks of all ranks. Rank 0 may have memory for fewer, beside a draft model."""
+        return self._least(num_blocks, device)
+
+    def _least(self, number: int, device: torch.device) -> int:
+        """Return the least of the numbers that all ranks give."""
+        own = torch.tensor([[number]], device=device)
         least = self.communicator.gather(own).amin(1, keepdim=True)  # [1, 1]; that of all ranks on rank 0
         return int(self.communicator.broadcast(least))
 
@@ -274,8 +288,9 @@ def as_json(config: Config) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_OF_WORKERS}
     values["model"] = str(config.model)
     if config.speculative_config is not None:  # the others need to know how many drafts there may be
-        most = read_options(config.speculative_config).num_speculative_tokens
-        values["speculative_config"] = {"method": "ngram", "num_speculative_tokens": most}
+        options = read_options(config.speculative_config)
+        method = "mtp" if options.method == "mtp" else "ngram"  # which they take no part in
+        values["speculative_config"] = {"method": method, "num_speculative_tokens": options.num_speculative_tokens}
     if config.kv_transfer_config is not None:
         from nanovllm_extras.kv_store.store_options import as_json as transfer_as_json
 

@@ -6,7 +6,7 @@ The first line that comes says what to compute (`start.Plan`). From then on each
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from nanovllm_extras.assembly import choose_layout
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm_extras.parallel.messages import (
+    DRAFTS,
     HEADER_BYTES,
     LOGITS,
     STEP,
@@ -66,6 +67,8 @@ def serve(
             compute_step(runner, header, values, share)
         elif header.kind == LOGITS:
             compute_logits(runner, communicator, header)
+        elif header.kind == DRAFTS:
+            compute_drafts(runner, communicator, header, values)
         else:
             assert share is not None
             answer = share.answer(header.kind, values, runner.backend.block_size)
@@ -84,6 +87,17 @@ def compute_step(runner: ModelRunner, header: Header, values: np.ndarray, share:
     if share is not None:
         share.take_part(batch.copies)
     runner.run(batch, is_replayed=bool(header.is_replayed))
+
+
+@torch.inference_mode()
+def compute_drafts(runner: ModelRunner, communicator: Communicator, header: Header, values: np.ndarray) -> None:
+    """Compute a batch by the model's head. The hidden states of the tokens before are received first."""
+    previous = torch.empty(header.num_tokens, header.hidden_size, dtype=runner.dtype, device=runner.device)
+    communicator.broadcast(previous)
+    head: Any = runner.followers[0]
+    with runner.step_context():
+        sent = runner.send_batch(unpack_step(header, values))
+        runner.compute_logits(head.run(sent, previous))
 
 
 @torch.inference_mode()

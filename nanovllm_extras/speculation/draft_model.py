@@ -128,10 +128,12 @@ def find_and_check(runner: ModelRunner, options: Speculation, num_kv_blocks: int
         num_kv_blocks=num_kv_blocks,
         enable_overlap=False,
         speculative_config=None,
+        tensor_parallel_size=1,  # it is whole, on rank 0, which has the scheduler
+        nnodes=1,
     )
     folder = resolve_model(config.model, config.load_format != "dummy", config.revision)
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
-    large = runner.shape
+    large = runner.whole_shape
     if shape.vocab_size != large.vocab_size:
         raise ValueError(
             f"the draft model must have the vocabulary of the model, {large.vocab_size} tokens, got {shape.vocab_size}"

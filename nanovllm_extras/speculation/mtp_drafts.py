@@ -45,7 +45,7 @@ class MtpDrafts(DraftModel):
         states of the head: like `previous`
         """
         runner = self.runner
-        with runner.step_context():
+        with runner.step_context(), runner.ranks.step(batch, previous=previous):
             sent = runner.send_batch(batch)
             hidden = self._head.run(sent, previous)
             token_ids, _ = runner.choose_tokens(hidden, sent.sampling)

@@ -26,6 +26,7 @@ CASES = {  # name -> (kind of model, options)
     "memory, ngram": ("Qwen3", MEMORY | NGRAM),
     "folder, overlap": ("Qwen3", OVERLAP),
     "memory and folder, swap": ("Qwen3", MEMORY | SWAP),
+    "memory, a draft model": ("Qwen3", MEMORY),
     "states": ("Qwen3_5", STATES | OVERLAP),
     "states, swap, ngram": ("Qwen3_5", STATES | NGRAM | {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}),
     "states of convolutions": ("Lfm2", STATES),
@@ -78,6 +79,8 @@ def two_machines(rank_threads, monkeypatch):
 def test_tokens_are_those_of_one_rank(folder_of, two_machines, tmp_path, case):
     kind, options = CASES[case]
     options = TORCH | options | (disk(tmp_path / "blocks") if "folder" in case else {})
+    if "draft model" in case:
+        options["speculative_config"] = {"model": str(folder_of(kind)), "num_speculative_tokens": 2}
     requests = make_requests(seed=2, num_requests=max(12, examples(40)))
     expected = tokens_of(serve(LLMEngine(Config(folder_of(kind), **TORCH | {"num_kv_blocks": 60})), requests))
     with two_machines(folder_of(kind), **options) as engine:
