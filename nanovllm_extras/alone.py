@@ -36,6 +36,9 @@ class Alone:
         """Return the context in which logits are computed. hidden: [num_rows, hidden_size]"""
         return nullcontext()
 
+    def stop(self) -> None:
+        """Stop the other ranks."""
+
     def tell_failure(self, call: Callable[[EngineDeadError], None]) -> None:
         """Have `call` called, in any thread, when another rank has failed."""
 

@@ -1,7 +1,7 @@
 """The parts of an engine that options choose: runner, scheduler, block manager, observer, K/V store.
 
 Each extra is imported where its option asks for it. `full_engine.py` calls these functions, unless the core's parts
-suffice (`is_plain` in `plain_runner.py`).
+suffice (`is_plain` in `plain_parts.py`).
 """
 
 from collections.abc import Callable, Mapping

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from nanovllm import model_runner
 from nanovllm.kv_cache import KVCache
 from nanovllm.sampler import sample_tokens
-from nanovllm_extras.plain_runner import PlainRunner
 from nanovllm_extras.runner_hooks import Draw, untouched_zeros
 
 
@@ -43,8 +43,15 @@ class Device:
         return nullcontext()
 
     def free_bytes(self, runner: Any) -> int:
-        """Return the memory for the KV cache, if the options do not set it."""
-        return PlainRunner.free_bytes(runner)
+        """Return the memory for the KV cache, if the options do not set it: 1 GiB, or half of the free memory.
+
+        The smaller of the two is taken. The other half is for activations and for other programs.
+        """
+        from nanovllm_extras.machine_limits import free_bytes
+
+        num_ranks = max(1, runner.config.tensor_parallel_size // runner.config.nnodes)  # on this machine
+        free, most = free_bytes(), model_runner.CPU_KV_CACHE_BYTES
+        return most if free is None else min(most, free // 2 // num_ranks)
 
     def num_common_blocks(self, num_blocks: int, device: Any) -> int:
         """Return the number of blocks that all ranks have, of which this one has memory for `num_blocks`."""

@@ -23,11 +23,12 @@ from nanovllm_extras.checkpoint import load_tokenizer, read_default_sampling_par
 from nanovllm_extras.forks import check_process
 from nanovllm_extras.full_observer import Observer, SchedulingStats
 from nanovllm_extras.full_request import note_admitted, read_tokens
+from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.input_processor import InputProcessor
 from nanovllm_extras.lazy_outputs import StepOutput
 from nanovllm_extras.observations import Observations
 from nanovllm_extras.option_checks import LazyMethod
-from nanovllm_extras.plain_runner import PlainRunner, is_plain
+from nanovllm_extras.plain_parts import is_plain
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock, plain_defaults
 
@@ -43,7 +44,7 @@ class Parts:
     def __init__(
         self,
         config: Config,
-        runner: PlainRunner,
+        runner: ModelRunner,
         tokenizer: Any,
         eos_token_ids: frozenset[int],
         default_sampling_params: SamplingParams,
@@ -69,7 +70,7 @@ class LLMEngine(engine.LLMEngine):
 
     from_engine_args = LazyMethod("vllm.engine_args")
     config: Config
-    runner: PlainRunner
+    runner: ModelRunner
     requests: dict[str, Any]
 
     def __init__(self, config: Config, observer: Observer | None = None) -> None:
@@ -336,11 +337,11 @@ class LLMEngine(engine.LLMEngine):
         self._default_sampling_params = read_default_sampling_params(config, folder)
         return tokenizer
 
-    def make_runner(self, folder: Path) -> PlainRunner:
+    def make_runner(self, folder: Path) -> ModelRunner:
         check_process()
         self._is_plain = is_plain(self.config, folder)
         if self._is_plain:
-            runner = PlainRunner(self.config, folder)
+            runner = ModelRunner(self.config, folder)
         else:
             from nanovllm_extras.assembly import start_runner
 

@@ -56,7 +56,7 @@ class LLM(llm.LLM):
         # by request: the outputs that its call has not taken yet; all requests of a call share one inbox
         self._inboxes: dict[str, dict[str, Any]] = {}
         super().__init__(model, **options)
-        self._on_shutdown.callback(self.engine.runner.stop)  # even if a traceback still holds the engine
+        self._on_shutdown.callback(self.engine.runner.ranks.stop)  # even if a traceback still holds the engine
 
     def make_engine(self, model: str | Path, options: dict[str, Any]) -> LLMEngine:
         config = Config.from_options(model, options)

@@ -1,8 +1,8 @@
-"""The runner with kernels, other devices' start, quantised weights, and tokens that are computed ahead.
+"""The runner: what requests may ask for, kernels, other devices, quantised weights, tokens that are computed ahead.
 
 `run` is all that a step does, in order. What varies is an object that the runner holds: the device, the other ranks,
-CUDA graphs, what the layers keep, a draft model, a K/V store. `assembly.py` makes this runner if an option or the model
-needs more than `PlainRunner` has.
+CUDA graphs, what the layers keep, a draft model, a K/V store. The defaults of these objects do nothing. `assembly.py`
+passes others if an option or the model needs more than the core's parts (`is_plain` in `plain_parts.py`).
 """
 
 import logging
@@ -16,33 +16,35 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanovllm.batch import Batch
+from nanovllm import model_runner
+from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import resolve_device
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.layers.attention import Attention, TorchAttention
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.all_options import Config
-from nanovllm_extras.alone import Whole
+from nanovllm_extras.alone import Alone, Whole
+from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.device_setup import Device, Unchecked, sample_with
-from nanovllm_extras.kernels.cpu.threads import on_one_thread
 from nanovllm_extras.layer_inputs import LayerInputs, Network
 from nanovllm_extras.layouts import Layout
-from nanovllm_extras.plain_runner import PlainRunner
+from nanovllm_extras.one_thread import on_one_thread
 from nanovllm_extras.runner_hooks import (
     ArrivingTokens,
     Computed,
+    Draw,
     LapClock,
     SampledTokens,
     fill_in,
     has_placeholders,
+    sample,
     wants_only_tokens,
 )
-from nanovllm_extras.speculation.speculation_options import MAX_DRAFTED_ROWS
-from nanovllm_extras.transfers import Transfers
 from nanovllm_extras.weights import load_model
 
 if TYPE_CHECKING:
     from nanovllm_extras.cuda.graphs import CudaGraphs as CudaGraphsOfSteps
+    from nanovllm_extras.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class DraftNeeds(NamedTuple):
 MeasureDraft = Callable[["ModelRunner"], DraftNeeds]
 
 
-class ModelRunner(PlainRunner):
+class ModelRunner(model_runner.ModelRunner):
     """Runs steps. Raises ValueError if the model, the options and this machine do not go together.
 
     With `has_overlap`, placeholders among the input ids become the tokens of the step before. `max_rows` is the most
@@ -74,6 +76,13 @@ class ModelRunner(PlainRunner):
     what a draft model will need, which is loaded later
     """
 
+    config: Config
+    shape: Any  # a `NetworkConfig`
+    has_overlap = False
+    ranks = Alone()
+    """The ranks that share each step: by default there are no others. `start_ranks` sets a `Driver`."""
+    store: Any = None
+    """What saves blocks that a step has filled: a `Share` (`kv_store/share.py`)."""
     step_graphs: "CudaGraphsOfSteps | None" = None  # if there are any, they replace `graphs`
     layer_inputs = LayerInputs()
     followers: tuple[Follower, ...] = ()
@@ -91,11 +100,14 @@ class ModelRunner(PlainRunner):
         part: Whole | None = None,
         measure_draft: MeasureDraft | None = None,
     ) -> None:
+        self.clock = clock or LapClock()
         self.max_rows = max_rows or most_rows(config)
         self.has_overlap = has_overlap_by_default(config) if has_overlap is None else has_overlap
         self.make_layout, self.part = layout, part or Whole()
         self.measure_draft, self.draft_needs = measure_draft, DraftNeeds()
-        super().__init__(config, folder, clock)
+        self.draw: Draw = sample_tokens
+        self.unsampled: Computed | None = None  # the newest step, once the model has run
+        super().__init__(config, folder)
 
     def start(self) -> None:
         """Choose a backend, load the weights, put fast layers in place, allocate the KV cache, record CUDA graphs."""
@@ -121,7 +133,7 @@ class ModelRunner(PlainRunner):
         if self.measure_draft is not None:
             self.draft_needs = self.measure_draft(self)
         of_draft = self.draft_needs.bytes_per_block
-        self.transfers = Transfers(self.kv_cache, config.swap_space_bytes, config.max_num_seqs, of_draft)
+        self.transfers = self.layout.make_transfers(self.kv_cache, of_draft)
         self.graphs = None
         self.newest_ids = torch.empty(0, dtype=torch.int64, device=self.device)  # sampled by the step before
         has_argmax = getattr(type(self.backend), "argmax", TorchAttention.argmax) is not TorchAttention.argmax
@@ -155,8 +167,10 @@ class ModelRunner(PlainRunner):
     # ---- a step
 
     @torch.inference_mode()
-    def run(self, batch: Batch, is_replayed: bool | None = None) -> ArrivingTokens:
-        """Compute a batch, and sample a token for each of its samples.
+    def run(self, batch: Batch, is_replayed: bool | None = None) -> Any:
+        """Compute a batch, and sample a token for each of its samples. Returns `ArrivingTokens`.
+
+        On CUDA, the tokens have not arrived on the host when this method returns.
 
         is_replayed: whether a CUDA graph computes it. By default it does if it can.
         """
@@ -170,11 +184,17 @@ class ModelRunner(PlainRunner):
 
     @torch.inference_mode()
     def compute_hidden(self, batch: Batch, is_replayed: bool = False) -> Computed:
+        """Do all of a step that changes the KV cache, and sample nothing."""
         with self.step_context(), self.ranks.step(batch, has_logits=False, is_replayed=is_replayed):
             return self.advance(batch, is_replayed)
 
     @torch.inference_mode()
     def finish(self, computed: Computed) -> ArrivingTokens:
+        """Sample the tokens of a step that is computed.
+
+        If a request makes `run` fail, `unsampled` is such a step. With another batch, it can be sampled without what
+        this request asks for.
+        """
         with self.step_context():
             return self.end_step(computed.batch, self.sample_step(computed))
 
@@ -207,9 +227,14 @@ class ModelRunner(PlainRunner):
         return self.model(batch.input_ids, batch.positions, *inputs)
 
     def sample_step(self, computed: Computed) -> SampledTokens:
+        """Sample a token for each of the step's samples, and let its readers read."""
         hidden, batch, token_ids = computed
         if token_ids is None:
-            return super().sample_step(computed)
+            token_ids, logprobs = self.choose_tokens(self.take_rows(hidden, batch.logits_indices), batch.sampling)
+            readers = getattr(batch, "readers", ())
+            return SampledTokens(
+                token_ids, logprobs, tuple(one.compute(hidden, self.compute_logits) for one in readers)
+            )
         if wants_only_tokens(batch.sampling):
             return SampledTokens(token_ids)
         return SampledTokens(*self.choose_tokens(hidden, self.send(batch.sampling)))
@@ -223,6 +248,7 @@ class ModelRunner(PlainRunner):
         return ArrivingTokens(sampled._replace(readings=(*sampled.readings, *self.ranks.readings)))
 
     def step_context(self) -> AbstractContextManager[None]:
+        """Return a context for what computes."""
         return self.device_setup.step()
 
     def send(self, record: Any) -> Any:
@@ -236,16 +262,26 @@ class ModelRunner(PlainRunner):
         return sent
 
     def take_rows(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        """Return the rows of samples: [num_samples, hidden_size]"""
         return hidden[indices] if hidden.is_cuda else on_one_thread(hidden.__getitem__, indices)
 
+    def choose_tokens(self, hidden: Tensor, sampling: SamplingBatch) -> "tuple[Tensor, Logprobs | None]":
+        """Sample tokens. hidden: [num_samples, hidden_size] -> token ids [num_samples] int64, and log-probabilities."""
+        return sample(self.compute_logits(hidden), sampling, self.draw)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]"""
         with self.ranks.logits(hidden):
-            return super().compute_logits(hidden)
+            return self.model.compute_logits(hidden)  # type: ignore[operator, no-any-return]
 
     # ---- the start
 
     def find_network(self) -> tuple[Any, Any]:
-        model_class, shape = super().find_network()
+        model_class, shape = read_model_config(self.folder, self.config.hf_overrides, self.config.max_model_len)
+        if self.config.load_format not in ("gguf", "dummy"):
+            from nanovllm_extras.headless import with_stored_head
+
+            shape = with_stored_head(shape, self.folder)
         return model_class, self.make_layout.network_of(shape)
 
     def make_device(self) -> Device:
@@ -309,7 +345,7 @@ class ModelRunner(PlainRunner):
         return self.layout.make_graphs(self.network, self.kv_cache.tensor, *self.largest_decode, self.more_inputs)
 
     @property
-    def num_swap_blocks(self) -> int:  # type: ignore[override]  # a constant of the parent
+    def num_swap_blocks(self) -> int:
         """The blocks in host memory, for preempted sequences."""
         return self.transfers.num_swap_blocks
 
@@ -323,16 +359,36 @@ class ModelRunner(PlainRunner):
         """Return the number of blocks in the pool."""
         return self.device_setup.num_common_blocks(self.layout.divide_memory(self), self.device)
 
+    def count_blocks(self) -> int:
+        """Return the number of blocks as configured, or as many as memory allows and running sequences can fill."""
+        config = self.config
+        if config.num_kv_blocks is not None:
+            return config.num_kv_blocks
+        num_bytes, knob = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+        if num_bytes is None:
+            num_bytes, knob = self.free_bytes(), self.device_setup.memory_knob
+        num_blocks = num_bytes // self.bytes_per_block - 1  # one is the null block
+        if num_blocks < 1:
+            raise ValueError(
+                f"{max(num_bytes, 0)} bytes are left for the KV cache, but its least size, two blocks, takes "
+                f"{2 * self.bytes_per_block}: raise {knob}, or lower block_size or max_num_batched_tokens"
+            )
+        if config.kv_cache_memory_bytes is not None:  # the prefix cache may keep more than what runs
+            return num_blocks
+        return min(num_blocks, config.max_num_seqs * -(-self.max_model_len // self.backend.block_size))
+
     @property
     def bytes_per_block(self) -> int:
         """The size of one block, in each group of layers, and in the draft model."""
-        return super().bytes_per_block * self.layout.num_tables + self.draft_needs.bytes_per_block
+        return self.kv_cache.bytes_per_block * self.layout.num_tables + self.draft_needs.bytes_per_block
 
     @property
-    def memory_knob(self) -> str:  # type: ignore[override]  # a constant of the parent
+    def memory_knob(self) -> str:
+        """The option to raise if there is not enough memory."""
         return self.device_setup.memory_knob
 
     def free_bytes(self) -> int:
+        """Return the memory for the KV cache, if the options do not set it."""
         return self.device_setup.free_bytes(self)
 
     def bytes_to_leave(self, num_graph_bytes: int) -> int:
@@ -353,7 +409,11 @@ def has_overlap_by_default(config: Config) -> bool:
 
 def most_rows(config: Config) -> int:
     """Return the most decodes of a step, for which CUDA graphs are recorded. Drafts are decodes."""
-    return max(config.max_num_seqs, 0 if config.speculative_config is None else MAX_DRAFTED_ROWS)
+    if config.speculative_config is None:
+        return config.max_num_seqs
+    from nanovllm_extras.speculation.speculation_options import MAX_DRAFTED_ROWS
+
+    return max(config.max_num_seqs, MAX_DRAFTED_ROWS)
 
 
 def pytorch_layers(module: nn.Module) -> set[str]:

@@ -1,6 +1,6 @@
 """Find out which output layer a checkpoint has, whatever its config.json says: none, the embeddings, or one of its own.
 
-`plain_runner.py` calls `with_stored_head`. Without an output layer, as Qwen3-Embedding-8B, a model computes embeddings,
+`full_runner.py` calls `with_stored_head`. Without an output layer, as Qwen3-Embedding-8B, a model computes embeddings,
 but no logits.
 """
 

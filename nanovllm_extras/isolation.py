@@ -30,9 +30,9 @@ from nanovllm_extras.all_options import Config
 from nanovllm_extras.dead import EngineDeadError
 from nanovllm_extras.full_engine import LLMEngine
 from nanovllm_extras.full_observer import Observer
+from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.logits_processors import ReaderResult, build_readers
 from nanovllm_extras.no_token import NO_TOKEN_REASON, NoTokenError
-from nanovllm_extras.plain_runner import PlainRunner
 from nanovllm_extras.processed_batch import build_batch, build_sampling
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.runner_hooks import ArrivingTokens, Computed, SampledTokens
@@ -188,14 +188,14 @@ def stand_in(seq: Any) -> Any:
     return stand
 
 
-def sample_alone(runner: PlainRunner, seq: Any, position: int, row: torch.Tensor) -> None:
+def sample_alone(runner: ModelRunner, seq: Any, position: int, row: torch.Tensor) -> None:
     """Sample the token of one sequence. row: [1, hidden_size], its hidden state"""
     sampling = runner.send(build_sampling([seq], [position]))
     token_ids, logprobs = runner.choose_tokens(row, sampling)
     ArrivingTokens(SampledTokens(token_ids, logprobs)).wait()
 
 
-def read_alone(runner: PlainRunner, step: Step, rows: torch.Tensor) -> None:
+def read_alone(runner: ModelRunner, step: Step, rows: torch.Tensor) -> None:
     """Read the hidden states of the step's only chunk, `rows`: [num_new_tokens, hidden_size], by its readers."""
     for reader in build_readers(step, np.array([0, len(rows)], dtype=np.int32)):
         runner.send(reader).compute(rows, runner.compute_logits).to_host()

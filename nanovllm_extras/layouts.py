@@ -15,6 +15,7 @@ from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.plugins import choose_backends
 from nanovllm_extras.all_options import Config
+from nanovllm_extras.block_copies import BlockCopies
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.layer_inputs import LayerInputs
 
@@ -95,6 +96,15 @@ class Layout:
     def cache_dtype(self, backend: Any, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of K and V, for a network that computes in `dtype`."""
         return getattr(backend, "kv_cache_dtype", None) or dtype
+
+    def make_transfers(self, kv_cache: Any, added_bytes: int) -> BlockCopies:
+        """Return what does the copies of each step. added_bytes: the size of a block in a cache that is added later"""
+        config = self.config
+        if not config.swap_space_bytes and not config.has_kv_store and self.shape.state_shape is None:
+            return BlockCopies(kv_cache)
+        from nanovllm_extras.transfers import Transfers
+
+        return Transfers(kv_cache, config.swap_space_bytes, config.max_num_seqs, added_bytes)
 
     def make_layer_inputs(self, kv_cache: Any) -> LayerInputs:
         """Return what gives the layers what they read."""

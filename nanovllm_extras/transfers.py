@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from nanovllm.kv_cache import KVCache
+from nanovllm_extras.block_copies import BlockCopies
 from nanovllm_extras.kv_store.copies import copy_in
 from nanovllm_extras.records import Moves, Pair
 from nanovllm_extras.swap.host_blocks import HostBlocks
 
 
-class Transfers:
+class Transfers(BlockCopies):
     """Copies for a KV cache, with host memory of `swap_space_bytes` for preempted sequences.
 
     Raises ValueError if this space does not hold one block, and one state if the model has states.
@@ -25,18 +26,12 @@ class Transfers:
         self, kv_cache: KVCache, swap_space_bytes: int = 0, max_num_seqs: int = 0, added_bytes: int = 0
     ) -> None:
         """added_bytes: the size of a block in the cache that `add` will add"""
+        super().__init__(kv_cache)
         self.kv_cache: Any = kv_cache
-        self.caches: list[KVCache] = list(getattr(kv_cache, "groups", (kv_cache,)))
-        self.num_swap_blocks = self.num_swap_slots = 0
         if swap_space_bytes:
             self._divide(swap_space_bytes, max_num_seqs, added_bytes)
         self.host_blocks: list[HostBlocks] = []
         self.host_states: list[HostBlocks] = []
-
-    @property
-    def bytes_per_block(self) -> int:
-        """The size of one block in all caches."""
-        return sum([cache.bytes_per_block for cache in self.caches])
 
     @property
     def has_states(self) -> bool:
@@ -51,15 +46,13 @@ class Transfers:
         return [states[None] for states in reversed(self.kv_cache.states)]
 
     def allocate(self) -> None:
-        """Allocate the host memory. Called when the KV cache has been allocated."""
         if self.num_swap_blocks:
             self.host_blocks = [HostBlocks(cache.tensor, self.num_swap_blocks) for cache in self.caches]
         if self.num_swap_slots:
             self.host_states = [HostBlocks(states, self.num_swap_slots) for states in self.state_tensors]
 
     def add(self, cache: KVCache) -> None:
-        """Add a cache with the same block ids, as that of a draft model, which has been allocated."""
-        self.caches.append(cache)
+        super().add(cache)
         if self.num_swap_blocks:
             self.host_blocks.append(HostBlocks(cache.tensor, self.num_swap_blocks))
 
@@ -68,8 +61,7 @@ class Transfers:
         if isinstance(moves, Moves) and self.host_blocks:
             for cache, host in zip(self.caches, self.host_blocks, strict=True):
                 host.copy_both(cache.tensor, moves.swap_outs, moves.swap_ins)
-        for cache in self.caches:
-            cache.copy_blocks(moves)
+        super().before(moves)
         if isinstance(moves, Moves):
             self._load_blocks(moves)
             for source, destination in moves.state_copies:

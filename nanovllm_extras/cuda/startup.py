@@ -42,12 +42,15 @@ class CudaDevice(Device):
         shape: NetworkConfig,
         max_num_batched_tokens: int,
         max_rows: int | None = None,
+        *,
+        has_kernel: bool = True,
     ) -> None:
+        """has_kernel: whether a kernel may draw tokens. Without it, graphs have the forward pass only"""
         self.config, self.device, self.backend = config, device, backend
         self.sizes = StepSizes(max_num_batched_tokens, max_rows or config.max_num_seqs, shape.max_position_embeddings)
-        self.draw = choose_draw(config, device)
-        has_kernel = self.draw is not None
-        self.replayed, self.note = choose_graphs(config, backend, has_kernel, device, shape.num_experts)
+        self.draw = choose_draw(config, device) if has_kernel else None
+        has_draw = self.draw is not None
+        self.replayed, self.note = choose_graphs(config, backend, has_draw, device, shape.num_experts)
 
     def prepare(self, runner: "ModelRunner") -> None:
         self.buffer = InputBuffer(self.device, 1 << 16)

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm_extras.kernels.cpu.threads import on_one_thread
 from nanovllm_extras.kv_groups.equal_blocks import BlockLayout, lay_out
 from nanovllm_extras.kv_groups.grouped_layout import GroupedLayout, OfGroups
 from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
 from nanovllm_extras.kv_groups.layer_groups import LayerPlace
 from nanovllm_extras.kv_groups.shapes_layout import choose_for_shapes, describe_shapes
 from nanovllm_extras.layer_inputs import LayerInputs
+from nanovllm_extras.one_thread import on_one_thread
 
 
 class EqualBlocksLayout(GroupedLayout):

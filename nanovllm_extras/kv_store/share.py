@@ -4,7 +4,7 @@ An engine of one rank has one share. With several ranks, each rank has one (`ran
 """
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,8 @@ class Share:
     """The tiers of one runner. After each step it saves the blocks that the step's moves name."""
 
     def __init__(self, runner: "ModelRunner") -> None:
-        config, self.transfers = runner.config, runner.transfers
+        config = runner.config
+        self.transfers: Any = runner.transfers  # `Transfers`, because the options ask for a store
         self.is_pinned = runner.kv_cache.tensor.is_cuda
         tiers = make_tiers(config)
         self.tiers = Chain(tiers)
@@ -43,7 +44,7 @@ class Share:
 
     @property
     def bytes_per_block(self) -> int:
-        return self.transfers.bytes_per_block
+        return int(self.transfers.bytes_per_block)
 
     @property
     def bytes_per_state(self) -> int:

@@ -41,7 +41,7 @@ class Driver(Alone):
         self._communicator, self._device = communicator, runner.device
         self._is_underway = False  # the other ranks compute what rank 0 has not finished
         self._has_due_logits = False  # the message has asked for the logits that come next
-        runner.stop = weakref.finalize(self, peers.stop)
+        self._end = weakref.finalize(self, peers.stop)
 
     @contextmanager
     def step(
@@ -79,6 +79,9 @@ class Driver(Alone):
             self._communicator.broadcast(hidden.contiguous())
         yield
         self._is_underway = self._has_due_logits = False
+
+    def stop(self) -> None:
+        self._end()
 
     def tell_failure(self, call: Callable[[EngineDeadError], None]) -> None:
         self.peers.tell_failure(call)

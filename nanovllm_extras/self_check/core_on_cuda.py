@@ -23,8 +23,8 @@ class CoreLayout(Layout):
 
     def make_device(self, runner: Any) -> Device:
         config, shape = self.config, self.shape
-        device = CudaDevice(config, runner.device, runner.backend, shape, runner.max_num_batched_tokens)
-        device.draw = None
+        most = runner.max_num_batched_tokens
+        device = CudaDevice(config, runner.device, runner.backend, shape, most, has_kernel=False)
         has_graphs = not config.enforce_eager and config.enable_cuda_graphs is not False
         device.replayed = "forward" if has_graphs and not shape.num_experts else None
         device.note = ", with CUDA graphs of the forward pass" if device.replayed else ", no CUDA graphs"

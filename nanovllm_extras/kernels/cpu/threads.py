@@ -1,16 +1,15 @@
 """How many threads a process uses, and on which processors: one for each performance core that it may use.
 
 `kernels/choices.py` calls `limit_threads`. The kernels have threads of their own (`team.h`): those of PyTorch's
-operations are kept out of the kernels' steps by `on_one_thread`.
+operations are kept out of the kernels' steps by `on_one_thread` (`one_thread.py`).
 """
 
 import contextlib
 import ctypes
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,27 +31,6 @@ def limit_threads() -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ and (allowed := allowed_threads()) is not None:
         torch.set_num_threads(min(torch.get_num_threads(), allowed))
-
-
-def on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function whose PyTorch operations are too small for threads, and return its result.
-
-    After an operation with threads, those of OpenMP spin on the kernels' cores: for 0.03 ms, or for 4 ms in a program
-    that has imported torch before nanovllm (`nanovllm/waiting_threads.py`).
-    """
-    with one_thread():
-        return function(*arguments)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Let the calling thread run PyTorch's operations alone within the context."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # takes 0.1 us, and holds for the calling thread
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def allowed_threads() -> int | None:
