@@ -111,7 +111,7 @@ def time_copies(llm: LLM) -> float:
     runner: Any = llm.engine.runner
     times = []
     for i in range(NUM_COPIES):
-        source, destination = (1 + (i + j) % runner.kv_cache.num_slots for j in range(2))
+        source, destination = (1 + (i + j) % runner.layout.pool.num_slots for j in range(2))
         start = time.perf_counter()
         runner.transfers.before(Moves(state_copies=[(source, destination)]))
         times.append(1e3 * (time.perf_counter() - start))

@@ -128,7 +128,7 @@ def make_block_manager(parts: "Parts", observer: Observer) -> CoreBlockManager:
     if parts.model_config.state_shape is not None:
         from nanovllm_extras.memory.slots import Slots
 
-        pool = runner.kv_cache
+        pool = runner.layout.pool
         held["states"] = Slots(
             pool.num_slots,
             parts.block_size,

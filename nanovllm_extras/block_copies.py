@@ -1,5 +1,7 @@
 """`BlockCopies`: the copies of a step without host memory and states. `transfers.py` has the others."""
 
+from collections.abc import Iterable
+
 from nanovllm.kv_cache import KVCache
 
 
@@ -9,8 +11,8 @@ class BlockCopies:
     num_swap_blocks = num_swap_slots = 0
     """Blocks, and slots of states, in host memory."""
 
-    def __init__(self, kv_cache: KVCache) -> None:
-        self.caches: list[KVCache] = list(getattr(kv_cache, "groups", (kv_cache,)))
+    def __init__(self, caches: Iterable[KVCache]) -> None:
+        self.caches = list(caches)
 
     @property
     def bytes_per_block(self) -> int:

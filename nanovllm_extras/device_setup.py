@@ -3,7 +3,7 @@
 `cuda/startup.py` and `parallel/start_ranks.py` have subclasses of `Device`, and `self_check/` has one of `Unchecked`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -57,10 +57,8 @@ class Device:
         """Return the number of blocks that all ranks have, of which this one has memory for `num_blocks`."""
         return num_blocks
 
-    def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
-        """Allocate the blocks of the KV cache."""
-        kv_cache.allocate(0)
-        caches: Sequence[KVCache] = getattr(kv_cache, "groups", (kv_cache,))  # of a model with groups of layers
+    def allocate(self, caches: list[KVCache], num_blocks: int) -> None:
+        """Allocate the blocks of KV caches."""
         for cache in caches:
             cache.tensor = untouched_zeros(cache.tensor, num_blocks + 1)
 

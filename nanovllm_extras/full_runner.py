@@ -129,11 +129,12 @@ class ModelRunner(model_runner.ModelRunner):
                 self.backend.make_fast(self.model, self.max_model_len)
         self.description = self.describe()
         logger.info(self.description)
-        self.kv_cache = self.layout.make_kv_cache(self.backends, self.dtype, self.device)
+        self.kv_caches = self.layout.make_kv_caches(self.backends, self.dtype, self.device)
+        self.kv_cache = self.kv_caches[0]  # blocks are the same in all of them
         if self.measure_draft is not None:
             self.draft_needs = self.measure_draft(self)
         of_draft = self.draft_needs.bytes_per_block
-        self.transfers = self.layout.make_transfers(self.kv_cache, of_draft)
+        self.transfers = self.layout.make_transfers(self.kv_caches, of_draft)
         self.graphs = None
         self.newest_ids = torch.empty(0, dtype=torch.int64, device=self.device)  # sampled by the step before
         has_argmax = getattr(type(self.backend), "argmax", TorchAttention.argmax) is not TorchAttention.argmax
@@ -142,17 +143,20 @@ class ModelRunner(model_runner.ModelRunner):
         )
         self.device_setup.prepare(self)
         # from now on, no layer is replaced by a faster version
-        self.layer_inputs = self.layout.make_layer_inputs(self.kv_cache)
-        self.followers = self.layout.make_followers(self.model, self.kv_cache)
+        self.layer_inputs = self.layout.make_layer_inputs(self.kv_caches)
+        self.followers = self.layout.make_followers(self.model, self.kv_caches)
         clock.lap("layers")
         with self.device_setup.advice():
-            self.device_setup.allocate(self.kv_cache, self.num_blocks_that_fit())
+            self.device_setup.allocate(self.kv_caches, self.num_blocks_that_fit())
+            if self.layout.pool is not None:
+                self.layout.pool.allocate()
             self.transfers.allocate()
         clock.lap("memory")
         with self.device_setup.advice(), check.steps():
             self.device_setup.record(self)
         clock.lap("graphs")
-        self.description = self.layout.describe_memory(self.kv_cache) + self.description
+        if self.layout.pool is not None:
+            self.description = f"{self.layout.pool.describe()}; {self.description}"
         self.shape = self.whole_shape  # requests are checked against it
 
     def describe(self) -> str:
@@ -380,7 +384,8 @@ class ModelRunner(model_runner.ModelRunner):
     @property
     def bytes_per_block(self) -> int:
         """The size of one block, in each group of layers, and in the draft model."""
-        return self.kv_cache.bytes_per_block * self.layout.num_tables + self.draft_needs.bytes_per_block
+        of_model = sum([cache.bytes_per_block for cache in self.kv_caches])
+        return of_model * self.layout.num_tables + self.draft_needs.bytes_per_block
 
     @property
     def memory_knob(self) -> str:

@@ -27,10 +27,10 @@ class Layout:
     """A `LayerGroups`, if groups of layers have block tables of their own."""
     num_tables = 1
     """The block tables of a sequence."""
-    is_checked = True
-    """Whether the self-check can run such a network."""
     forward_only: str | None = None
     """Why CUDA graphs have only the model's forward pass, and not whole steps, if that is so."""
+    pool: Any = None
+    """A `StatePool`, if layers keep states: `make_kv_caches` makes it."""
 
     def __init__(self, config: Config, shape: Any) -> None:
         self.config, self.shape = config, shape
@@ -45,6 +45,10 @@ class Layout:
     def make_backends(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], str]:
         """Return an attention backend for each shape of K and V, and why. `torch` and eager is the core's."""
         config, shape = self.config, self.shape
+        if shape.kv_groups:
+            from nanovllm_extras.kernels.choices import choose_for_shapes
+
+            return choose_for_shapes(config, device, dtype, shape)
         is_plain = config.kv_cache_dtype == "auto" and shape.latent_rank is None
         if config.attention_backend == "torch" and config.enforce_eager and is_plain:
             return (self.make_cores_backend(device, dtype),), "attention_backend=torch"
@@ -62,15 +66,17 @@ class Layout:
 
     def backend_of_layers(self, backends: tuple[Any, ...]) -> Any:
         """Return what the network is made with: the attention backend, or one for each shape of K and V."""
-        return backends[0]
+        return backends if self.shape.kv_groups else backends[0]
 
     def describe(self, shape: Any, dtype: torch.dtype) -> str:
         """Return what comes first in the description of the runner. shape: of all ranks"""
-        return ""
+        groups = ", ".join([str(group) for group in shape.kv_groups])
+        return f"groups of layers with K and V: {groups}; " * bool(groups)
 
-    def describe_memory(self, kv_cache: Any) -> str:
-        """Return what the KV cache has beside blocks, for the log."""
-        return ""
+    @property
+    def is_checked(self) -> bool:
+        """Whether the self-check can run such a network: those with K and V of one shape."""
+        return not self.shape.kv_groups
 
     def make_device(self, runner: Any) -> Device:
         """Return the device setup."""
@@ -85,8 +91,9 @@ class Layout:
             setup.replayed, setup.note = "forward", f"{setup.note} of the forward pass only ({self.forward_only})"
         return setup
 
-    def make_kv_cache(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> KVCache:
-        return KVCache(backends[0], self.num_cached_layers, self.cache_dtype(backends[0], dtype), device)
+    def make_kv_caches(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> list[KVCache]:
+        """Return the KV caches, which have the same block ids."""
+        return [KVCache(backends[0], self.num_cached_layers, self.cache_dtype(backends[0], dtype), device)]
 
     @property
     def num_cached_layers(self) -> int:
@@ -97,20 +104,20 @@ class Layout:
         """Return the dtype of K and V, for a network that computes in `dtype`."""
         return getattr(backend, "kv_cache_dtype", None) or dtype
 
-    def make_transfers(self, kv_cache: Any, added_bytes: int) -> BlockCopies:
+    def make_transfers(self, caches: list[KVCache], added_bytes: int) -> BlockCopies:
         """Return what does the copies of each step. added_bytes: the size of a block in a cache that is added later"""
         config = self.config
-        if not config.swap_space_bytes and not config.has_kv_store and self.shape.state_shape is None:
-            return BlockCopies(kv_cache)
+        if not config.swap_space_bytes and not config.has_kv_store and self.pool is None:
+            return BlockCopies(caches)
         from nanovllm_extras.transfers import Transfers
 
-        return Transfers(kv_cache, config.swap_space_bytes, config.max_num_seqs, added_bytes)
+        return Transfers(caches, self.pool, config.swap_space_bytes, config.max_num_seqs, added_bytes)
 
-    def make_layer_inputs(self, kv_cache: Any) -> LayerInputs:
+    def make_layer_inputs(self, caches: list[KVCache]) -> LayerInputs:
         """Return what gives the layers what they read."""
         return LayerInputs()
 
-    def make_followers(self, model: Any, kv_cache: Any) -> tuple[Any, ...]:
+    def make_followers(self, model: Any, caches: list[KVCache]) -> tuple[Any, ...]:
         """Return what else computes each step."""
         return ()
 

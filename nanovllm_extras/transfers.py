@@ -5,6 +5,7 @@ model. A block's data in a K/V store are its parts in these caches, end to end. 
 states of all layers, and then the inputs of their convolutions.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,33 +18,31 @@ from nanovllm_extras.swap.host_blocks import HostBlocks
 
 
 class Transfers(BlockCopies):
-    """Copies for a KV cache, with host memory of `swap_space_bytes` for preempted sequences.
+    """Copies for KV caches and a pool of states, with host memory of `swap_space_bytes` for preempted sequences.
 
     Raises ValueError if this space does not hold one block, and one state if the model has states.
     """
 
     def __init__(
-        self, kv_cache: KVCache, swap_space_bytes: int = 0, max_num_seqs: int = 0, added_bytes: int = 0
+        self,
+        caches: Iterable[KVCache],
+        pool: Any = None,
+        swap_space_bytes: int = 0,
+        max_num_seqs: int = 0,
+        added_bytes: int = 0,
     ) -> None:
-        """added_bytes: the size of a block in the cache that `add` will add"""
-        super().__init__(kv_cache)
-        self.kv_cache: Any = kv_cache
+        """pool: a `StatePool`; added_bytes: the size of a block in the cache that `add` will add"""
+        super().__init__(caches)
+        self.pool = pool
         if swap_space_bytes:
             self._divide(swap_space_bytes, max_num_seqs, added_bytes)
         self.host_blocks: list[HostBlocks] = []
         self.host_states: list[HostBlocks] = []
 
     @property
-    def has_states(self) -> bool:
-        return hasattr(self.kv_cache, "states")
-
-    @property
     def state_tensors(self) -> list[torch.Tensor]:
-        """The pool of states in the form of KV caches, where a slot is a block: [1, num_state_layers, num_slots + 1, …]
-
-        The tensor of float32 comes first, so that the parts of a snapshot begin at multiples of their item sizes.
-        """
-        return [states[None] for states in reversed(self.kv_cache.states)]
+        """The pool in the form of KV caches, where a slot is a block: [1, num_state_layers, num_slots + 1, …] each"""
+        return [states[None] for states in self.pool.states]
 
     def allocate(self) -> None:
         if self.num_swap_blocks:
@@ -76,7 +75,7 @@ class Transfers(BlockCopies):
         if moves.saves:
             saver.save([cache.tensor for cache in self.caches], moves.saves, self.bytes_per_block)
         if moves.state_saves:
-            saver.save(self.state_tensors, moves.state_saves, self.kv_cache.bytes_per_slot)
+            saver.save(self.state_tensors, moves.state_saves, self.pool.bytes_per_slot)
 
     def _load_blocks(self, moves: Moves) -> None:
         first = 0
@@ -88,7 +87,7 @@ class Transfers(BlockCopies):
     def _copy_state(self, source: int, destination: int) -> None:
         """Copy a state between slots of the pool, or of host memory: -1 is the first slot there, -2 the second."""
         if source >= 0 and destination >= 0:
-            self.kv_cache.copy_state(source, destination)
+            self.pool.copy(source, destination)
             return
         for states, host in zip(self.state_tensors, self.host_states, strict=True):
             if destination < 0:
@@ -109,7 +108,7 @@ class Transfers(BlockCopies):
 
         States get half of it, but no more than one for each of `max_num_seqs`; blocks get the rest, at least one.
         """
-        block, state = self.bytes_per_block + added_bytes, self.kv_cache.bytes_per_slot if self.has_states else 0
+        block, state = self.bytes_per_block + added_bytes, 0 if self.pool is None else self.pool.bytes_per_slot
         if num_bytes < block + state:
             what = "one state and one block" if state else "one block"
             raise ValueError(f"swap_space_bytes must be >= {block + state}, {what}, got {num_bytes}")

@@ -80,8 +80,9 @@ class CudaDevice(Device):
     def free_bytes(self, runner: "ModelRunner") -> int:
         return measure_free_bytes(runner, self.config, self.sizes, self.replayed)
 
-    def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
-        kv_cache.allocate(num_blocks)
+    def allocate(self, caches: list[KVCache], num_blocks: int) -> None:
+        for cache in caches:
+            cache.allocate(num_blocks)
 
     def record(self, runner: "ModelRunner") -> None:
         """Compile what requests will run, and record CUDA graphs."""

@@ -6,5 +6,5 @@ first. Swap, the K/V store and CUDA graphs are in `grouped_swap.py`, `grouped_st
 
 If K and V of these layers have different shapes, as in Gemma 4, `equal_blocks.py` divides a block, and
 `equal_blocks_layout.py` makes the KV cache, with the same files for the rest. If there is one block table for all
-layers, `groups.py` has a KV cache for each shape (`shapes_layout.py`).
+layers, `shapes_layout.py` makes a KV cache for each shape (`groups.py`).
 """

@@ -24,7 +24,6 @@ from nanovllm_extras.kv_groups.equal_blocks import BlockLayout, lay_out
 from nanovllm_extras.kv_groups.grouped_layout import GroupedLayout, OfGroups
 from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
 from nanovllm_extras.kv_groups.layer_groups import LayerPlace
-from nanovllm_extras.kv_groups.shapes_layout import choose_for_shapes, describe_shapes
 from nanovllm_extras.layer_inputs import LayerInputs
 from nanovllm_extras.one_thread import on_one_thread
 
@@ -32,26 +31,15 @@ from nanovllm_extras.one_thread import on_one_thread
 class EqualBlocksLayout(GroupedLayout):
     """The KV cache has rows, in which each layer has pieces for K and V."""
 
-    is_checked = False
-
-    def make_backends(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], str]:
-        return choose_for_shapes(self.config, self.shape, device, dtype)
-
-    def backend_of_layers(self, backends: tuple[Any, ...]) -> Any:
-        return backends
-
-    def describe(self, shape: Any, dtype: torch.dtype) -> str:
-        return describe_shapes(shape)
-
-    def make_kv_cache(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> KVCache:
+    def make_kv_caches(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> list[KVCache]:
         """Return the cache, with rows of equal blocks instead of layers."""
         self.block_size: int = backends[0].block_size
         self.block_layout = lay_out(self.shape.kv_groups, self.block_size)
         self.piece_shapes = tuple([backend.kv_cache_shape(1, 1)[3:] for backend in backends])
         layout: Any = self.block_layout  # it defines the shape of a block, as backends do
-        return KVCache(layout, layout.num_rows, dtype, device)
+        return [KVCache(layout, layout.num_rows, self.cache_dtype(backends[0], dtype), device)]
 
-    def make_layer_inputs(self, kv_cache: Any) -> LayerInputs:
+    def make_layer_inputs(self, caches: list[KVCache]) -> LayerInputs:
         full = [group.options.window for group in self.shape.kv_groups].index(None)
         shapes = (full, *[1 - full] * (self.num_tables - 1))
         return Pieces(self.layer_groups.places, self.block_layout, self.block_size, self.piece_shapes, shapes)

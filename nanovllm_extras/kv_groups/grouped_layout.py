@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
@@ -36,7 +37,7 @@ class GroupedLayout(Layout):
         num_layers: int = self.layer_groups.layers_per_block
         return num_layers
 
-    def make_layer_inputs(self, kv_cache: Any) -> LayerInputs:
+    def make_layer_inputs(self, caches: list[KVCache]) -> LayerInputs:
         return OfGroups(self.layer_groups.places)
 
     def more_inputs(self, model: Any) -> Any:

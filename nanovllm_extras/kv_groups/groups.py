@@ -13,15 +13,12 @@ tensor, so the scheduler and the block manager do not depend on shapes. Otherwis
     block 7 of a sequence is g0[:, :, 7] and g1[:, :, 7]
 
 A layer that attends to the K and V of an earlier layer owns no memory. `ShapesLayout` makes the caches and passes
-`GroupedKVCache.tensors` to the model.
+their tensors to the model.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
-
-from nanovllm.kv_cache import KVCache
 from nanovllm_extras.models.masking import PLAIN, AttentionOptions
 
 
@@ -48,30 +45,3 @@ class KVPlace(NamedTuple):
     """Its number among the layers of the group that own K and V."""
     is_owner: bool = True
     """Whether the layer writes K and V. Otherwise it reads those of an earlier layer."""
-
-
-class GroupedKVCache(KVCache):
-    """The caches of all shapes. They have the same number of blocks."""
-
-    def __init__(self, groups: tuple[KVCache, ...]) -> None:
-        self.groups = groups
-        first = groups[0]
-        super().__init__(first.backend, first.num_layers, first.dtype, first.device)
-
-    @property
-    def tensor(self) -> Tensor:  # type: ignore[override]  # an attribute of the parent
-        """The first group's tensor, which tells the device and the number of blocks."""
-        return self.groups[0].tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(group.tensor for group in self.groups)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """The size of one block, in all layers of all groups together."""
-        return sum([group.bytes_per_block for group in self.groups])
-
-    def allocate(self, num_blocks: int) -> None:
-        for group in self.groups:
-            group.allocate(num_blocks)

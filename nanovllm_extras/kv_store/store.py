@@ -55,8 +55,8 @@ class KVStore(Share):
         self.can_load, self.can_save = role != "kv_producer", role != "kv_consumer"
         self.root_key = make_root_key(facts_of(runner, has_digest=not is_private(config)))
         if self.bytes_per_state:
-            cache: Any = runner.kv_cache
-            shape, dtypes = cache.state_shape, [str(states.dtype) for states in cache.states]
+            pool = runner.layout.pool
+            shape, dtypes = pool.shape, [str(states.dtype) for states in pool.states]
             facts = [shape.num_layers, shape.conv, shape.recurrent, dtypes]
             self.root_key = make_root_key({"blocks": self.root_key.hex(), "states": facts})
         if config.tensor_parallel_size > 1:

@@ -249,8 +249,8 @@ class RankDevice(Device):
         least = self.communicator.gather(own).amin(1, keepdim=True)  # [1, 1]; that of all ranks on rank 0
         return int(self.communicator.broadcast(least))
 
-    def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
-        self.kind.allocate(kv_cache, num_blocks)
+    def allocate(self, caches: list[KVCache], num_blocks: int) -> None:
+        self.kind.allocate(caches, num_blocks)
 
     def record(self, runner: ModelRunner) -> None:
         self.kind.record(runner)

@@ -65,13 +65,13 @@ class StateCheck(SelfCheck):
     @property
     def states(self) -> list[Tensor]:
         """What the layers of the model keep: [num_state_layers, num_slots + 1, …] each"""
-        pool: Any = self.runner.kv_cache
+        pool = self.runner.layout.pool
         return [one for one in (pool.conv, pool.recurrent) if one.numel()]
 
     def complete(self, batch: Batch) -> Batch:
         """Return decodes with slots 1, 2, …, which hold random states. The slot behind them must not change."""
-        num_seqs, pool = len(batch.input_ids), self.runner.kv_cache
-        if num_seqs >= pool.num_slots:  # type: ignore[attr-defined]
+        num_seqs = len(batch.input_ids)
+        if num_seqs >= self.runner.layout.pool.num_slots:
             self.is_complete = False
             return batch  # without slots it is not replayed
         self.draw_states(num_seqs + 1)

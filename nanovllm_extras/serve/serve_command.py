@@ -132,8 +132,8 @@ def announcement(llm: AsyncLLM, options: ServerOptions, url: str) -> str:
     num_tokens = engine.parts.num_kv_blocks // num_groups * engine.parts.block_size
     most = engine.config.max_num_seqs
     concurrency = min(num_tokens / engine.parts.max_model_len, most)
-    states = getattr(engine.runner.kv_cache, "describe_slots", None)
-    state_line = "" if states is None else f"states           {states()}\n"
+    pool = engine.runner.layout.pool
+    state_line = "" if pool is None else f"states           {pool.describe()}\n"
     has_chat = getattr(engine.tokenizer, "chat_template", None) is not None
     return f"""\
 serving          {", ".join(options.model_names)} at {url}/v1

@@ -28,5 +28,5 @@ def measure_draft(runner: Any) -> DraftNeeds:
     with torch.device("meta"):
         model = model_class(shape, backends[0])
     num_weights = sum([weight.numel() for weight in model.parameters()])
-    bytes_per_block = layout.make_kv_cache(backends, dtype, runner.device).bytes_per_block
-    return DraftNeeds(num_weights * dtype.itemsize, bytes_per_block)
+    caches = layout.make_kv_caches(backends, dtype, runner.device)
+    return DraftNeeds(num_weights * dtype.itemsize, sum([cache.bytes_per_block for cache in caches]))

@@ -56,6 +56,5 @@ class MtpDrafts(DraftModel):
         assert self._scheduler is not None
         states = self._scheduler.block_manager.states
         assert states is not None
-        cache: Any = self.runner.kv_cache
-        hidden: Tensor = cache.hidden[0, states.slot_to_read(seq)]
+        hidden: Tensor = self.runner.layout.pool.hidden[0, states.slot_to_read(seq)]
         return hidden

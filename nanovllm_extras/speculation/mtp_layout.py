@@ -27,70 +27,30 @@ from nanovllm.loader import checkpoint_files
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.models.gated_delta import read_states
 from nanovllm_extras.runner_hooks import Computed
-from nanovllm_extras.states.pool import StateKVCache, StateMetadata, StateShape
+from nanovllm_extras.states.pool import StateMetadata, StatePool, StateShape
 from nanovllm_extras.states.state_layout import StateLayout
 
 METHOD = "speculative_config['method'] 'mtp'"
 
 
-class MtpKVCache(StateKVCache):
-    """Blocks and states of the model, the blocks of its head, and a hidden state in each slot."""
-
-    def __init__(
-        self,
-        backend: TorchAttention,
-        num_layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        shape: StateShape,
-        hidden_size: int,
-        head: KVCache,
-    ) -> None:
-        self.head = head
-        self.hidden_size = hidden_size
-        super().__init__(backend, num_layers, dtype, device, shape)
-
-    @property
-    def groups(self) -> tuple[KVCache, KVCache]:
-        """The caches with the same blocks: `Device.allocate` allocates those of each."""
-        return self, self.head
-
-    @property
-    def bytes_per_block(self) -> int:
-        return super().bytes_per_block + self.head.bytes_per_block
-
-    @property
-    def bytes_per_slot(self) -> int:
-        return super().bytes_per_slot + self.hidden_size * self.dtype.itemsize
-
-    @property
-    def states(self) -> tuple[Tensor, ...]:
-        return (*super().states, self.hidden)
-
-    def allocate(self, num_blocks: int) -> None:
-        # [1, num_slots + 1, hidden_size]: of the newest computed token of each sequence
-        self.hidden = torch.zeros(1, self.num_slots + 1, self.hidden_size, dtype=self.dtype, device=self.device)
-        super().allocate(num_blocks)
-        self.head.allocate(num_blocks)
-
-
 class MtpHead:
     """The head of a model, which computes each step after the model."""
 
-    def __init__(self, model: Any, kv_cache: MtpKVCache) -> None:
-        self._model, self._kv_cache = model, kv_cache
+    def __init__(self, model: Any, kv_cache: KVCache, pool: StatePool) -> None:
+        """kv_cache: of the head; pool: with a hidden state in each slot"""
+        self._model, self._kv_cache, self._pool = model, kv_cache, pool
 
     def follow(self, batch: Batch, computed: Computed) -> None:
         """Run the head, and keep the model's hidden state of the last token of each chunk."""
         hidden, sent, _ = computed
         metadata: Any = sent.metadata  # a `StateMetadata`
-        self.run(sent, hidden_before(hidden, self._kv_cache.hidden[0], metadata))
+        self.run(sent, hidden_before(hidden, self._pool.hidden[0], metadata))
         last = (metadata.cu_seqlens_q[1:] - 1).long()  # [num_seqs]
-        self._kv_cache.hidden[0, metadata.state_slots] = hidden[last]
+        self._pool.hidden[0, metadata.state_slots] = hidden[last]
 
     def run(self, batch: Batch, previous: Tensor) -> Tensor:
         """Return the head's hidden states: [num_tokens, hidden_size]. previous: those of the tokens before, as shape"""
-        inputs = (batch.input_ids, batch.positions, previous, self._kv_cache.head.tensor, batch.metadata)
+        inputs = (batch.input_ids, batch.positions, previous, self._kv_cache.tensor, batch.metadata)
         return self._model.predict(*inputs)  # type: ignore[no-any-return]
 
 
@@ -103,14 +63,19 @@ class MtpLayout(StateLayout):
     def network_of(shape: Any) -> Any:
         return replace(shape, has_mtp=True)
 
-    def make_kv_cache(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> MtpKVCache:
-        backend, shape = backends[0], self.shape
+    @property
+    def state_shape(self) -> StateShape:
+        return replace(super().state_shape, hidden_size=self.shape.hidden_size)
+
+    def make_kv_caches(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> list[KVCache]:
+        """Return the KV caches of the model and of the head."""
+        backend = backends[0]
         sizes = (backend.num_heads, backend.num_kv_heads, backend.head_dim, backend.block_size)
         head = KVCache(TorchAttention(*sizes), 1, dtype, device)
-        return MtpKVCache(backend, self.num_cached_layers, dtype, device, shape.state_shape, shape.hidden_size, head)
+        return [*super().make_kv_caches(backends, dtype, device), head]
 
-    def make_followers(self, model: Any, kv_cache: MtpKVCache) -> tuple[MtpHead, ...]:
-        return (MtpHead(model, kv_cache),)
+    def make_followers(self, model: Any, caches: list[KVCache]) -> tuple[MtpHead, ...]:
+        return (MtpHead(model, caches[1], self.pool),)
 
 
 def hidden_before(hidden: Tensor, kept: Tensor, metadata: StateMetadata) -> Tensor:

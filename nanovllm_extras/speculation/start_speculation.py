@@ -126,12 +126,12 @@ def make_measured_step(runner: ModelRunner, num_rows: int) -> tuple[Step, BlockT
     step, tables = decodes_of_nobody(num_rows, runner.backend.block_size)
     if runner.shape.state_shape is None:
         return step, tables
-    cache: Any = runner.kv_cache
+    pool = runner.layout.pool
     assert runner.config.speculative_config is not None
     most_drafts = read_options(runner.config.speculative_config).num_speculative_tokens
-    moves = drafts_of_nobody(num_rows, most_drafts, cache.num_slots)
+    moves = drafts_of_nobody(num_rows, most_drafts, pool.num_slots)
     for slot in moves.slots:
-        cache.copy_state(0, slot)  # zeros of the null slot: memory that nobody has written may slow arithmetic down
+        pool.copy(0, slot)  # zeros of the null slot: memory that nobody has written may slow arithmetic down
     return replace(step, copies=moves), tables
 
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kv_cache import KVCache
-from nanovllm.layers.attention import AttentionMetadata, TorchAttention
+from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.memory.slots import NULL_SLOT
 from nanovllm_extras.records import Moves
 
@@ -35,16 +34,19 @@ class StateShape:
     """[width - 1, num_channels], in the model's dtype: the newest inputs of the layer's short convolution."""
     recurrent: tuple[int, int, int] = (0, 0, 0)
     """[num_heads, key_dim, value_dim] float32. Zeros if layers have only a convolution."""
+    hidden_size: int = 0
+    """The size of the model's hidden state of the newest computed token, if a head needs it (`mtp_layout.py`)."""
 
     def share_of(self, size: int) -> "StateShape":
         """Return the shape of one of `size` ranks. Channels and heads are divided by the number of ranks."""
         (width, num_channels), (num_heads, *dims) = self.conv, self.recurrent
-        return StateShape(self.num_layers, (width, num_channels // size), (num_heads // size, dims[0], dims[1]))
+        conv, recurrent = (width, num_channels // size), (num_heads // size, dims[0], dims[1])
+        return replace(self, conv=conv, recurrent=recurrent)
 
     def bytes_per_slot(self, dtype: torch.dtype) -> int:
         """Return the size of one sequence's state in all layers. `dtype` is the model's."""
         per_layer = math.prod(self.conv) * dtype.itemsize + math.prod(self.recurrent) * torch.float32.itemsize
-        return self.num_layers * per_layer
+        return self.num_layers * per_layer + self.hidden_size * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -99,47 +101,48 @@ class StateCaches(NamedTuple):
     recurrent: Tensor  # [num_state_layers, num_slots + 1, num_heads, key_dim, value_dim] float32
 
 
-class StateKVCache(KVCache):
-    """A KV cache with a pool of `num_slots` states. Until `num_slots` is set, the pool has only the null slot."""
+class StatePool:
+    """The states of all sequences: `num_slots` slots, and the null slot. A new pool has only the null slot.
 
-    def __init__(
-        self, backend: TorchAttention, num_layers: int, dtype: torch.dtype, device: torch.device, shape: StateShape
-    ) -> None:
-        self.state_shape = shape
+    If `num_slots` is set, `allocate` makes the others.
+    """
+
+    def __init__(self, shape: StateShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
         self.num_slots = 0
-        super().__init__(backend, num_layers, dtype, device)
+        self.allocate()
 
     @property
     def bytes_per_slot(self) -> int:
-        return self.state_shape.bytes_per_slot(self.dtype)
+        return self.shape.bytes_per_slot(self.dtype)
 
     @property
-    def state_bytes(self) -> int:
-        """The size of the pool of states."""
+    def num_bytes(self) -> int:
+        """The size of the pool."""
         return (self.num_slots + 1) * self.bytes_per_slot
 
-    def describe_slots(self) -> str:
+    def describe(self) -> str:
         """Return how many slots the pool has, and how many bytes it takes: one slot more, the null slot."""
-        return f"{self.num_slots:,} slots of states, which take {self.state_bytes:,} bytes"
-
-    @property
-    def caches(self) -> StateCaches:
-        return StateCaches(self.tensor, self.conv, self.recurrent)
+        return f"{self.num_slots:,} slots of states, which take {self.num_bytes:,} bytes"
 
     @property
     def states(self) -> tuple[Tensor, ...]:
-        """The tensors of the pool, whose second dimension is the slots. Models may have no recurrent ones."""
-        return (self.conv, self.recurrent) if self.recurrent.numel() else (self.conv,)
+        """The tensors of the pool, whose second dimension is the slots. Models may have no recurrent or hidden ones.
 
-    def allocate(self, num_blocks: int) -> None:
-        super().allocate(num_blocks)
-        shape, sizes = self.state_shape, (self.state_shape.num_layers, self.num_slots + 1)
+        The tensor of float32 comes first, so that the parts of a snapshot begin at multiples of their item sizes.
+        """
+        return tuple([states for states in (self.recurrent, self.conv, self.hidden) if states.numel()])
+
+    def allocate(self) -> None:
+        shape, (num_layers, num_slots) = self.shape, (self.shape.num_layers, self.num_slots + 1)
         # no slot is read before it is written; memory that was never written takes no space on a CPU
-        self.conv = torch.empty(*sizes, *shape.conv, dtype=self.dtype, device=self.device)
-        self.recurrent = torch.empty(*sizes, *shape.recurrent, dtype=torch.float32, device=self.device)
-        for states in (self.conv, self.recurrent):
+        self.conv = torch.empty(num_layers, num_slots, *shape.conv, dtype=self.dtype, device=self.device)
+        self.recurrent = torch.empty(num_layers, num_slots, *shape.recurrent, dtype=torch.float32, device=self.device)
+        self.hidden = torch.empty(1, num_slots, shape.hidden_size, dtype=self.dtype, device=self.device)
+        for states in (self.conv, self.recurrent, self.hidden):
             states[:, NULL_SLOT] = 0
 
-    def copy_state(self, source: int, destination: int) -> None:
+    def copy(self, source: int, destination: int) -> None:
+        """Copy the state of one slot to another."""
         for states in self.states:
             states[:, destination] = states[:, source]

@@ -420,7 +420,8 @@ def test_a_config_json_has_the_sizes_of_the_engines_caches():
     options = {"skip_tokenizer_init": True, "attention_backend": "torch", "device": "cpu"}
     with LLM(TINY_QWEN3_5, dtype="bfloat16", block_size=4, num_kv_blocks=8, max_num_seqs=2, **options) as llm:
         cache = llm.engine.runner.kv_cache
-        assert shape.bytes_of_state == cache.bytes_per_slot == llm.get_stats().states.bytes_per_slot
+        pool = llm.engine.runner.layout.pool
+        assert shape.bytes_of_state == pool.bytes_per_slot == llm.get_stats().states.bytes_per_slot
         assert shape.bytes_per_token * 4 == cache.bytes_per_block
 
 

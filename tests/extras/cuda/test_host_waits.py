@@ -196,7 +196,7 @@ def make_runner(backend, has_fast_layers, quantization=None):
     runner.layout = Layout(Config("model"), SHAPE)
     buffer = InputBuffer(META, 1 << 20)
     runner.device_setup = OneCopy(buffer)
-    runner.transfers, runner.shape, runner.dtype = Transfers(kv_cache), SHAPE, torch.bfloat16
+    runner.transfers, runner.shape, runner.dtype = Transfers([kv_cache]), SHAPE, torch.bfloat16
     runner.newest_ids = torch.zeros(64, dtype=torch.int64, device=META)
     return runner, buffer
 

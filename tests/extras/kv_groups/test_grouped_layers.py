@@ -240,7 +240,9 @@ def test_a_pool_of_the_same_size_holds_longer_sequences(checkpoints, name, num_g
     folder = checkpoints.of(name)[0]
     sizes = {"block_size": 4, "num_kv_blocks": 20, "max_num_batched_tokens": 4, "max_model_len": 160}
     grouped, one_table = make_llm(folder, **sizes), make_llm(folder, **sizes, **ONE_TABLE)
-    of_groups, of_one = (llm.engine.runner.kv_cache.bytes_per_block for llm in (grouped, one_table))
+    of_groups, of_one = (
+        sum(cache.bytes_per_block for cache in llm.engine.runner.kv_caches) for llm in (grouped, one_table)
+    )
     assert of_groups * num_groups * (1 - unused) == pytest.approx(of_one)
     assert (blocks_of(grouped).num_blocks, blocks_of(one_table).num_blocks) == (20 * num_groups, 20)
     assert blocks_of(one_table).capacity == 80

@@ -210,7 +210,7 @@ def test_an_eager_step_is_one_copy_and_no_wait(grouped):
     places = runner.layout.layer_groups.places
     runner.model, runner.kv_cache = FakeModel(len(places), seen), engine.runner.kv_cache
     runner.device_setup, runner.draw = OneCopy(buffer), lambda logits, *_: logits[:, 0].long()
-    runner.layer_inputs = runner.layout.make_layer_inputs(runner.kv_cache)
+    runner.layer_inputs = runner.layout.make_layer_inputs([runner.kv_cache])
     for batch in batches:
         with DeviceCheck(buffer) as check:
             compute_eagerly(runner, batch)
@@ -241,10 +241,10 @@ def test_steps_over_equal_blocks_do_not_wait(grouped, kernels):  # noqa: F811
         runner.model = engine.runner.model_class(runner.shape, runner.backends).to(torch.bfloat16)
     for rotary in (runner.model.model.rotary, runner.model.model.local_rotary):
         rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # the first call moves its table
-    runner.kv_cache = runner.layout.make_kv_cache(runner.backends, runner.dtype, META)
+    (runner.kv_cache,) = runner.layout.make_kv_caches(runner.backends, runner.dtype, META)
     runner.kv_cache.allocate(30)
     runner.device_setup, runner.draw = OneCopy(buffer), sample_tokens
-    runner.layer_inputs = runner.layout.make_layer_inputs(runner.kv_cache)
+    runner.layer_inputs = runner.layout.make_layer_inputs([runner.kv_cache])
     for batch in batches:
         with DeviceCheck(buffer) as check:
             compute_eagerly(runner, batch)

@@ -192,10 +192,10 @@ def test_each_group_has_its_share_of_a_block(gemmas):
     for backend in ("torch", "cpu"):
         options = {"attention_backend": backend, "block_size": 16, "num_kv_blocks": None}
         llm = make_llm(folder, kv_cache_memory_bytes=10 * size + 1, **options)
-        cache = llm.engine.runner.kv_cache
-        assert cache.bytes_per_block == size
-        assert cache.num_blocks == 9, "and the null block"
-        assert sum(tensor.numel() for tensor in cache.tensors) * 4 == 10 * size
+        caches = llm.engine.runner.kv_caches
+        assert sum(cache.bytes_per_block for cache in caches) == size
+        assert [cache.num_blocks for cache in caches] == [9, 9], "and the null block"
+        assert sum(cache.tensor.nbytes for cache in caches) == 10 * size
 
 
 def test_the_description_ends_with_what_computes(gemmas):

@@ -83,7 +83,7 @@ def test_the_state_is_that_of_the_convolutions_only(hybrids):
     """Three layers of three inputs of 64 channels in float32, and no matrices."""
     llm = make_llm(hybrids.make()[0])
     assert llm.get_stats().states.bytes_per_slot == 3 * 3 * 64 * 4
-    assert llm.engine.runner.kv_cache.recurrent.numel() == 0
+    assert llm.engine.runner.layout.pool.recurrent.numel() == 0
 
 
 def test_swapped_states_and_drafts_give_the_tokens_of_transformers(hybrids):
@@ -101,7 +101,7 @@ def test_swap_space_has_room_for_a_block(hybrids):
     """A block of 64 tokens has 16,384 bytes and a state 2,304: half of the space would be four states and no block."""
     options = {"preemption_mode": "swap", "block_size": 64, "num_kv_blocks": 8}
     runner = make_llm(hybrids.make()[0], swap_space_bytes=16384 + 2304, **options).engine.runner
-    assert (runner.kv_cache.bytes_per_block, runner.kv_cache.bytes_per_slot) == (16384, 2304)
+    assert (runner.kv_cache.bytes_per_block, runner.layout.pool.bytes_per_slot) == (16384, 2304)
     assert (runner.transfers.num_swap_blocks, runner.transfers.num_swap_slots) == (1, 1)
     with pytest.raises(ValueError, match="swap_space_bytes must be >= 18688"):
         make_llm(hybrids.make()[0], swap_space_bytes=16384 + 2303, **options)

@@ -212,7 +212,7 @@ def test_metrics_have_slots_and_prompt_tokens_without_a_snapshot(hybrids):
     assert found["prefix_cache_misses", "partial_block"] + found["prefix_cache_misses", "differs"] == 1 + 5 + 3 + 1
     uses = {use: found["state_slots", use] for use in ("running", "snapshot", "free")}
     assert uses == {"running": 0, "snapshot": 3, "free": 13}, "two ends of prompts, one of which is a branch, and 16"
-    assert found["state_slot_bytes",] == llm.engine.runner.kv_cache.bytes_per_slot
+    assert found["state_slot_bytes",] == llm.engine.runner.layout.pool.bytes_per_slot
 
 
 def test_without_prefix_caching_there_are_no_snapshots(hybrids):
@@ -220,7 +220,7 @@ def test_without_prefix_caching_there_are_no_snapshots(hybrids):
     for _ in range(2):
         check_greedy(llm, hybrids.prompts()[:3], hybrids.greedy()[:3])
     assert llm.get_stats().prefix_cache_hit_tokens == 0
-    assert (llm.engine.runner.kv_cache.num_slots, llm.engine.scheduler.block_manager.num_snapshots) == (8, 0)
+    assert (llm.engine.runner.layout.pool.num_slots, llm.engine.scheduler.block_manager.num_snapshots) == (8, 0)
 
 
 def test_a_request_that_fails_does_not_change_the_states_of_others(hybrids):
@@ -386,9 +386,9 @@ def test_states_and_blocks_share_the_memory(hybrids):
     size = shape.bytes_per_slot(torch.float32)
     assert size == 3 * 4 * (3 * 192 + 4 * 16 * 32)
     few = make_llm(folder, num_kv_blocks=None, kv_cache_memory_bytes=10 * size, max_num_seqs=100)
-    cache = few.engine.runner.kv_cache
-    assert cache.bytes_per_slot == size
-    assert (cache.num_slots, few.engine.config.max_num_seqs, few.engine.scheduler.max_num_seqs) == (4, 4, 4)
+    cache, pool = few.engine.runner.kv_cache, few.engine.runner.layout.pool
+    assert pool.bytes_per_slot == size
+    assert (pool.num_slots, few.engine.config.max_num_seqs, few.engine.scheduler.max_num_seqs) == (4, 4, 4)
     assert few.get_stats().states == StateStats(num_slots=4, num_running=0, num_snapshots=0, bytes_per_slot=size)
     assert (cache.num_blocks + 1) * cache.bytes_per_block <= 5 * size < (cache.num_blocks + 2) * cache.bytes_per_block
     check_greedy(few, hybrids.prompts()[:3], hybrids.greedy()[:3])
@@ -396,9 +396,9 @@ def test_states_and_blocks_share_the_memory(hybrids):
     samples = few.generate([[1, 2]], SamplingParams(n=5, temperature=1.0, max_tokens=3), use_tqdm=False)[0].outputs
     assert len(samples) == 5, "more samples than states: the rest waits"
     many = make_llm(folder, num_kv_blocks=None, kv_cache_memory_bytes=100 * size, max_num_seqs=2)
-    cache = many.engine.runner.kv_cache
-    assert (cache.num_slots, many.engine.config.max_num_seqs) == (4, 2), "two sequences and two snapshots"
-    num_bytes = cache.conv.nbytes + cache.recurrent.nbytes
+    pool = many.engine.runner.layout.pool
+    assert (pool.num_slots, many.engine.config.max_num_seqs) == (4, 2), "two sequences and two snapshots"
+    num_bytes = pool.conv.nbytes + pool.recurrent.nbytes
     assert many.engine.description.startswith(
         f"4 slots of states, which take {num_bytes:,} bytes; a state of {size:,} "
     )

@@ -211,7 +211,7 @@ def test_failed_steps_lose_drafts_and_their_slots(hybrids):
 
 def test_the_pool_has_slots_for_drafts(hybrids):
     def slots(**options):
-        return make_llm(hybrids.make()[0], **options).engine.runner.kv_cache.num_slots
+        return make_llm(hybrids.make()[0], **options).engine.runner.layout.pool.num_slots
 
     assert slots(max_num_seqs=3, speculative_config=drafting("ngram", 4)) == 6 + 12
     assert slots(max_num_seqs=3, speculative_config=drafting("ngram", 4), enable_prefix_caching=False) == 3 + 12

@@ -138,9 +138,9 @@ def forgets_the_convolution(monkeypatch):
     right = Transfers._copy_state
 
     def copy_state(self, source, destination):
-        kept = self.kv_cache.conv.clone()
+        kept = self.pool.conv.clone()
         right(self, source, destination)
-        self.kv_cache.conv.copy_(kept)
+        self.pool.conv.copy_(kept)
 
     monkeypatch.setattr(Transfers, "_copy_state", copy_state)
 

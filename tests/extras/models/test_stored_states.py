@@ -79,7 +79,7 @@ def check_loaded(llm, stats):
 
 
 def bytes_of_state(llm):
-    return llm.engine.runner.kv_cache.bytes_per_slot
+    return llm.engine.runner.layout.pool.bytes_per_slot
 
 
 # ---- host memory
@@ -155,9 +155,9 @@ def test_requests_with_different_salts_share_no_snapshot(hybrids):
     assert num_cached == [0, 0, 0, 32, 32]
 
 
-def state_bytes(cache, slot):
+def state_bytes(pool, slot):
     """Return the bytes of a snapshot: recurrent states before the inputs of convolutions."""
-    parts = [states[:, slot].contiguous().view(torch.uint8).flatten() for states in (cache.recurrent, cache.conv)]
+    parts = [states[:, slot].contiguous().view(torch.uint8).flatten() for states in (pool.recurrent, pool.conv)]
     return torch.cat(parts)
 
 
@@ -170,7 +170,7 @@ def test_a_loaded_snapshot_is_the_state_at_its_position(hybrids, dtype, monkeypa
     for one in (plain, llm):
         one.generate([prompt], params, use_tqdm=False)
     [slot] = plain.engine.scheduler.block_manager.prefix_cache.snapshots.values()
-    expected = state_bytes(plain.engine.runner.kv_cache, slot)
+    expected = state_bytes(plain.engine.runner.layout.pool, slot)
     assert expected.any()
     assert store_of(llm).saver.wait(5)
     [name] = store_of(llm).names(Sequence("", prompt, params), 14, 15)
@@ -178,12 +178,12 @@ def test_a_loaded_snapshot_is_the_state_at_its_position(hybrids, dtype, monkeypa
 
     runner, read = llm.engine.runner, []
     reset_prefix_cache(llm.engine.scheduler)  # of the pool only
-    for tensor in (runner.kv_cache.tensor, runner.kv_cache.recurrent, runner.kv_cache.conv):
+    for tensor in (runner.kv_cache.tensor, runner.layout.pool.recurrent, runner.layout.pool.conv):
         tensor.fill_(float("nan"))
     forward = runner.forward
 
     def note(batch):
-        read.append(state_bytes(runner.kv_cache, batch.copies.slots[0]))
+        read.append(state_bytes(runner.layout.pool, batch.copies.slots[0]))
         return forward(batch)
 
     monkeypatch.setattr(runner, "forward", note)
@@ -311,10 +311,10 @@ def test_a_model_with_another_state_finds_nothing(hybrids):
 def test_keys_depend_on_shape_and_dtype_of_states(hybrids, change, monkeypatch):
     """Everything else is the same. Without a change, the keys are those of another engine of this model."""
     runner = make_llm(hybrids.make()[0], **SMALL, **MEMORY).engine.runner
-    store = StateKVStore(runner)
-    monkeypatch.setattr(runner.kv_cache, "state_shape", dataclasses.replace(runner.kv_cache.state_shape, **change))
+    store, pool = StateKVStore(runner), runner.layout.pool
+    monkeypatch.setattr(pool, "shape", dataclasses.replace(pool.shape, **change))
     assert (StateKVStore(runner).root_key == store.root_key) == (not change)
-    monkeypatch.setattr(runner.kv_cache, "conv", runner.kv_cache.conv.bfloat16())
+    monkeypatch.setattr(pool, "conv", pool.conv.bfloat16())
     assert StateKVStore(runner).root_key != store.root_key
 
 
@@ -329,7 +329,7 @@ def test_failed_steps_load_and_save_nothing_wrong(hybrids, monkeypatch):
 
     def broken_forward(batch):
         if next(fails):
-            for tensor in (runner.kv_cache.tensor, runner.kv_cache.recurrent, runner.kv_cache.conv):
+            for tensor in (runner.kv_cache.tensor, runner.layout.pool.recurrent, runner.layout.pool.conv):
                 tensor.fill_(float("nan"))  # all that was loaded for this step is lost
             raise RuntimeError("the device has gone")
         return forward(batch)
@@ -374,7 +374,7 @@ def test_a_step_that_runs_again_begins_from_the_loaded_state(hybrids, owner, met
 
     assert serve() == ([expected], [])
     reset_prefix_cache(engine.scheduler)  # of the pool only
-    engine.runner.kv_cache.recurrent.fill_(50.0)  # garbage that would show
+    engine.runner.layout.pool.recurrent.fill_(50.0)  # garbage that would show
     monkeypatch.setattr(owner, method, classmethod(fail) if method == "build" else fail)
     assert serve(logit_bias={3: 1.0}) == ([expected], ["bad"])
     assert engine.get_stats().kv_store.num_loaded_states == 1

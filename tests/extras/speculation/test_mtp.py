@@ -323,11 +323,13 @@ def test_random_weights_have_a_head_too(heads):
 
 
 def test_blocks_and_slots_have_room_for_the_head(heads):
-    plain, cache = (make_llm(heads.make()[0], speculative_config=one, num_kv_blocks=None, kv_cache_memory_bytes=1 << 20,
-                             max_num_seqs=2).engine.runner.kv_cache
-                    for one in (None, predicting()))  # fmt: skip
-    assert cache.bytes_per_block == 2 * plain.bytes_per_block, "one layer of the model attends, and one of the head"
-    assert cache.bytes_per_slot == plain.bytes_per_slot + 64 * 4
-    assert cache.head.num_blocks == cache.num_blocks < plain.num_blocks
-    num_bytes = sum(one.nbytes for one in (cache.tensor, cache.head.tensor, *cache.states))
-    assert (1 << 20) - cache.bytes_per_block < num_bytes <= 1 << 20
+    sizes = {"num_kv_blocks": None, "kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 2}
+    llms = [make_llm(heads.make()[0], speculative_config=one, **sizes) for one in (None, predicting())]
+    plain, runner = (llm.engine.runner for llm in llms)
+    of_model, of_head = runner.kv_caches
+    of_block = of_model.bytes_per_block + of_head.bytes_per_block
+    assert of_block == 2 * plain.kv_cache.bytes_per_block, "one layer of the model attends, and one of the head"
+    assert runner.layout.pool.bytes_per_slot == plain.layout.pool.bytes_per_slot + 64 * 4
+    assert of_head.num_blocks == of_model.num_blocks < plain.kv_cache.num_blocks
+    num_bytes = sum(one.nbytes for one in (of_model.tensor, of_head.tensor, *runner.layout.pool.states))
+    assert (1 << 20) - of_block < num_bytes <= 1 << 20

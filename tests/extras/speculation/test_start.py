@@ -55,7 +55,7 @@ def test_steps_of_models_with_states_are_timed_with_drafts(monkeypatch, backend)
     options = {"num_kv_blocks": 9, "attention_backend": backend}
     llm = LLM(TINY_QWEN3_5, speculative_config={**NGRAM, "disable_by_batch_size": 4}, max_num_seqs=4, **options)
     runner, seen = llm.engine.runner, []
-    for states in runner.kv_cache.states:
+    for states in runner.layout.pool.states:
         states[:, 1:] = torch.nan
     forward = runner.forward
     monkeypatch.setattr(runner, "forward", lambda batch: seen.append(batch.metadata) or forward(batch))
@@ -66,7 +66,7 @@ def test_steps_of_models_with_states_are_timed_with_drafts(monkeypatch, backend)
     assert large.state_sources.tolist() == [1, 1, 2, 3, 5, 5, 6, 7]
     assert [rows.tolist() for rows in large.rounds] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert not large.is_first.any()
-    for states in runner.kv_cache.states:
+    for states in runner.layout.pool.states:
         assert states[:, 1:9].isfinite().all()
         assert states[:, 9:].isnan().all()
         assert not states[:, 0].any()

@@ -27,7 +27,7 @@ class Cache:
     def __init__(self, backend, num_layers, dtype, num_blocks, num_host_blocks):
         kv_cache = KVCache(backend, num_layers, dtype, torch.device("cpu"))
         kv_cache.allocate(num_blocks)
-        transfers = Transfers(kv_cache, num_host_blocks * kv_cache.bytes_per_block)
+        transfers = Transfers([kv_cache], swap_space_bytes=num_host_blocks * kv_cache.bytes_per_block)
         transfers.allocate()
         self.tensor, (self.host_blocks,), self.copy_blocks = kv_cache.tensor, transfers.host_blocks, transfers.before
 
@@ -216,7 +216,9 @@ def test_swap_space_is_whole_blocks():
     backend = TorchAttention(num_heads=4, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE)
     cache = KVCache(backend, NUM_LAYERS, torch.float32, torch.device("cpu"))
     size = cache.bytes_per_block
-    sizes = [Transfers(cache, num_bytes).num_swap_blocks for num_bytes in (size, 2 * size - 1, 10 * size)]
+    sizes = [
+        Transfers([cache], swap_space_bytes=num_bytes).num_swap_blocks for num_bytes in (size, 2 * size - 1, 10 * size)
+    ]
     assert sizes == [1, 1, 10]
     with pytest.raises(ValueError, match=f"swap_space_bytes must be >= {size}, one block, got {size - 1}"):
-        Transfers(cache, size - 1)
+        Transfers([cache], swap_space_bytes=size - 1)
