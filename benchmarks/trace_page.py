@@ -68,11 +68,12 @@ def main() -> None:
 
 def record(path: Path, num_steps: int, num_blocks: int, num_seqs: int) -> None:
     """Add requests as others end. They share prefixes, and the pool is too small for all of them."""
-    recorder = Recorder(TraceFile(path, max_bytes=2**40))
+    recorder = Recorder()
     blocks = BlockManager(num_blocks, 16, observer=recorder)
     recorder.on_start(blocks)
     budget = 4 * num_seqs
-    recorder.begin({"max_num_batched_tokens": budget, "max_num_seqs": num_seqs})
+    sink = TraceFile(path, max_bytes=2**40)
+    recorder.begin(sink, {"max_num_batched_tokens": budget, "max_num_seqs": num_seqs})
     scheduler = Scheduler(blocks, num_seqs, budget, max_model_len=8192)
     num_added = 0
     for step in range(num_steps):

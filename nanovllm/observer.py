@@ -68,8 +68,8 @@ class Observer:
 
 
 @dataclass
-class Stats(Observer):
-    """Counters over an engine's life."""
+class Counters:
+    """What an engine has counted over its life."""
 
     num_requests: int = 0
     prompt_tokens: int = 0
@@ -87,6 +87,10 @@ class Stats(Observer):
     @property
     def prefix_cache_hit_rate(self) -> float:
         return self.prefix_cache_hit_tokens / self.prefix_cache_query_tokens if self.prefix_cache_query_tokens else 0.0
+
+
+class Stats(Counters, Observer):
+    """Counts what it is notified of."""
 
     def on_add(self, seq: Sequence) -> None:
         self.num_requests += 1

@@ -195,15 +195,17 @@ def make_scheduler(parts: "Parts", blocks: CoreBlockManager, requests: Mapping[s
     return scheduler
 
 
-def make_observer(watcher: Observer | None, explains_misses: bool) -> SchedulingStats:
-    """Return what counts and is notified of decisions: with the user's own observer `watcher`, with explanations."""
-    if explains_misses:
-        from nanovllm_extras.prefix_misses import ExplainingStats, ExplainingWatching
+def make_observers(stats: SchedulingStats, watcher: Observer | None, explains_misses: bool) -> Any:
+    """Return the `Observers` of an engine with a watcher (a user's observer, a recording) or with explained misses."""
+    from nanovllm_extras.watching import Observers
 
-        return ExplainingStats() if watcher is None else ExplainingWatching(watcher)
-    from nanovllm_extras.watching import Watching
+    watchers = [] if watcher is None else [watcher]
+    if not explains_misses:
+        return Observers(stats, watchers)
+    from nanovllm_extras.prefix_misses import CAUSES, PrefixMisses
 
-    return SchedulingStats() if watcher is None else Watching(watcher)
+    stats.prefix_cache_miss_tokens = dict.fromkeys(CAUSES, 0)
+    return Observers(stats, watchers, PrefixMisses())
 
 
 def make_store(runner: Any) -> Any:

@@ -72,6 +72,7 @@ class LLMEngine(engine.LLMEngine):
     config: Config
     runner: ModelRunner
     requests: dict[str, Any]
+    stats: SchedulingStats
 
     def __init__(self, config: Config, observer: Observer | None = None) -> None:
         self._watcher = observer
@@ -89,10 +90,6 @@ class LLMEngine(engine.LLMEngine):
             self._aborted_meanwhile.clear()
             self._has_failed = False  # the last step
             self._ahead: tuple[Step, Any] | None = None  # a step that was launched before the one before it has run
-
-    @property
-    def observer(self) -> SchedulingStats:
-        return self.stats  # type: ignore[return-value]
 
     # ---- the loop
 
@@ -168,7 +165,7 @@ class LLMEngine(engine.LLMEngine):
         if NO_TOKEN in arrived.token_ids:
             self.end_without_token([seq for _, seq in advanced if seq.token_ids.view()[-1] == NO_TOKEN])
         clock.lap("update_time_s")
-        self.observer.count_step(step, len(advanced), sum(clock.seconds.values()))
+        self.stats.count_step(step, len(advanced), sum(clock.seconds.values()))
         outputs = self.read_outputs(step, advanced, arrived, clock.now)
         clock.lap("output_time_s")
         self.observer.on_step_end(step, clock.seconds)
@@ -269,7 +266,7 @@ class LLMEngine(engine.LLMEngine):
     def get_stats(self) -> "EngineStats":
         from nanovllm_extras.engine_stats import make_stats
 
-        return make_stats(self.observer, self.scheduler, self.parts.kv_store)
+        return make_stats(self.stats, self.scheduler, self.parts.kv_store)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, as before a fair measurement. Running requests are not affected."""
@@ -286,7 +283,7 @@ class LLMEngine(engine.LLMEngine):
         for request in requests:
             if is_finished := request.is_finished:
                 request.finished_time = now
-                self.observer.num_finished += 1
+                self.stats.num_finished += 1
                 self.observed.observe_request(request)
                 del self.requests[request.request_id]
             if request.stream or is_finished:
@@ -367,15 +364,18 @@ class LLMEngine(engine.LLMEngine):
             from nanovllm_extras.assembly import make_store
 
             self.parts.kv_store = make_store(self.runner)
-        if self._watcher is None and not self.config.explain_prefix_misses:
-            return SchedulingStats()
-        from nanovllm_extras.assembly import make_observer
+        stats = SchedulingStats()
+        self.observer: Any = stats
+        if self._watcher is not None or self.config.explain_prefix_misses:
+            from nanovllm_extras.assembly import make_observers
 
-        return make_observer(self._watcher, self.config.explain_prefix_misses)
+            self.observer = make_observers(stats, self._watcher, self.config.explain_prefix_misses)
+        return stats
 
     def make_block_manager(self) -> BlockManager:
         if self._is_plain:
-            return super().make_block_manager()
+            sizes = self.parts.num_kv_blocks, self.parts.block_size
+            return BlockManager(*sizes, self.config.enable_prefix_caching, self.observer)
         from nanovllm_extras.assembly import make_block_manager
 
         return make_block_manager(self.parts, self.observer)

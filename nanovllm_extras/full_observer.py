@@ -1,7 +1,7 @@
 """What extras notify an observer of, and what the engine counts.
 
-`SchedulingStats` is the engine's observer. It also remembers which blocks the steps in flight are to fill, so that
-`roll_back.py` can forget them.
+`SchedulingStats` counts. It also remembers which blocks the steps in flight are to fill, so that `roll_back.py` can
+forget them. It is the engine's observer, unless more looks on: then it is the first of `watching.py`'s `Observers`.
 """
 
 from collections import deque
@@ -94,8 +94,8 @@ class Observer(observer.Observer):
 
 
 @dataclass
-class Counts(observer.Stats):
-    """Counters over an engine's life. The observer counts decisions, the engine requests and steps."""
+class Counts(observer.Counters):
+    """The core's counters, and those of extras. The observer counts decisions, the engine requests and steps."""
 
     num_window_blocks: int = 0
     """Blocks that sequences have given back because they were behind the window of all layers, or of a group."""
@@ -127,7 +127,7 @@ class Counts(observer.Stats):
         return 1 - self.kv_tokens_stored / self.kv_slots_reserved if self.kv_slots_reserved else 0.0
 
 
-class SchedulingStats(Counts, Observer):
+class SchedulingStats(Counts, observer.Stats, Observer):
     """Counts what is scheduled. `LLMEngine` adds the requests and the times."""
 
     def __init__(self) -> None:
@@ -167,10 +167,9 @@ class SchedulingStats(Counts, Observer):
         self.num_accepted_tokens += num_accepted
 
     def on_schedule(self, step: Step, running: list[Sequence], blocks: "BlockManager") -> None:
-        num_used_blocks, size = blocks.num_used_blocks, blocks.block_size
-        num_groups = getattr(blocks, "num_groups", 1)  # of layers, each of which has a last block of every sequence
-        num_stored = num_used_blocks * size - num_groups * count_empty_slots(running, size)
-        self._in_flight.append((num_stored, num_used_blocks * size, num_used_blocks, self.new_blocks))
+        num_used_blocks = blocks.num_used_blocks
+        num_slots, num_stored = num_used_blocks * blocks.block_size, count_stored_tokens(running, blocks)
+        self._in_flight.append((num_stored, num_slots, num_used_blocks, self.new_blocks))
         self.new_blocks = set()
 
     def on_update(self, step: Step, new_token_ids: list[int]) -> None:
@@ -185,9 +184,18 @@ class SchedulingStats(Counts, Observer):
             self._in_flight[-1][-1].update(self.new_blocks)
         self.new_blocks.clear()
 
+    def on_miss(self, seq: Sequence, misses: "list[PrefixMiss]") -> None:
+        counts = dict(self.prefix_cache_miss_tokens)  # a new one: statistics of before keep the old one
+        for miss in misses:
+            counts[miss.cause] = counts.get(miss.cause, 0) + miss.end - miss.start
+        self.prefix_cache_miss_tokens = counts
+
     def on_roll_back(self) -> None:
         self._in_flight.clear()
         self.new_blocks.clear()
+
+    def count_failed_observer(self) -> None:
+        self.num_failed_observers += 1
 
     def count_step(self, step: Step, num_advanced: int, time_s: float) -> None:
         """Count a step that has run, and has brought a token to `num_advanced` sequences."""
@@ -200,6 +208,13 @@ class SchedulingStats(Counts, Observer):
         else:
             self.decode_step_tokens += step.num_scheduled_tokens
             self.decode_step_time_s += time_s
+
+
+def count_stored_tokens(running: list[Any], blocks: "BlockManager") -> int:
+    """Count the tokens in owned blocks. A block that several sequences share counts once."""
+    num_groups = getattr(blocks, "num_groups", 1)  # of layers, each of which has a last block of every sequence
+    size = blocks.block_size
+    return blocks.num_used_blocks * size - num_groups * count_empty_slots(running, size)
 
 
 def count_empty_slots(running: list[Any], block_size: int) -> int:

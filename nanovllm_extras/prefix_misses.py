@@ -1,8 +1,8 @@
 """Why was this prompt token computed, and not found in the prefix cache? `explain_prefix_misses=True` answers for each.
 
-The option replaces the engine's observer by `ExplainingStats`. It follows which blocks the prefix cache has, remembers
-which ones were evicted, and explains each sequence when it is admitted for the first time. Without the option none of
-this runs. An example with block_size 4; the prompt finds one block:
+The option adds `PrefixMisses` to the engine's observers (`watching.py`). It follows which blocks the prefix cache has,
+remembers which ones were evicted, and explains each sequence when it is admitted for the first time. Without the option
+none of this runs. An example with block_size 4; the prompt finds one block:
 
     cached      [ a b c d | e f g h ]
     prompt      [ a b c d | e f x h | i j k l | m n ]
@@ -16,7 +16,7 @@ Memory is bounded: the followed blocks are those of the pool, and as many evicti
 """
 
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
@@ -26,9 +26,7 @@ import numpy as np
 
 from nanovllm.prefix_cache import CachedBlock, PrefixCache
 from nanovllm.scheduler import Step
-from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.watching import Watching
 
 if TYPE_CHECKING:
     from nanovllm.block_manager import BlockManager
@@ -78,27 +76,49 @@ Place = tuple[int, str | None]
 """The serial number of the block before, and the salt: a prompt is never compared with those of another salt."""
 
 
-class PrefixHistory:
-    """The blocks of a prefix cache by the block that they follow, and the newest `max_evictions` evictions."""
+class PrefixMisses:
+    """Writes `seq.prefix_misses` of each sequence that is admitted for the first time, and notifies of `on_miss`.
 
-    def __init__(self, cache: Any, max_evictions: int) -> None:
-        self.cache = cache
+    Nothing else writes it. `PrefixMisses` knows the blocks of the prefix cache by the block that they follow, and the
+    newest `max_evictions` evictions. By default these are as many as the pool has blocks.
+    """
+
+    def __init__(self, max_evictions: int | None = None) -> None:
         self.max_evictions = max_evictions
+        self._num_scheduled = 0  # steps
         self._cached: dict[int, tuple[CachedBlock, Place]] = {}  # block id -> what is cached in it, and where
         self._next: defaultdict[Place, list[bytes]] = defaultdict(list)  # -> the tokens of the cached blocks, sorted
         self._evictions: OrderedDict[int, Eviction] = OrderedDict()  # by the hash of the evicted block, oldest first
         # by the serial number of a cached block of group 0: what evicted the other groups' blocks with the same tokens
         self._window_evictions: dict[int, Eviction] = {}
 
-    def register(self, seq: Sequence, block_id: int) -> None:
-        """Note a block of `seq` that the prefix cache has registered."""
+    # ---- events
+
+    def on_start(self, blocks: "BlockManager") -> None:
+        self._observer: Any = blocks.observer
+        self.cache: Any = blocks.prefix_cache
+        self._num_remembered = blocks.num_blocks if self.max_evictions is None else self.max_evictions
+        self.on_reset_prefix_cache()
+
+    def on_schedule(self, step: Step, running: list[Sequence], blocks: "BlockManager") -> None:
+        self._num_scheduled += 1
+
+    def on_admit(self, seq: Sequence) -> None:
+        if seq.num_cached_tokens is None:  # else it resumes after preemption
+            seq.prefix_misses = self.explain(seq)
+            self._observer.on_miss(seq, seq.prefix_misses)
+
+    def on_register_block(self, seq: Sequence, block_id: int, block_hash: int, serial: int) -> None:
         one = self.cache._by_id[block_id]
         place = one.parent_serial, getattr(seq, "cache_salt", None)
         self._cached[block_id] = one, place
         insort(self._next[place], one.tokens)
 
-    def forget(self, block_id: int) -> None:
-        """Note that the prefix cache has forgotten a block."""
+    def on_register_in_group(self, seq: Sequence, group: int, block_id: int, block_hash: int, serial: int) -> None:
+        """Note that all groups with a window have blocks with the tokens of the cached block `serial`."""
+        self._window_evictions.pop(serial, None)
+
+    def on_forget_block(self, block_id: int) -> None:
         one, place = self._cached.pop(block_id)
         self._window_evictions.pop(one.serial, None)
         tokens = self._next[place]
@@ -106,27 +126,30 @@ class PrefixHistory:
         if not tokens:
             del self._next[place]
 
-    def evict(self, block_id: int, eviction: Eviction) -> None:
+    def on_take_block(self, seq: Sequence, block_id: int, is_evicted: bool) -> None:
         """Remember the eviction of a block, which the prefix cache is about to forget."""
+        if not is_evicted:
+            return
+        eviction = Eviction(self._num_scheduled + 1, seq.request_id)
         if block_id not in self._cached:  # it is of a group of layers with a window
             self._window_evictions[self.cache._serials_of[block_id]] = eviction
             return
         block_hash = self._cached[block_id][0].block_hash
         self._evictions[block_hash] = eviction
         self._evictions.move_to_end(block_hash)
-        if len(self._evictions) > self.max_evictions:
+        if len(self._evictions) > self._num_remembered:
             self._evictions.popitem(last=False)
 
-    def register_window(self, serial: int) -> None:
-        """Note that all groups with a window have blocks with the tokens of the cached block `serial`."""
-        self._window_evictions.pop(serial, None)
+    def on_take_in_group(self, seq: Sequence, group: int, place: int, block_id: int, is_evicted: bool) -> None:
+        self.on_take_block(seq, block_id, is_evicted)
 
-    def clear(self) -> None:
-        """Forget everything, as the prefix cache does when it is reset."""
+    def on_reset_prefix_cache(self) -> None:
         self._cached.clear()
         self._next.clear()
         self._evictions.clear()
         self._window_evictions.clear()
+
+    # ---- explanations
 
     def explain(self, seq: Sequence) -> list[PrefixMiss]:
         """Return why `seq`, which has just been admitted, does not find its prompt tokens after the computed ones."""
@@ -223,64 +246,3 @@ def pair_up(cached: bytes, tokens: bytes) -> list[tuple[int, int]]:
 def count_equal(pairs: list[tuple[int, int]]) -> int:
     """Return the number of equal pairs before the first different one."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-class ExplainingStats(SchedulingStats):
-    """Counts as its parent does, and explains the misses of each sequence that is admitted for the first time.
-
-    It writes `seq.prefix_misses`, which nothing else writes, and counts the tokens by cause.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.prefix_cache_miss_tokens = dict.fromkeys(CAUSES, 0)
-        self._num_scheduled = 0  # steps
-
-    def on_start(self, blocks: "BlockManager") -> None:
-        super().on_start(blocks)
-        self._history = PrefixHistory(blocks.prefix_cache, blocks.num_blocks)
-
-    def on_register_block(self, seq: Sequence, block_id: int, block_hash: int, serial: int) -> None:
-        super().on_register_block(seq, block_id, block_hash, serial)
-        self._history.register(seq, block_id)
-
-    def on_forget_block(self, block_id: int) -> None:
-        super().on_forget_block(block_id)
-        self._history.forget(block_id)
-
-    def on_take_block(self, seq: Sequence, block_id: int, is_evicted: bool) -> None:
-        super().on_take_block(seq, block_id, is_evicted)
-        if is_evicted:
-            self._history.evict(block_id, Eviction(self._num_scheduled + 1, seq.request_id))
-
-    def on_take_in_group(self, seq: Sequence, group: int, place: int, block_id: int, is_evicted: bool) -> None:
-        super().on_take_in_group(seq, group, place, block_id, is_evicted)
-        if is_evicted:
-            self._history.evict(block_id, Eviction(self._num_scheduled + 1, seq.request_id))
-
-    def on_register_in_group(self, seq: Sequence, group: int, block_id: int, block_hash: int, serial: int) -> None:
-        super().on_register_in_group(seq, group, block_id, block_hash, serial)
-        self._history.register_window(serial)
-
-    def on_reset_prefix_cache(self) -> None:
-        super().on_reset_prefix_cache()
-        self._history.clear()
-
-    def on_schedule(self, step: Step, running: list[Sequence], blocks: "BlockManager") -> None:
-        super().on_schedule(step, running, blocks)
-        self._num_scheduled += 1
-
-    def on_admit(self, seq: Sequence) -> None:
-        super().on_admit(seq)
-        if seq.num_cached_tokens is not None:  # it resumes after preemption
-            return
-        seq.prefix_misses = self._history.explain(seq)
-        counts = Counter(self.prefix_cache_miss_tokens)
-        for miss in seq.prefix_misses:
-            counts[miss.cause] += miss.end - miss.start
-        self.prefix_cache_miss_tokens = dict(counts)  # a new one: statistics of before keep the old one
-        self.on_miss(seq, seq.prefix_misses)
-
-
-class ExplainingWatching(ExplainingStats, Watching):
-    """The same beside an observer of the user's, which is notified of the misses too."""

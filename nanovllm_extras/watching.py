@@ -1,50 +1,60 @@
-"""`Watching`: the engine's statistics, and an observer of the user's beside them, which may fail.
+"""`Observers`: an engine's statistics, and what looks on: a user's observer, a recording, the causes of prefix misses.
+
+An engine that nothing watches has only its statistics as its observer. Otherwise `assembly.py` makes an `Observers`.
 
 An observer only looks on. So whatever it raises, a full disk or a bug, costs the engine nothing: the error is logged
-once, the observer is told no more, and `EngineStats.num_failed_observers` counts it. Made by `LLMEngine` when it is
-given an observer, such as `nanovllm_extras/trace/recorder.py`'s.
+once, the observer is notified no more, and `EngineStats.num_failed_observers` counts it.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-from nanovllm_extras.full_observer import Observer, SchedulingStats
+from nanovllm_extras.full_observer import SchedulingStats
 
 logger = logging.getLogger(__name__)
 
 
-class Watching(SchedulingStats):
-    """Counts as its parent does, and passes everything on to `watcher` until that fails."""
+class Observers:
+    """Passes each event on to `stats`, then to each of `watchers` until that one fails, and last to `explanation`.
 
-    def __init__(self, watcher: Observer) -> None:
-        super().__init__()
-        self.watcher: Observer | None = watcher
+    `explanation` is a part of the engine (`prefix_misses.py`), so its errors are raised. It is last because it notifies
+    the others of what it has found. An observer needs methods only for the events that it is to be notified of.
+    """
 
-    def pass_on(self, name: str, arguments: tuple[Any, ...]) -> None:
-        if self.watcher is None:
-            return
-        try:
-            getattr(self.watcher, name)(*arguments)
-        except Exception:
-            logger.exception("%s has failed in %s, and is told no more", type(self.watcher).__name__, name)
-            self.watcher = None
-            self.count_failure()
+    def __init__(self, stats: SchedulingStats, watchers: Iterable[Any] = (), explanation: Any = None) -> None:
+        self.stats = stats
+        self.watchers = list(watchers)
+        self.explanation = explanation
 
-    def count_failure(self) -> None:
-        self.num_failed_observers += 1
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Return the method for the event `name`. Python calls this for names that the class does not define."""
+        if not name.startswith("on_"):
+            raise AttributeError(f"Observers has no attribute {name!r}")
+        return partial(self._pass_on, name)
+
+    def _pass_on(self, event: str, *arguments: Any) -> None:
+        getattr(self.stats, event)(*arguments)
+        for watcher in self.watchers:
+            try:
+                notify(watcher, event, arguments)
+            except Exception:
+                self._drop(watcher, event)
+        notify(self.explanation, event, arguments)
+
+    def _drop(self, watcher: Any, event: str) -> None:
+        """Notify `watcher`, whose method for `event` has just raised, no more."""
+        logger.exception("%s has failed in %s, and is told no more", type(watcher).__name__, event)
+        self.watchers = [one for one in self.watchers if one is not watcher]
+        self.stats.count_failed_observer()
+
+    def blocks_in_flight(self) -> set[int]:
+        return self.stats.blocks_in_flight()
 
 
-def counting_and_passing_on(name: str) -> Callable[..., None]:
-    """Return the method `name` of `Watching`."""
-    count = getattr(SchedulingStats, name)
-
-    def method(self: Watching, *arguments: Any) -> None:
-        count(self, *arguments)
-        self.pass_on(name, arguments)
-
-    return method
-
-
-for event in [name for name in dir(Observer) if name.startswith("on_")]:
-    setattr(Watching, event, counting_and_passing_on(event))
+def notify(observer: Any, event: str, arguments: tuple[Any, ...]) -> None:
+    """Call the method of `observer` for `event`, if it has one."""
+    method = getattr(observer, event, None)
+    if method is not None:
+        method(*arguments)

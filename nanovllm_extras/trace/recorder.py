@@ -4,7 +4,7 @@ An event is a short list that begins with a code: `["take", 3, 17, 0]` means tha
 held nothing cached. All events up to the end of a step are one line of JSON. docs/trace.md lists the events;
 `replay.py` reads them back into the state of each step.
 
-A recording may begin in the middle of a run: its header then holds the state of that moment (`take_snapshot`).
+A recording may begin in the middle of a run: its header then holds the state of that moment (`Recorder.take_snapshot`).
 
 Tokens and blocks that do not change cause no event. A decode step with the sequences of the step before does not repeat
 their numbers. So a step of 256 decodes takes about 0.1 ms longer (benchmarks/trace_overhead.py).
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,26 +27,22 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Chunk, Step
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.full_engine import LLMEngine
-from nanovllm_extras.full_observer import SchedulingStats
+from nanovllm_extras.full_observer import Observer, count_stored_tokens
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.prefix_misses import PrefixMiss
 from nanovllm_extras.records import Moves
 from nanovllm_extras.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
-from nanovllm_extras.watching import Watching
 
 logger = logging.getLogger(__name__)
 
 
-class Recorder(SchedulingStats):
-    """Counts as its parent does, and writes events to `sink` once `begin` has been called.
+class Recorder(Observer):
+    """Writes events to a sink. It keeps those before `begin` until then."""
 
-    decode: the text of a token id; each is noted when it first occurs. None records no texts.
-    """
+    _sink: Sink
 
-    def __init__(self, sink: Sink, decode: Callable[[int], str] | None = None) -> None:
-        super().__init__()
-        self.decode = decode
-        self._sink = sink
+    def __init__(self) -> None:
+        self._decode: Callable[[int], str] | None = None
         self._start = time.monotonic()
         self._blocks: BlockManager | None = None
         self._config: dict[str, Any] = {}
@@ -53,7 +50,7 @@ class Recorder(SchedulingStats):
         self._seqs: dict[Sequence, int] = {}  # the numbers of all that have not finished
         self._num_seqs = 0
         self._drawn: list[tuple[Sequence, int, int]] = []  # place and token of the newest draws that may be replaced
-        self._running: set[Sequence] = set()
+        self._running: Collection[Sequence] = ()  # the scheduler's own queue
         self._leaving: list[int] = []  # host blocks of the sequence that is being preempted
         self._host_block_ids: dict[Sequence, list[int]] = {}  # of sequences that are swapped out
         self._host_slots: dict[Sequence, int] = {}  # the same for their recurrent states
@@ -62,24 +59,27 @@ class Recorder(SchedulingStats):
         self._loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
         self._snapshots: dict[int, tuple[int, int]] = {}  # slot -> the block at whose end the state was, its tokens
         self._is_due: Callable[[Sequence], bool] | None = None  # of a block manager with slots of states
-        self._num_groups = 1  # of layers, each of which has block tables of its own
         self._decodes: list[Sequence] = []  # of the step before
         self._new_ids: set[int] = set()  # token ids whose text has to be noted
         self._known_ids: set[int] = set()
 
     # ---- lines
 
-    def begin(self, config: Mapping[str, Any]) -> None:
-        """Write the header; `config` are the limits that the scheduler keeps, and what else is to be shown."""
-        self._config = dict(config)
+    def begin(self, sink: Sink, config: Mapping[str, Any], decode: Callable[[int], str] | None = None) -> None:
+        """Write the header to `sink`, and from now on the events.
+
+        config: the limits that the scheduler keeps, and what else is to be shown
+        decode: the text of a token id; each is noted when it first occurs. None records no texts.
+        """
+        self._sink, self._config, self._decode = sink, dict(config), decode
         self._start = time.monotonic()
         self._sink.begin(self._make_header())
 
     def flush(self, seconds: Mapping[str, float] | None = None) -> None:
         """Write what has happened since the last line; `seconds` are the times of the step that has ended."""
         texts = {}
-        if self.decode is not None:
-            texts = {str(i): self.decode(i) for i in sorted(self._new_ids - self._known_ids)}
+        if self._decode is not None:
+            texts = {str(i): self._decode(i) for i in sorted(self._new_ids - self._known_ids)}
         self._known_ids |= self._new_ids
         self._new_ids.clear()
         line: dict[str, Any] = {"t": self._now(), "events": self._events}
@@ -103,27 +103,68 @@ class Recorder(SchedulingStats):
         self._known_ids.clear()
         self._decodes = []
         flights = [[step, [self._seqs.get(seq, 0) for seq in samples]] for step, samples in self._flights]
-        state = None
-        if self._num_seqs:
-            state = take_snapshot(self._blocks, self._seqs, self._running, self._host_block_ids, self._loaded)
-            if self._is_due is not None:
-                state |= describe_slots(self._blocks, self._seqs, self._snapshots, self._host_slots)
-            if self._num_groups > 1:
-                state |= describe_windows(self._blocks, self._seqs)
-            self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
-            self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
-            self._new_ids |= {i for seq in state["seqs"] for miss in seq["misses"] for i in miss.get("cached", ())}
         blocks: Any = self._blocks
         header = {
             "format": FORMAT, "version": VERSION, "num_blocks": blocks.num_blocks,
             "block_size": blocks.block_size, "num_steps_before": self._num_steps, "t": self._now(),
-            "config": self._config, "in_flight": flights, "state": state,
+            "config": self._config, "in_flight": flights, "state": self.take_snapshot() if self._num_seqs else None,
         }  # fmt: skip
         if self._is_due is not None:
             header["num_slots"] = blocks.num_slots
-        if self._num_groups > 1:
+        if has_groups(blocks):
             header |= {"num_groups": blocks.num_groups, "group_window": blocks.window}
         return to_json(header)
+
+    def take_snapshot(self) -> dict[str, Any]:
+        """Return the state of the block manager and of the unfinished sequences, for a header.
+
+        free            the free blocks, in the order in which they will be handed out
+        cached          [block id, hash, serial number, token ids] of each block that the prefix cache can find
+        loaded          [block id, name of the tier] of each block whose contents came from the K/V store
+        seqs            of each unfinished sequence: what `replay.py` keeps of it
+
+        Of a model with recurrent states:
+
+        slots           [sequence, slot] of each sequence that owns one; a negative slot is in host memory
+        snapshots       [slot, block id, number of tokens] of each snapshot
+        state_copies    [source, destination] of the copies that the next step will do
+
+        Of a model whose layers form groups:
+
+        window_tables   [sequence, its block table in each group with a window] of each sequence that owns blocks
+        window_cached   [serial number, block ids] of each cached block of group 0 that these groups have too
+        """
+        blocks: Any = self._blocks
+        running, numbers, cache = set(self._running), self._seqs, blocks.prefix_cache
+        state: dict[str, Any] = {"free": list(blocks._free), "loaded": list(self._loaded.items())}
+        state["cached"] = [
+            [one.block_id, f"{one.block_hash:016x}", one.serial, np.frombuffer(one.tokens, dtype=np.int32).tolist()]
+            for one in cache._by_id.values()
+        ]
+        state["seqs"] = [
+            {
+                "number": number,
+                **describe_sequence(seq),
+                "status": "running" if seq in running else "waiting",
+                "num_computed_tokens": seq.num_computed_tokens,
+                "block_table": seq.block_table.view().tolist(),
+                "host_block_ids": list(self._host_block_ids.get(seq, [])),
+                "misses": describe_misses(seq.prefix_misses or []),
+            }
+            for seq, number in numbers.items()
+        ]
+        if self._is_due is not None:
+            state["slots"] = [[numbers[seq], slot] for seq, slot in [*blocks._slots.items(), *self._host_slots.items()]]
+            state["snapshots"] = [[slot, *about] for slot, about in self._snapshots.items()]
+            state["state_copies"] = [list(copy) for copy in blocks._copies_for_next]
+        if has_groups(blocks):
+            owners, windows_of = [seq for seq in numbers if seq.block_table.length], blocks.block_tables.windows_of
+            state["window_tables"] = [[numbers[seq], windows_of(seq.block_table).tolist()] for seq in owners]
+            state["window_cached"] = [[serial, list(block_ids)] for serial, block_ids in cache.windows.items()]
+        self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
+        self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
+        self._new_ids |= {i for seq in state["seqs"] for miss in seq["misses"] for i in miss.get("cached", ())}
+        return state
 
     def _now(self) -> int:
         """Return the microseconds since `begin`."""
@@ -137,13 +178,14 @@ class Recorder(SchedulingStats):
 
     def _name(self, seq: Sequence) -> int:
         """Give `seq`, which has not been seen before, a number."""
+        number, about = self._next_number(seq), describe_sequence(seq)
+        self._new_ids.update(about["tokens"])
+        self._events.append(["add", number, self._now(), about])
+        return number
+
+    def _next_number(self, seq: Sequence) -> int:
         self._num_seqs += 1
         self._seqs[seq] = self._num_seqs
-        token_ids = seq.token_ids.view().tolist()
-        self._new_ids.update(token_ids)
-        about = {"request": seq.request_id, "sample": seq.sample_index, "tokens": token_ids}
-        about |= {"num_prompt_tokens": seq.num_prompt_tokens, "max_num_tokens": seq.max_num_tokens}
-        self._events.append(["add", self._num_seqs, self._now(), about])
         return self._num_seqs
 
     def _note_replaced(self) -> None:
@@ -159,29 +201,25 @@ class Recorder(SchedulingStats):
         self._events.append(["tokens", self._number(seq), first, token_ids])
 
     def on_start(self, blocks: BlockManager) -> None:
-        super().on_start(blocks)
         if self._blocks is not None:
             self._events.append(["start", blocks.num_blocks])
         self._blocks = blocks
         self._is_due = getattr(blocks, "is_due", None)
-        self._num_groups = getattr(blocks, "num_groups", 1)
         self._seqs.clear()
         self._drawn = []
         self._host_block_ids.clear()
         self._host_slots.clear()
-        self._running.clear()
+        self._running = ()
         self._flights.clear()
         self._loaded.clear()
         self._snapshots.clear()
         self._decodes = []
 
     def on_add(self, seq: Sequence) -> None:
-        super().on_add(seq)
         self._number(seq)
 
     def on_fork(self, parent: Sequence, child: Sequence) -> None:
         self._note_fork(parent, child, is_shared=True)
-        self._running.add(child)
 
     def on_fork_apart(self, parent: Sequence, child: Sequence) -> None:
         self._note_fork(parent, child, is_shared=False)
@@ -191,20 +229,16 @@ class Recorder(SchedulingStats):
         if parent not in self._seqs:  # it has finished
             self._name(child)
             return
-        number = self._number(parent)
-        self._num_seqs += 1
-        self._seqs[child] = self._num_seqs
+        number, of_child = self._number(parent), self._next_number(child)
         num_known = child.num_known_tokens
         place = [child.sample_index, num_known, parent.num_computed_tokens if is_shared else 0]
-        self._events.append(["fork", number, self._num_seqs, *place, self._now()])
+        self._events.append(["fork", number, of_child, *place, self._now()])
         newest = int(child.token_ids.data[num_known - 1])
         if newest != parent.token_ids.data[num_known - 1]:
             self._note_tokens(child, num_known - 1, [newest])
 
     def on_finish(self, seq: Sequence) -> None:
-        super().on_finish(seq)
         self._note_replaced()
-        self._running.discard(seq)
         self._host_block_ids.pop(seq, None)
         place = [seq.finish_reason, seq.stop_reason, seq.num_known_tokens, self._now()]
         self._events.append(["finish", self._number(seq), *place])
@@ -221,8 +255,6 @@ class Recorder(SchedulingStats):
         self._events.append(["wait", self._number(seq), code, num_needed_blocks, num_free])
 
     def on_admit(self, seq: Sequence) -> None:
-        super().on_admit(seq)
-        self._running.add(seq)
         self._host_block_ids.pop(seq, None)
         code = "new" if seq.num_cached_tokens is None else "again"
         self._events.append(["admit", self._number(seq), code, seq.num_computed_tokens])
@@ -232,23 +264,20 @@ class Recorder(SchedulingStats):
         self._events.append(["miss", self._number(seq), describe_misses(misses)])
 
     def on_swap_out(self, seq: Sequence, host_block_ids: list[int]) -> None:
-        super().on_swap_out(seq, host_block_ids)
         self._leaving = host_block_ids
 
     def on_preempt(self, seq: Sequence, needy: Sequence) -> None:
-        super().on_preempt(seq, needy)
         host_block_ids, self._leaving = self._leaving, []
-        self._running.discard(seq)
         self._host_block_ids[seq] = host_block_ids
         place = [self._number(needy), seq.num_computed_tokens, host_block_ids]
         self._events.append(["preempt", self._number(seq), *place])
 
     def on_schedule(self, step: Step, running: list[Sequence], blocks: BlockManager) -> None:
-        super().on_schedule(step, running, blocks)
         self._note_replaced()
         self._note_idle(step, running)
         self._note_drafts(step)
         self._num_steps += 1
+        self._running = running
         self._flights.append((self._num_steps, step.samples))
         decodes, others = self._split(step)
         named = 0 if decodes == self._decodes else self._numbers(decodes)
@@ -258,8 +287,7 @@ class Recorder(SchedulingStats):
         moves = [copies.swap_outs, copies.swap_ins]
         if self._is_due is not None:
             moves.append(copies.state_copies)
-        num_stored = self._in_flight[-1][0]
-        place = [named, chunks, samples, moves, blocks.num_free_blocks, num_stored]
+        place = [named, chunks, samples, moves, blocks.num_free_blocks, count_stored_tokens(running, blocks)]
         self._events.append(["schedule", self._num_steps, self._now(), *place])
         self._decodes = decodes
 
@@ -310,7 +338,6 @@ class Recorder(SchedulingStats):
                 self._events.append(["idle", self._number(seq), code])
 
     def on_update(self, step: Step, new_token_ids: list[int]) -> None:
-        super().on_update(step, new_token_ids)
         number, _ = self._flights.popleft()
         self._new_ids.update(new_token_ids)
         self._events.append(["update", number, self._now(), list(new_token_ids)])
@@ -326,8 +353,6 @@ class Recorder(SchedulingStats):
         self.flush(seconds)
 
     def on_roll_back(self) -> None:
-        super().on_roll_back()
-        self._running.clear()
         self._flights.clear()
         self._events.append(["roll_back", self._now()])
 
@@ -344,12 +369,10 @@ class Recorder(SchedulingStats):
         self._events.append(["copy", self._number(seq), source, destination])
 
     def on_load_blocks(self, seq: Sequence, by_tier: dict[str, list[int]], num_tokens: int) -> None:
-        super().on_load_blocks(seq, by_tier, num_tokens)
         self._loaded |= {block_id: tier for tier, block_ids in by_tier.items() for block_id in block_ids}
         self._events.append(["load", self._number(seq), num_tokens, by_tier])
 
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
-        super().on_give_back(seq, block_ids)
         self._events.append(["give_back", self._number(seq), list(block_ids)])
 
     def on_take_in_group(self, seq: Sequence, group: int, place: int, block_id: int, is_evicted: bool) -> None:
@@ -368,7 +391,6 @@ class Recorder(SchedulingStats):
         self._events.append(["forget", block_id])
 
     def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
-        super().on_verify(seq, num_drafts, num_accepted, block_ids)
         self._events.append(["verify", self._number(seq), num_drafts, num_accepted, block_ids])
 
     def on_take_slot(self, seq: Sequence, slot: int, source: int) -> None:
@@ -397,7 +419,6 @@ class Recorder(SchedulingStats):
             self._events.append(["free", number])
 
     def on_register_block(self, seq: Sequence, block_id: int, block_hash: int, serial: int) -> None:
-        super().on_register_block(seq, block_id, block_hash, serial)
         self._events.append(["register", self._number(seq), block_id, f"{block_hash:016x}", serial])
 
     def on_forget_block(self, block_id: int) -> None:
@@ -411,82 +432,22 @@ def to_json(line: Mapping[str, Any]) -> str:
     return json.dumps(line, separators=(",", ":"), ensure_ascii=False)
 
 
-# ---- the state in a header
+# ---- records
 
 
-def take_snapshot(
-    blocks: Any,
-    seqs: Mapping[Sequence, int],
-    running: Collection[Sequence],
-    host_block_ids: Mapping[Sequence, list[int]],
-    loaded: Mapping[int, str],
-) -> dict[str, Any]:
-    """Return the state of a `BlockManager` and of `seqs`, each with its number.
+def has_groups(blocks: Any) -> bool:
+    """Return whether the model's layers form groups, each of which has block tables of its own."""
+    return getattr(blocks, "num_groups", 1) > 1
 
-    free      the free blocks, in the order in which they will be handed out
-    cached    [block id, hash, serial number, token ids] of each block that the prefix cache can find
-    loaded    [block id, name of the tier] of each block whose contents came from the K/V store
-    seqs      of each unfinished sequence: what `replay.py` keeps of it
-    """
-    cached = [
-        [one.block_id, f"{one.block_hash:016x}", one.serial, np.frombuffer(one.tokens, dtype=np.int32).tolist()]
-        for one in blocks.prefix_cache._by_id.values()
-    ]
+
+def describe_sequence(seq: Sequence) -> dict[str, Any]:
+    """Return what a new sequence is."""
     return {
-        "free": list(blocks._free),
-        "cached": cached,
-        "loaded": list(loaded.items()),
-        "seqs": [
-            describe_sequence(seq, number, seq in running, host_block_ids.get(seq, [])) for seq, number in seqs.items()
-        ],
-    }
-
-
-def describe_slots(
-    blocks: Any,
-    seqs: Mapping[Sequence, int],
-    snapshots: Mapping[int, tuple[int, int]],
-    host_slots: Mapping[Sequence, int],
-) -> dict[str, Any]:
-    """Return what the slots of a `StateBlockManager` hold.
-
-    slots         [sequence, slot] of each sequence that owns one; a negative slot is in host memory
-    snapshots     [slot, block id, number of tokens] of each snapshot
-    state_copies  [source, destination] of the copies that the next step will do
-    """
-    return {
-        "slots": [[seqs[seq], slot] for seq, slot in [*blocks._slots.items(), *host_slots.items()]],
-        "snapshots": [[slot, *about] for slot, about in snapshots.items()],
-        "state_copies": [list(copy) for copy in blocks._copies_for_next],
-    }
-
-
-def describe_windows(blocks: Any, seqs: Mapping[Sequence, int]) -> dict[str, Any]:
-    """Return what a `GroupedBlockManager` has in the groups with a window.
-
-    window_tables   [sequence, its block table in each of these groups] of each sequence that owns blocks
-    window_cached   [serial number, block ids] of each cached block of group 0 that these groups have too
-    """
-    owners = [seq for seq in seqs if seq.block_table.length]
-    return {
-        "window_tables": [[seqs[seq], blocks.block_tables.windows_of(seq.block_table).tolist()] for seq in owners],
-        "window_cached": [[serial, list(block_ids)] for serial, block_ids in blocks.prefix_cache.windows.items()],
-    }
-
-
-def describe_sequence(seq: Sequence, number: int, is_running: bool, host_block_ids: list[int]) -> dict[str, Any]:
-    return {
-        "number": number,
         "request": seq.request_id,
         "sample": seq.sample_index,
-        "status": "running" if is_running else "waiting",
         "tokens": seq.token_ids.view().tolist(),
         "num_prompt_tokens": seq.num_prompt_tokens,
         "max_num_tokens": seq.max_num_tokens,
-        "num_computed_tokens": seq.num_computed_tokens,
-        "block_table": seq.block_table.view().tolist(),
-        "host_block_ids": list(host_block_ids),
-        "misses": describe_misses(seq.prefix_misses or []),
     }
 
 
@@ -521,17 +482,16 @@ def start_engine(
 
 def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack, engine_class: type[Engine]) -> Engine:
     """Start an engine whose run is written to `sink`, until `on_exit` closes it. The recording explains misses."""
-    recorder = Recorder(sink)
+    recorder = Recorder()
     try:
         engine = engine_class(replace(config, explain_prefix_misses=True), recorder)
     except BaseException:
         sink.close()
         raise
-    if engine.tokenizer is not None:
-        recorder.decode = lambda token_id: engine_text(engine.tokenizer, token_id)
-    if isinstance(sink, Sinks) and isinstance(engine.observer, Watching):
-        sink.on_failure = engine.observer.count_failure
-    recorder.begin(describe_engine(engine))
+    if isinstance(sink, Sinks):
+        sink = Sinks(sink.sinks, engine.stats.count_failed_observer)
+    decode = None if engine.tokenizer is None else partial(text_of, engine.tokenizer)
+    recorder.begin(sink, describe_engine(engine), decode)
     on_exit.callback(close_recording, recorder)
     return engine
 
@@ -544,7 +504,7 @@ def close_recording(recorder: Recorder) -> None:
         logger.error("the recording is not complete: %s", error)
 
 
-def engine_text(tokenizer: Any, token_id: int) -> str:
+def text_of(tokenizer: Any, token_id: int) -> str:
     """Return the text of one token. Part of a character is shown as �."""
     return tokenizer.decode([token_id])
 

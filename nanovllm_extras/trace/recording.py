@@ -74,12 +74,13 @@ class TraceFile:
 class Sinks:
     """A `Sink` that passes each line to several sinks.
 
-    A sink that raises is removed, and the others continue. The error of the last remaining sink is raised.
+    A sink that raises is removed, `on_failure` is called, and the others continue. The error of the last remaining sink
+    is raised.
     """
 
-    def __init__(self, sinks: list[Sink]) -> None:
+    def __init__(self, sinks: list[Sink], on_failure: Callable[[], None] = lambda: None) -> None:
         self.sinks = sinks
-        self.on_failure: Callable[[], None] = lambda: None  # called for each sink that is removed
+        self.on_failure = on_failure
 
     @property
     def is_full(self) -> bool:

@@ -150,7 +150,7 @@ class Run(scheduling_traffic.Run):
         super().__init__(**options)
         if threshold:
             self.max_chunk_len = threshold
-        self.stats.on_start(self.manager)
+        self.manager.observer.on_start(self.manager)
 
     def make_stats(self):
         return RecordingStats()

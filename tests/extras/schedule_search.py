@@ -521,10 +521,10 @@ def path_to(reached: dict[tuple, tuple], key: tuple) -> list[Action]:
 def record(counterexample: Counterexample, path: Path) -> None:
     """Write the run of a counterexample, up to what fails, as a recording."""
     setting = counterexample.setting
-    recorder = Recorder(TraceFile(path))
+    recorder = Recorder()
     world = World(setting, recorder)
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": setting.budget, "max_model_len": MAX_MODEL_LEN}
-    recorder.begin(limits | {"description": str(counterexample)})
+    recorder.begin(TraceFile(path), limits | {"description": str(counterexample)})
     with closing(recorder):
         for action in counterexample.actions:
             try:

@@ -18,27 +18,26 @@ from nanovllm_extras.full_observer import Observer, SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.block_manager import GroupedBlockManager
 from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
-from nanovllm_extras.prefix_misses import CAUSES, MAX_SHOWN_TOKENS, ExplainingStats, PrefixMiss
+from nanovllm_extras.prefix_misses import CAUSES, MAX_SHOWN_TOKENS, PrefixMiss, PrefixMisses
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache, roll_back
 from nanovllm_extras.serve.metrics_route import Metrics
+from nanovllm_extras.watching import Observers
 from tests.conftest import examples
 from tests.extras.grouped_fake_kv_cache import window_tables
 
 ANY_TOKEN = 0
 
 
-class NaiveModel(ExplainingStats):
+class NaiveModel(PrefixMisses):
     """Compares each explanation with its own."""
 
     def __init__(self, max_evictions):
-        super().__init__()
-        self.max_evictions = max_evictions
+        super().__init__(max_evictions)
         self.next_step = 1
         self.found = Counter()  # what the comparisons have met
 
     def on_start(self, blocks):
         super().on_start(blocks)
-        self._history.max_evictions = self.max_evictions
         self.blocks, self.size = blocks, blocks.block_size
         self.prefixes, self.evictions = {}, {}  # block id -> prefix; prefix -> (step, request), the oldest first
         # the same for groups of layers with a window: block id -> (group, prefix); prefix -> (step, request)
@@ -82,7 +81,6 @@ class NaiveModel(ExplainingStats):
         self.window_evictions.pop(prefix, None)
 
     def on_forget_in_group(self, block_id):
-        super().on_forget_in_group(block_id)
         del self.window_prefixes[block_id]
 
     def on_reset_prefix_cache(self):
@@ -187,14 +185,15 @@ class Traffic:
     """Requests over a tiny pool. The sampled tokens are the parity of the tokens before, so that texts meet again."""
 
     def __init__(self, num_blocks, block_size, budget, max_evictions, is_enabled=True, num_slots=0, window=0):
-        self.stats = NaiveModel(max_evictions)
-        self.blocks = BlockManager(num_blocks, block_size, is_enabled, self.stats)
+        self.stats, self.model = SchedulingStats(), NaiveModel(max_evictions)
+        observers = Observers(self.stats, explanation=self.model)
+        self.blocks = BlockManager(num_blocks, block_size, is_enabled, observers)
         if window:  # three groups of layers
             sizes = {"num_groups": 3, "window": window, "max_chunk_len": budget}
-            self.blocks = GroupedBlockManager(3 * num_blocks, block_size, is_enabled, self.stats, **sizes)
+            self.blocks = GroupedBlockManager(3 * num_blocks, block_size, is_enabled, observers, **sizes)
         if num_slots:
-            self.blocks = StateBlockManager(num_blocks, block_size, is_enabled, self.stats, num_slots=num_slots)
-        self.stats.on_start(self.blocks)
+            self.blocks = StateBlockManager(num_blocks, block_size, is_enabled, observers, num_slots=num_slots)
+        observers.on_start(self.blocks)
         self.scheduler = (StateScheduler if num_slots else Scheduler)(self.blocks, 3, budget, max_model_len=24)
         self.seqs = []
 
@@ -215,7 +214,7 @@ class Traffic:
 
     def step(self, is_done=True):
         step = self.scheduler.schedule()
-        self.stats.next_step += bool(step.chunks)
+        self.model.next_step += bool(step.chunks)
         if not is_done:
             roll_back(self.scheduler)
         elif step.chunks:
@@ -246,13 +245,13 @@ def test_each_token_has_the_cause_that_the_whole_history_gives(
 ):
     traffic = Traffic(num_blocks, size, budget, max_evictions, **others)
     play(traffic, operations)
-    stats = traffic.stats
+    stats, model = traffic.stats, traffic.model
     misses = stats.prefix_cache_query_tokens - stats.prefix_cache_hit_tokens
     assert sum(stats.prefix_cache_miss_tokens.values()) == misses
-    assert len(stats._history._evictions) <= max_evictions
-    assert set(stats._history._cached) == set(traffic.blocks.prefix_cache._by_id), "nothing is kept longer"
-    assert sum(map(len, stats._history._next.values())) == len(stats._history._cached)
-    assert stats._history._window_evictions.keys() <= {one.serial for one, _ in stats._history._cached.values()}
+    assert len(model._evictions) <= max_evictions
+    assert set(model._cached) == set(traffic.blocks.prefix_cache._by_id), "nothing is kept longer"
+    assert sum(map(len, model._next.values())) == len(model._cached)
+    assert model._window_evictions.keys() <= {one.serial for one, _ in model._cached.values()}
 
 
 def play(traffic, operations):
@@ -282,7 +281,7 @@ def test_random_traffic_meets_all_causes():
             for _ in range(rng.randint(0, 3)):
                 traffic.step(is_done="window" not in others or rng.random() > 0.3)
         traffic.finish()
-        found.update(traffic.stats.found)
+        found.update(traffic.model.found)
     assert all(found[cause] > 10 for cause in CAUSES if cause != "no_window"), found
     assert min(found["unreachable"], found["no_window"]) > 2, found
     assert found["evicted from a window"] > 10, found
@@ -340,7 +339,7 @@ def test_block_that_is_cached_after_an_evicted_one_counts_as_evicted():
     traffic.finish()  # step 3 evicts r0's block
     traffic.add([0, 1, 0])
     traffic.finish()  # 0 1 is cached again, and the old 1 0 does not follow it
-    assert sorted(traffic.stats.prefixes.values()) == [(0, 1), (0, 1, 1, 0), (1, 1)]
+    assert sorted(traffic.model.prefixes.values()) == [(0, 1), (0, 1, 1, 0), (1, 1)]
     assert explained(traffic, [0, 1, 1, 0, 1]) == [
         PrefixMiss(2, 4, "evicted", step=3, request_id="r2"),
         PrefixMiss(4, 5, "partial_block"),

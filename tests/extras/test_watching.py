@@ -1,13 +1,18 @@
 """An observer that fails: the engine goes on, counts on, and says so. Oracle: the same requests without an observer."""
 
 import logging
+from dataclasses import fields
 
 import pytest
 
+from nanovllm import observer
+from nanovllm.observer import Stats
 from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
 from nanovllm_extras.full_observer import Observer, SchedulingStats
+from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.prefix_misses import PrefixMisses
 from nanovllm_extras.trace.recording import Sinks, TraceFile, read_recording
-from nanovllm_extras.watching import Watching
+from nanovllm_extras.watching import Observers
 
 EVENTS = [name for name in dir(Observer) if name.startswith("on_")]
 SMALL = {"device": "cpu", "attention_backend": "torch", "block_size": 4, "num_kv_blocks": 16}
@@ -77,13 +82,91 @@ def test_an_observer_hears_of_everything(tiny_checkpoint, expected):
     engine = LLMEngine(Config(tiny_checkpoint[0], **SMALL), told)
     assert serve(engine) == expected
     direct = LLMEngine(Config(tiny_checkpoint[0], **SMALL))
-    direct.stats = Log()
+    direct.observer = Log()
     direct.reset()
     serve(direct)
     assert told.heard == direct.observer.heard
     assert len({event for event, _ in told.heard}) >= 12
     assert {"on_take_block", "on_swap_out"} <= set(EVENTS), "the core's, and those of extras"
-    assert set(EVENTS) <= vars(Watching).keys()
+    assert all(hasattr(Observers(SchedulingStats()), event) for event in EVENTS)
+
+
+def test_of_several_watchers_the_ones_that_can_go_on():
+    class Watcher:  # of the class of no observer, and with few methods
+        def __init__(self, fails_at):
+            self.fails_at, self.heard = fails_at, []
+
+        def on_add(self, seq):
+            self.heard.append(seq)
+            if len(self.heard) == self.fails_at:
+                raise RuntimeError("enough")
+
+        def __eq__(self, other):
+            return True
+
+    watchers = [Watcher(0), Watcher(2), Watcher(1), Watcher(0)]
+    stats = SchedulingStats()
+    observers = Observers(stats, watchers)
+    seqs = [Sequence(str(i), [1, 2], GREEDY) for i in range(3)]
+    for seq in seqs:
+        observers.on_add(seq)
+        observers.on_free(seq)
+    assert [len(one.heard) for one in watchers] == [3, 2, 1, 3]
+    assert (stats.num_requests, stats.num_failed_observers) == (3, 2)
+
+
+def test_an_observer_of_the_core_hears_of_the_cores_events(tiny_checkpoint, expected):
+    class Watcher(observer.Observer):
+        num_steps = 0
+
+        def on_schedule(self, step, running, blocks):
+            self.num_steps += 1
+
+    watcher = Watcher()
+    engine = LLMEngine(Config(tiny_checkpoint[0], **SMALL), watcher)
+    assert serve(engine) == expected
+    assert engine.get_stats().num_failed_observers == 0
+    assert watcher.num_steps == engine.get_stats().steps > 0
+
+
+def test_an_error_of_the_explanation_of_misses_is_raised(tiny_checkpoint):
+    """It is a part of the engine: the step fails, and is done again."""
+
+    class Broken(PrefixMisses):
+        num_calls = 0
+
+        def explain(self, seq):
+            self.num_calls += 1
+            if self.num_calls == 2:
+                raise KeyError("a bug")
+            return super().explain(seq)
+
+    engine = LLMEngine(Config(tiny_checkpoint[0], explain_prefix_misses=True, **SMALL))
+    engine.observer.explanation = Broken()
+    engine.reset()
+    for i in range(2):
+        engine.add_request(str(i), PROMPTS[i], GREEDY)
+    with pytest.raises(KeyError, match="a bug"):
+        engine.step()
+    assert engine.get_stats().num_failed_observers == 0
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.get_stats().num_finished == 2
+
+
+def test_an_engine_that_nothing_watches_notifies_its_statistics(tiny_checkpoint):
+    engine = LLMEngine(Config(tiny_checkpoint[0], **SMALL))
+    blocks = engine.scheduler.block_manager
+    assert (
+        engine.stats is engine.observer is engine.scheduler.observer is blocks.observer is blocks.prefix_cache.observer
+    )
+
+
+def test_statistics_that_a_user_gets_are_a_record(tiny_checkpoint):
+    stats = LLMEngine(Config(tiny_checkpoint[0], **SMALL)).get_stats()
+    assert not isinstance(stats, observer.Observer)
+    assert not [name for name in dir(stats) if name.startswith("on_")]
+    assert {one.name for one in fields(Stats)} < {one.name for one in fields(stats)} == vars(stats).keys()
 
 
 def fill_the_disk(trace):

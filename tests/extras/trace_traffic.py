@@ -2,14 +2,14 @@
 
 import json
 import random
-from collections import Counter
 
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
-from nanovllm_extras.prefix_misses import CAUSES, ExplainingStats
+from nanovllm_extras.prefix_misses import PrefixMisses
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.recorder import Recorder
 from nanovllm_extras.trace.recording import read_recording
-from tests.extras.full_traffic import RecordingStats, Run
+from nanovllm_extras.watching import Observers
+from tests.extras.full_traffic import Run
 from tests.extras.grouped_fake_kv_cache import window_tables
 from tests.extras.kv_groups.test_grouped_blocks import GroupedRun
 from tests.extras.speculative_traffic import SpeculativeRun
@@ -75,14 +75,21 @@ def state_of_engine(manager, seqs, running, host_block_ids):
     }  # fmt: skip
 
 
-class RecordedStats(ExplainingStats, RecordingStats, Recorder):
+class StrictObservers(Observers):
+    """Raises what a watcher raises."""
+
+    def _drop(self, watcher, event):
+        raise
+
+
+class NotingRecorder(Recorder):
     """Notes the true state at each `schedule`, for the comparison."""
 
-    def __init__(self, lines):
-        Recorder.__init__(self, lines)
-        self.uses, self.recorded, self.preemptions, self.states = {}, [], Counter(), {}
+    def __init__(self, host_block_ids):
+        super().__init__()
+        self.host_block_ids = host_block_ids
+        self.states = {}
         self.loaded = {}  # block that a step has loaded, and no sequence has taken since -> tier
-        self.prefix_cache_miss_tokens, self._num_scheduled = dict.fromkeys(CAUSES, 0), 0
 
     def on_take_block(self, seq, block_id, is_evicted):
         super().on_take_block(seq, block_id, is_evicted)
@@ -97,24 +104,25 @@ class RecordedStats(ExplainingStats, RecordingStats, Recorder):
 
 
 class RecordedRun(Run):
-    """`Run`, whose observer is a recorder."""
+    """`Run` with a recorder and explanations, as an engine has them."""
 
-    def __init__(self, lines, **options):
+    def __init__(self, lines, decode=None, **options):
         self.lines = lines
+        self.recorder = NotingRecorder(self.host_block_ids)
         super().__init__(**options)
-        self.stats.begin({
+        config = {
             "max_num_batched_tokens": self.scheduler.max_num_batched_tokens,
             "long_prefill_token_threshold": self.threshold,
-        })  # fmt: skip
+        }
+        self.recorder.begin(lines, config, decode)
 
-    def make_stats(self):
-        stats = RecordedStats(self.lines)
-        stats.host_block_ids = self.host_block_ids
-        return stats
+    def make_manager(self, num_blocks, block_size, enable_prefix_caching, stats):
+        observers = StrictObservers(stats, [self.recorder], PrefixMisses())
+        return super().make_manager(num_blocks, block_size, enable_prefix_caching, observers)
 
     def step(self, is_done=True):
         out = super().step(is_done)
-        self.stats.flush()
+        self.recorder.flush()
         return out
 
 
@@ -135,7 +143,7 @@ class RecordedStoreRun(WithStore, RecordedRun):
 
     def make_cache(self, block_size):
         cache = super().make_cache(block_size)
-        self.stats.tier_of = self.store.tier_of
+        self.recorder.tier_of = self.store.tier_of
         return cache
 
 
@@ -151,9 +159,9 @@ def known_run():
     run.add([1] * 6, n=2, max_tokens=6)
     run.add([2] * 10, max_tokens=4)
     run.finish()
-    run.stats.close()
+    run.recorder.close()
     [segment] = lines.segments
-    return segment, run.stats.states
+    return segment, run.recorder.states
 
 
 def loaded_run(tmp_path):
@@ -221,7 +229,7 @@ def random_run(seed, limit=10**9, window=None, has_drafts=False, num_groups=1):
         if rng.random() < 0.03:
             reset_prefix_cache(run.scheduler)
     run.finish()
-    run.stats.close()
+    run.recorder.close()
     return run
 
 
@@ -263,6 +271,6 @@ def known_groups():
     run.add([*range(12), 50, 51], n=2, max_tokens=8)
     run.add([60] * 17, max_tokens=6)
     run.finish()
-    run.stats.close()
+    run.recorder.close()
     [segment] = lines.segments
-    return segment, run.stats.states
+    return segment, run.recorder.states

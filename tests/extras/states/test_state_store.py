@@ -16,12 +16,12 @@ from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kv_store.copies import copy_out
 from nanovllm_extras.kv_store.share import Loaded
-from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
-from nanovllm_extras.prefix_misses import ExplainingStats
+from nanovllm_extras.prefix_misses import PrefixMisses
 from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.states.pool import StateKVCache, StateShape
 from nanovllm_extras.transfers import Transfers
+from nanovllm_extras.watching import Observers
 from tests.extras.states import test_slots
 from tests.extras.store_traffic import FakeStore
 
@@ -379,12 +379,16 @@ def test_a_snapshot_comes_back_bit_by_bit_after_the_copies_of_the_step():
 # ---- why tokens were not found
 
 
+def explaining():
+    return Observers(SchedulingStats(), explanation=PrefixMisses())
+
+
 def causes(seq):
     return [(miss.start, miss.end, miss.cause) for miss in seq.prefix_misses]
 
 
 def test_tokens_have_no_snapshot_only_if_neither_pool_nor_store_has_one():
-    run = Served(num_blocks=20, num_slots=1, observer=ExplainingStats(), snapshot_interval=2)
+    run = Served(num_blocks=20, num_slots=1, observer=explaining(), snapshot_interval=2)
     run.serve(PROMPT)
     assert run.blocks.num_snapshots == 0
     assert causes(run.serve(PROMPT)) == [(16, 18, "partial_block")]
@@ -396,7 +400,7 @@ def test_tokens_have_no_snapshot_only_if_neither_pool_nor_store_has_one():
 
 
 def test_what_was_evicted_and_loaded_is_no_miss():
-    run = Served(observer=ExplainingStats())
+    run = Served(observer=explaining())
     run.serve(PROMPT)
     run.serve([100] * 19)
     assert causes(run.serve(PROMPT)) == [(16, 18, "partial_block")]

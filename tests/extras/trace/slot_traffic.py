@@ -2,23 +2,21 @@
 
 import random
 
-from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
-
+from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
-from nanovllm_extras.prefix_misses import CAUSES, ExplainingStats
+from nanovllm_extras.prefix_misses import PrefixMisses
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.recorder import Recorder
 from tests.extras.states import test_drafted_slots, test_slots
-from tests.extras.trace_traffic import Lines
+from tests.extras.trace_traffic import Lines, StrictObservers
 
 
 class SlotRecorder(Recorder):
     """Notes at each `schedule` which sequence owns which slot, the snapshots, the copies, and what is swapped out."""
 
-    def __init__(self, lines):
-        super().__init__(lines)
+    def __init__(self):
+        super().__init__()
         self.space, self.truth = None, {}
 
     def on_schedule(self, step, running, blocks):
@@ -39,14 +37,15 @@ class SlotRecorder(Recorder):
 
 
 class Recorded:
-    """A `Run` whose observer is a recorder."""
+    """A `Run` that is recorded."""
 
     def __init__(self, seed, limit, *arguments, **options):
-        self.recorder = SlotRecorder(Lines(limit))
-        super().__init__(random.Random(seed), *arguments, observer=self.recorder, **options)
+        self.recorder = SlotRecorder()
+        observers = StrictObservers(SchedulingStats(), [self.recorder])
+        super().__init__(random.Random(seed), *arguments, observer=observers, **options)
         self.recorder.space = self.space
-        self.recorder.on_start(self.blocks)
-        self.recorder.begin({"max_num_batched_tokens": self.scheduler.max_num_batched_tokens})
+        observers.on_start(self.blocks)
+        self.recorder.begin(Lines(limit), {"max_num_batched_tokens": self.scheduler.max_num_batched_tokens})
 
     def step(self, fails=False):
         super().step(fails)
@@ -88,10 +87,10 @@ def random_slots(seed, limit=10**9, kind="plain"):
 
 def known_slots(has_swap=False):
     """Return the lines of the run that chapter 15 of the book follows: four slots, a fork, a preemption."""
-    recorder = Recorder(Lines())
+    recorder = Recorder()
     blocks = StateBlockManager(6, 4, observer=recorder, num_slots=4)
     recorder.on_start(blocks)
-    recorder.begin({"max_num_batched_tokens": 64, "max_num_seqs": 3})
+    recorder.begin(Lines(), {"max_num_batched_tokens": 64, "max_num_seqs": 3})
     preemption = StateSwap(blocks, StateSwapSpace(9, 2, blocks)) if has_swap else None
     scheduler = StateScheduler(blocks, 3, 64, max_model_len=64, preemption=preemption)
     add(scheduler, "A", range(10), n=1)
@@ -108,20 +107,13 @@ def known_slots(has_swap=False):
     return lines
 
 
-class ExplainingRecorder(ExplainingStats, Recorder):
-    """A recorder that records why prompt tokens are computed."""
-
-    def __init__(self):
-        Recorder.__init__(self, Lines())
-        self.prefix_cache_miss_tokens, self._num_scheduled = dict.fromkeys(CAUSES, 0), 0
-
-
 def prompts_in_turn(*turns, num_slots):
     """Return the lines of a run with blocks of 4. turns: name -> prompt; a turn starts when the last one has ended."""
-    recorder = ExplainingRecorder()
-    blocks = StateBlockManager(12, 4, observer=recorder, num_slots=num_slots)
-    recorder.on_start(blocks)
-    recorder.begin({"max_num_batched_tokens": 64, "max_num_seqs": 3})
+    recorder = Recorder()
+    observers = StrictObservers(SchedulingStats(), [recorder], PrefixMisses())
+    blocks = StateBlockManager(12, 4, observer=observers, num_slots=num_slots)
+    observers.on_start(blocks)
+    recorder.begin(Lines(), {"max_num_batched_tokens": 64, "max_num_seqs": 3})
     scheduler = StateScheduler(blocks, 3, 64, max_model_len=64)
     for turn in turns:
         for name, token_ids in turn.items():

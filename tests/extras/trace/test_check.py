@@ -139,7 +139,7 @@ def test_all_that_is_recorded_is_opened():
     assert set(check.EVENTS) == EVENTS
     for seed, window in enumerate([None, None, None, 2, 5, None]):
         for limit in (10**9, 25):
-            for segment in random_run(seed, limit, window, has_drafts=seed == 5).stats._sink.segments:
+            for segment in random_run(seed, limit, window, has_drafts=seed == 5).lines.segments:
                 check_recording("run.jsonl", segment)
 
 

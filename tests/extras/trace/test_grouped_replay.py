@@ -74,9 +74,9 @@ def count_blocks(seq):
 def test_replayed_tables_are_those_of_the_block_manager(seed):
     for limit in (10**9, 9):
         run = random_run(seed, limit, [1, 2, 5, 9][seed % 4], has_drafts=seed % 5 == 4, num_groups=2 + seed % 3)
-        for segment in run.stats._sink.segments:
+        for segment in run.lines.segments:
             check_recording("run.jsonl", copy.deepcopy(segment))
-        check_segments(run.stats._sink.segments, run.stats.states)
+        check_segments(run.lines.segments, run.recorder.states)
 
 
 # ---- what is refused

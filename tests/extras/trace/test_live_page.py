@@ -187,7 +187,7 @@ def test_page_that_follows_shows_the_newest_step_and_who_waits(stage):
     page.keyboard.press("End")
     page.locator("#step", has_text="The end, after step 6").wait_for()
     assert counts(page)["waiting"] == "2", "an arrival is told with the step after it"
-    stage.run.stats.flush()
+    stage.run.recorder.flush()
     page.locator(".counts div", has_text=re.compile(r"^3\s*waiting")).wait_for()
     assert page.locator(".step .plain li").all_inner_texts() == [
         "seq-2 waits: needs 1 of the places (max_num_seqs), fewer are free",
@@ -228,7 +228,7 @@ def test_whatever_goes_to_a_step_stops_following(stage):
         "address": (lambda: page.evaluate("location.hash = 'step=7'"), "7"),
     }
     for name, (go, place) in ways.items():
-        last = stage.run.stats._num_steps
+        last = stage.run.recorder._num_steps
         page.locator("#step", has_text=f"Step {last} of {last}").wait_for()
         assert follow.is_checked(), name
         go()

@@ -128,11 +128,11 @@ def test_pages_own_replay_is_the_state_of_the_engine_at_every_step(show, known, 
     codes, num_steps = set(), 0
     for seed, window in enumerate([None, None, None, None, None, 2, 5, None, None]):
         run = random_run(seed, limit, window, has_drafts=seed > 6)
-        segments = run.stats._sink.segments
+        segments = run.lines.segments
         codes |= {event[0] for segment in segments for line in segment[1:] for event in line["events"]}
         found = page.evaluate(STATES, [segments])
-        assert len(found) == len(run.stats.states)
-        for step, state in run.stats.states.items():
+        assert len(found) == len(run.recorder.states)
+        for step, state in run.recorder.states.items():
             mine = found[str(step)]
             assert mine["broken"] == []
             assert mine["refs"] == state["ref_counts"]
@@ -151,7 +151,7 @@ def test_page_shows_how_many_drafts_were_kept(show, known):
     run = random_run(7, has_drafts=True)
     stats = run.stats
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-    page = show(stats._sink.segments[0])
+    page = show(run.lines.segments[0])
     page.keyboard.press("End")
     page.locator("#step", has_text="The end").wait_for()
     share = 100 * stats.num_accepted_tokens / stats.num_draft_tokens
@@ -164,7 +164,7 @@ def test_page_shows_how_many_drafts_were_kept(show, known):
 
 def test_scrubbing_to_any_step_from_anywhere_shows_the_same_state(show):
     run = random_run(3)
-    page = show(run.stats._sink.segments[0])
+    page = show(run.lines.segments[0])
     same = page.evaluate(
         """() => {
           const [run] = nanovllm.runs, one = new nanovllm.Run("x", run.header);
@@ -379,7 +379,7 @@ def test_abort_is_of_note_and_evictions_only_when_chosen(show):
     for i in range(2, 5):
         run.add([i] * 9, max_tokens=6)
     run.finish()
-    [lines] = run.stats._sink.segments
+    [lines] = run.lines.segments
     page = show(lines)
     notes = page.locator(".highlights")
     texts = notes.locator("li").all_inner_texts()
@@ -742,7 +742,7 @@ def test_moving_picture_of_a_run_without_moments_asks_for_steps(tmp_path):
     run = RecordedRun(Lines(), num_blocks=8, block_size=4, budget=12)
     run.add([1] * 3, max_tokens=2)
     run.finish()
-    [lines] = run.stats._sink.segments
+    [lines] = run.lines.segments
     (tmp_path / "dull.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     status, _, said = run_view(tmp_path / "dull.jsonl", "--gif", tmp_path / "dull.gif")
     assert status == 2
@@ -825,14 +825,14 @@ def test_two_recordings_are_scrubbed_together(show, known, tmp_path):
     run = RecordedRun(Lines(), num_blocks=8, block_size=4, budget=12, enable_prefix_caching=False)
     run.add([1] * 9, max_tokens=5)
     run.finish()
-    [second] = run.stats._sink.segments
+    [second] = run.lines.segments
     page = show(known[0], second, at="#step=3")
     assert page.locator(".recording").count() == 2
     assert [one.split(":")[1].strip() for one in page.locator(".step h2").all_inner_texts()] == ["3", "3"]
     page.keyboard.press("ArrowRight")
     page.locator(".step h2", has_text=": 4").nth(1).wait_for()
     assert [one.split(":")[1].strip() for one in page.locator(".step h2").all_inner_texts()] == ["4", "4"]
-    assert step_of(page) == f"Step 4 of {len(known[1])} | {len(run.stats.states)}"
+    assert step_of(page) == f"Step 4 of {len(known[1])} | {len(run.recorder.states)}"
     alone = show(known[0])
     text = "".join(json.dumps(line) + "\n" for line in second)
     alone.set_input_files("input[type=file]", {"name": "b.jsonl", "mimeType": "text/plain", "buffer": text.encode()})

@@ -36,10 +36,10 @@ def test_pages_own_replay_has_the_blocks_of_all_groups_at_every_step(show, known
     page, num_steps = show(known[0]), 0
     for seed in range(6):
         run = random_run(seed, limit, [1, 5, 9][seed % 3], has_drafts=seed == 4, num_groups=2 + seed % 2)
-        segments = run.stats._sink.segments
+        segments = run.lines.segments
         found, windows = page.evaluate(STATES, [segments]), page.evaluate(WINDOWS, [segments])
-        assert len(found) == len(run.stats.states)
-        for step, state in run.stats.states.items():
+        assert len(found) == len(run.recorder.states)
+        for step, state in run.recorder.states.items():
             mine, others = found[str(step)], windows[str(step)]
             assert mine["broken"] == others["wrong"] == others["others"] == []
             assert mine["refs"] == state["ref_counts"]
@@ -161,7 +161,7 @@ def test_a_long_table_shows_its_end_on_a_phone(show):  # noqa: F811
     run = RecordedGroupedRun(Lines(), num_blocks=60, block_size=2, num_groups=2, group_window=4, budget=64)
     run.add(list(range(45)), max_tokens=3)
     run.finish()
-    page = show(run.stats._sink.segments[0], at="#step=2&seq=1", width=390)
+    page = show(run.lines.segments[0], at="#step=2&seq=1", width=390)
     for card in (".of-groups", ".sequence"):
         table = page.locator(f"{card} table.groups").first
         table.scroll_into_view_if_needed()

@@ -84,10 +84,10 @@ def test_all_reasons_to_drop_a_snapshot_are_met():
 
 def chunks_of(prompt_lens, budget):
     """Return [decodes, [[start, number of tokens, reason], …]] of each step; block size 4."""
-    recorder = Recorder(Lines())
+    recorder = Recorder()
     scheduler = StateScheduler(StateBlockManager(20, 4, observer=recorder, num_slots=4), 3, budget, 40)
     recorder.on_start(scheduler.block_manager)
-    recorder.begin({"max_num_batched_tokens": budget})
+    recorder.begin(Lines(), {"max_num_batched_tokens": budget})
     for i, length in enumerate(prompt_lens):
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         scheduler.add(Sequence(str(i), [100 * i + j for j in range(length)], params))

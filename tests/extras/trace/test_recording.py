@@ -124,8 +124,7 @@ def test_file_that_begins_later_has_the_causes_of_unfinished_requests():
     from tests.extras.trace_traffic import Lines, RecordedRun
 
     lines = Lines(limit=3)
-    run = RecordedRun(lines, num_blocks=9, block_size=2)
-    run.stats.decode = str
+    run = RecordedRun(lines, decode=str, num_blocks=9, block_size=2)
     run.add([1, 2, 1, 3, 1], max_tokens=1)
     run.add([1, 2, 1, 1, 1], max_tokens=9)
     run.finish()
@@ -166,11 +165,11 @@ def test_file_never_grows_above_its_limit_and_both_parts_can_be_read(tmp_path):
         run.step()
         largest = max(largest, sum(one.stat().st_size for one in tmp_path.iterdir()))
     run.finish()
-    run.stats.close()
+    run.recorder.close()
     assert 15_000 < largest <= 26_000, "half of it, twice, and the line that went over it"
     before, now = read_recording(tmp_path / "run.jsonl.1"), read_recording(path)
     assert replay_of(before).step == now[0]["num_steps_before"] > 20
-    assert replay_of(now).step == len(run.stats.states)
+    assert replay_of(now).step == len(run.recorder.states)
 
 
 @pytest.mark.parametrize("end", [b"", "二".encode()[:2]], ids=["ascii", "inside a character"])

@@ -37,8 +37,8 @@ class RecordedTraffic:
     def teardown(self):
         super().teardown()
         if hasattr(self, "run"):
-            self.run.stats.close()
-            check_segments(self.lines.segments, self.run.stats.states)
+            self.run.recorder.close()
+            check_segments(self.lines.segments, self.run.recorder.states)
 
 
 class RecordedBeamMachine(RecordedTraffic, BeamMachine):
@@ -82,8 +82,9 @@ def test_each_kind_of_event_is_met_and_replayed():
     codes = set()
     for seed, window in enumerate([None, None, None, None, 2, 5, None, None, 5]):
         run = random_run(seed, 40, window, has_drafts=seed > 5)
-        check_segments(run.stats._sink.segments, run.stats.states)
-        codes |= {event[0] for segment in run.stats._sink.segments for line in segment[1:] for event in line["events"]}
+        segments = run.lines.segments
+        check_segments(segments, run.recorder.states)
+        codes |= {event[0] for segment in segments for line in segment[1:] for event in line["events"]}
     # the others are in test_recording.py and test_recorded_slots.py
     assert codes == EVENTS - {"start", "slot", "move", "snapshot", "drop"}
 
@@ -105,4 +106,4 @@ def test_recording_that_was_changed_contradicts_itself(change, message):
     [segment] = lines.segments
     change(segment[1]["events"])
     with pytest.raises(ReplayError, match=message):
-        check_segments(lines.segments, run.stats.states)
+        check_segments(lines.segments, run.recorder.states)
