@@ -130,6 +130,7 @@ NEW_SEQUENCE = {
     "num_prompt_tokens": "an integer >= 0",
     "max_num_tokens": "an integer >= 0",
 }
+ASKED = {"params": "an object", "priority": "an integer", "cache_salt": "a string"}  # older files lack these
 SEQUENCE = NEW_SEQUENCE | {
     "number": "a new sequence",
     "status": "a status",
@@ -137,6 +138,7 @@ SEQUENCE = NEW_SEQUENCE | {
     "block_table": "a block table",
     "host_block_ids": "a list of integers >= 0",
     "misses": "a list of misses",
+    "arrived": "a number",
 }
 IN_GROUP = {"group": "a group with a window", "place": "an integer >= 0"}  # left out in group 0, with all after it
 EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
@@ -359,7 +361,7 @@ class Checker(Replay):
         self.check_fields(state, STATE)
         for about in state["seqs"]:
             self.check_field("seqs", "an object", about)
-            self.check_fields(about, SEQUENCE, optional=("misses",))
+            self.check_fields(about, SEQUENCE | ASKED, optional=("misses", "arrived", *ASKED))
         self.check_fields(state, SLOTS | WINDOWS, optional=(*SLOTS, *WINDOWS))
         numbers, serials = {about["number"] for about in state["seqs"]}, {one[2] for one in state["cached"]}
         for number, slot in state.get("slots", []):
@@ -374,7 +376,7 @@ class Checker(Replay):
         super()._load_state(state)
 
     def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:
-        self.check_fields(about, NEW_SEQUENCE)
+        self.check_fields(about, NEW_SEQUENCE | ASKED, optional=tuple(ASKED))
         super()._add(number, time, about)
 
     def _fork(self, parent: int, number: int, sample: int, num_known: int, num_computed: int, time: int) -> None:

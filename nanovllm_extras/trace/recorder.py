@@ -31,6 +31,7 @@ from nanovllm_extras.full_observer import Observer, count_stored_tokens
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.prefix_misses import PrefixMiss
 from nanovllm_extras.records import Moves
+from nanovllm_extras.trace.asked_params import describe_params
 from nanovllm_extras.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Recorder(Observer):
         self._config: dict[str, Any] = {}
         self._events: list[list] = []
         self._seqs: dict[Sequence, int] = {}  # the numbers of all that have not finished
+        self._arrivals: dict[int, int] = {}  # by these numbers: when their requests arrived
         self._num_seqs = 0
         self._drawn: list[tuple[Sequence, int, int]] = []  # place and token of the newest draws that may be replaced
         self._running: Collection[Sequence] = ()  # the scheduler's own queue
@@ -145,6 +147,7 @@ class Recorder(Observer):
             {
                 "number": number,
                 **describe_sequence(seq),
+                "arrived": self._arrivals[number],
                 "status": "running" if seq in running else "waiting",
                 "num_computed_tokens": seq.num_computed_tokens,
                 "block_table": seq.block_table.view().tolist(),
@@ -178,9 +181,10 @@ class Recorder(Observer):
 
     def _name(self, seq: Sequence) -> int:
         """Give `seq`, which has not been seen before, a number."""
-        number, about = self._next_number(seq), describe_sequence(seq)
+        number, now, about = self._next_number(seq), self._now(), describe_sequence(seq)
+        self._arrivals[number] = now
         self._new_ids.update(about["tokens"])
-        self._events.append(["add", number, self._now(), about])
+        self._events.append(["add", number, now, about])
         return number
 
     def _next_number(self, seq: Sequence) -> int:
@@ -206,6 +210,7 @@ class Recorder(Observer):
         self._blocks = blocks
         self._is_due = getattr(blocks, "is_due", None)
         self._seqs.clear()
+        self._arrivals.clear()
         self._drawn = []
         self._host_block_ids.clear()
         self._host_slots.clear()
@@ -230,6 +235,7 @@ class Recorder(Observer):
             self._name(child)
             return
         number, of_child = self._number(parent), self._next_number(child)
+        self._arrivals[of_child] = self._arrivals[number]
         num_known = child.num_known_tokens
         place = [child.sample_index, num_known, parent.num_computed_tokens if is_shared else 0]
         self._events.append(["fork", number, of_child, *place, self._now()])
@@ -242,7 +248,7 @@ class Recorder(Observer):
         self._host_block_ids.pop(seq, None)
         place = [seq.finish_reason, seq.stop_reason, seq.num_known_tokens, self._now()]
         self._events.append(["finish", self._number(seq), *place])
-        del self._seqs[seq]
+        self._arrivals.pop(self._seqs.pop(seq))
         if seq.finish_reason == "abort":  # between two steps, and there may be no further step
             self.flush()
 
@@ -441,14 +447,20 @@ def has_groups(blocks: Any) -> bool:
 
 
 def describe_sequence(seq: Sequence) -> dict[str, Any]:
-    """Return what a new sequence is."""
-    return {
+    """Return what a new sequence is, and what its request asks for."""
+    about = {
         "request": seq.request_id,
         "sample": seq.sample_index,
         "tokens": seq.token_ids.view().tolist(),
         "num_prompt_tokens": seq.num_prompt_tokens,
         "max_num_tokens": seq.max_num_tokens,
+        "params": describe_params(seq.sampling_params),
     }
+    if seq.priority:
+        about["priority"] = seq.priority
+    if seq.cache_salt is not None:
+        about["cache_salt"] = seq.cache_salt
+    return about
 
 
 def describe_misses(misses: list[PrefixMiss]) -> list[dict[str, Any]]:

@@ -58,6 +58,11 @@ class ReplayedSequence:
     misses: list[dict[str, Any]] = field(default_factory=list)  # why it computes tokens of its prompt
     num_final_tokens: int | None = None  # set when it finishes
     finish_reason: str | None = None
+    # what the request asks for, so that it can be repeated with other options of the engine; older files lack it
+    params: dict[str, Any] = field(default_factory=dict)  # fields of its `SamplingParams` that are not the defaults
+    priority: int = 0
+    cache_salt: str | None = None
+    arrived: int | None = None  # microseconds since the recording began
 
     @property
     def tables(self) -> list[list[int]]:
@@ -160,16 +165,24 @@ class Replay:
         return [[] for _ in range(self.num_groups - 1)]
 
     def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:
-        self.seqs[number] = ReplayedSequence(number, **about, window_tables=self._empty_tables())
+        self.seqs[number] = ReplayedSequence(number, **about, arrived=time, window_tables=self._empty_tables())
 
     def _fork(self, parent: int, number: int, sample: int, num_known: int, num_computed: int, time: int) -> None:
         one = self.seqs[parent]
-        child = ReplayedSequence(
-            number, one.request, sample, one.tokens[:num_known], one.num_prompt_tokens, one.max_num_tokens
+        self.seqs[number] = ReplayedSequence(
+            number,
+            one.request,
+            sample,
+            one.tokens[:num_known],
+            one.num_prompt_tokens,
+            one.max_num_tokens,
+            num_computed_tokens=num_computed,
+            window_tables=self._empty_tables(),
+            params=one.params,
+            priority=one.priority,
+            cache_salt=one.cache_salt,
+            arrived=one.arrived,
         )
-        self.seqs[number] = child
-        child.num_computed_tokens = num_computed
-        child.window_tables = self._empty_tables()
 
     def _tokens(self, number: int, first: int, token_ids: list[int]) -> None:
         tokens = self.seqs[number].tokens
