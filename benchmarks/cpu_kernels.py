@@ -37,7 +37,7 @@ from nanovllm_extras.cuda.memory import widest_batch
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm_extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, packed_bytes
 from nanovllm_extras.kernels.cpu.cpu_quantised import CpuQuantisedLinear
-from nanovllm_extras.kernels.cpu.threads import one_thread
+from nanovllm_extras.one_thread import one_thread
 from nanovllm_extras.quantization.quantised_linear import QuantisedLinear, quantise_weight
 
 LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs

@@ -177,9 +177,10 @@ class PrefixMisses:
         Groups of layers with a window lack blocks that the next token sees. The newest eviction of these is the cause
         if evictions are the only one.
         """
-        if not hasattr(self.cache, "windows"):
+        others = getattr(self.cache, "others", None)
+        if others is None:
             return "no_snapshot"
-        lost = [self._window_evictions.get(serial) for serial in self.cache.missing_windows(cached, num_blocks)]
+        lost = [self._window_evictions.get(serial) for serial in others.missing(cached, num_blocks)]
         evictions = [one for one in lost if one is not None]
         return max(evictions) if len(evictions) == len(lost) else "no_window"
 

@@ -60,7 +60,7 @@ class Recorder(Observer):
         self._flights: deque[tuple[int, list[Sequence]]] = deque()  # steps in flight, and the sequences they sample
         self._loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
         self._snapshots: dict[int, tuple[int, int]] = {}  # slot -> the block at whose end the state was, its tokens
-        self._is_due: Callable[[Sequence], bool] | None = None  # of a block manager with slots of states
+        self._states: Any = None  # the block manager's `Slots`, if the model has recurrent states
         self._decodes: list[Sequence] = []  # of the step before
         self._new_ids: set[int] = set()  # token ids whose text has to be noted
         self._known_ids: set[int] = set()
@@ -111,10 +111,10 @@ class Recorder(Observer):
             "block_size": blocks.block_size, "num_steps_before": self._num_steps, "t": self._now(),
             "config": self._config, "in_flight": flights, "state": self.take_snapshot() if self._num_seqs else None,
         }  # fmt: skip
-        if self._is_due is not None:
-            header["num_slots"] = blocks.num_slots
+        if self._states is not None:
+            header["num_slots"] = self._states.num_slots
         if has_groups(blocks):
-            header |= {"num_groups": blocks.num_groups, "group_window": blocks.window}
+            header |= {"num_groups": blocks.num_groups, "group_window": blocks.other_kind.window}
         return to_json(header)
 
     def take_snapshot(self) -> dict[str, Any]:
@@ -156,14 +156,16 @@ class Recorder(Observer):
             }
             for seq, number in numbers.items()
         ]
-        if self._is_due is not None:
-            state["slots"] = [[numbers[seq], slot] for seq, slot in [*blocks._slots.items(), *self._host_slots.items()]]
+        if self._states is not None:
+            state["slots"] = [
+                [numbers[seq], slot] for seq, slot in [*self._states.owned.items(), *self._host_slots.items()]
+            ]
             state["snapshots"] = [[slot, *about] for slot, about in self._snapshots.items()]
-            state["state_copies"] = [list(copy) for copy in blocks._copies_for_next]
+            state["state_copies"] = [list(copy) for copy in self._states.copies_for_next]
         if has_groups(blocks):
             owners, windows_of = [seq for seq in numbers if seq.block_table.length], blocks.block_tables.windows_of
             state["window_tables"] = [[numbers[seq], windows_of(seq.block_table).tolist()] for seq in owners]
-            state["window_cached"] = [[serial, list(block_ids)] for serial, block_ids in cache.windows.items()]
+            state["window_cached"] = [[serial, list(block_ids)] for serial, block_ids in cache.others.blocks_of.items()]
         self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
         self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
         self._new_ids |= {i for seq in state["seqs"] for miss in seq["misses"] for i in miss.get("cached", ())}
@@ -208,7 +210,7 @@ class Recorder(Observer):
         if self._blocks is not None:
             self._events.append(["start", blocks.num_blocks])
         self._blocks = blocks
-        self._is_due = getattr(blocks, "is_due", None)
+        self._states = getattr(blocks, "states", None)
         self._seqs.clear()
         self._arrivals.clear()
         self._drawn = []
@@ -291,7 +293,7 @@ class Recorder(Observer):
         chunks = [self._describe(chunk) for chunk in others]
         copies = Moves.of(step.copies)
         moves = [copies.swap_outs, copies.swap_ins]
-        if self._is_due is not None:
+        if self._states is not None:
             moves.append(copies.state_copies)
         place = [named, chunks, samples, moves, blocks.num_free_blocks, count_stored_tokens(running, blocks)]
         self._events.append(["schedule", self._num_steps, self._now(), *place])
@@ -303,12 +305,12 @@ class Recorder(Observer):
     def _split(self, step: Step) -> tuple[list[Sequence], list[Chunk]]:
         """Return the sequences that decode, and the other chunks, among them chunks of one token before a snapshot."""
         singles, chunks = step.chunks[: step.num_decodes], step.chunks[step.num_decodes :]
-        cut = [chunk for chunk in singles if self._ends_at_snapshot(chunk)] if self._is_due is not None else []
+        cut = [chunk for chunk in singles if self._ends_at_snapshot(chunk)] if self._states is not None else []
         return [chunk[0] for chunk in singles if chunk not in cut], cut + chunks
 
     def _ends_at_snapshot(self, chunk: Chunk) -> bool:
         seq, start, num_new_tokens = chunk
-        return self._is_due is not None and start + num_new_tokens < seq.num_known_tokens and self._is_due(seq)
+        return self._states is not None and start + num_new_tokens < seq.num_known_tokens and self._states.is_due(seq)
 
     def _describe(self, chunk: Chunk) -> list:
         """Return [sequence, start, num_new_tokens, why no more]."""
