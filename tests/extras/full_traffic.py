@@ -11,22 +11,20 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from nanovllm_extras.overlap import OverlappedScheduler
-from nanovllm_extras.preemption import Recompute
 
-from nanovllm.block_manager import BlockManager
-from nanovllm.scheduler import Scheduler, Step
+from nanovllm import block_manager, scheduler
+from nanovllm.scheduler import Step
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.invariants import check_invariants
-from nanovllm_extras.memory.kinds import WindowBlockManager
-from nanovllm_extras.memory.swap_space import Swap, SwapSpace
+from nanovllm_extras.memory.block_manager import BlockManager
+from nanovllm_extras.memory.kinds import Window
+from nanovllm_extras.memory.swap_space import SwapSpace
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.scheduling.ordered_queues import order_queues
-from nanovllm_extras.scheduling.pending import KnownTokensBlockManager
 from nanovllm_extras.scheduling.policies import POLICIES, fcfs
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache, roll_back
-from nanovllm_extras.scheduling.scheduler import ExtendedScheduler, fork_anytime
+from nanovllm_extras.scheduling.scheduler import Scheduler, fork_anytime
 from tests import scheduling_traffic
 from tests.extras.full_fake_kv_cache import FullFakeKVCache, check_stored
 from tests.fake_kv_cache import check_cached_blocks, stored_slots, table_of, tokens_of
@@ -156,37 +154,41 @@ class Run(scheduling_traffic.Run):
         return RecordingStats()
 
     def make_manager(self, *arguments):
-        if self.window is not None:
-            max_chunk_len = self.threshold or self.max_chunk_len
-            return WindowBlockManager(*arguments, window=self.window, max_chunk_len=max_chunk_len)
-        return (KnownTokensBlockManager if self.has_unknown_tokens else BlockManager)(*arguments)
+        if self.is_plain:
+            return block_manager.BlockManager(*arguments)
+        if self.num_swap_blocks is not None:
+            self.swap_space = SwapSpace(self.num_swap_blocks)
+        _, block_size, *_ = arguments
+        return BlockManager(*arguments, **self.held(block_size), swap_space=self.swap_space)
+
+    @property
+    def is_plain(self):
+        """Whether the core's parts suffice."""
+        has_order = self.policy is not fcfs or self.threshold
+        return not (has_order or self.overlap) and self.window is self.num_swap_blocks is None
+
+    def held(self, block_size):
+        """What the block manager has beside blocks: arguments of its class, without the swap space."""
+        return {} if self.window is None else {"kind": self.window_of(self.window, block_size)}
+
+    def window_of(self, window, block_size):
+        return Window(window, self.threshold or self.max_chunk_len, block_size)
 
     @property
     def keeps_all_blocks(self):
         """Whether a block table has a block for each of its sequence's tokens, and there is no other table."""
         return self.window is None
 
-    @property
-    def has_unknown_tokens(self):
-        return self.overlap
-
     def make_scheduler(self, *arguments):
-        is_plain = self.policy is fcfs and not self.threshold and self.num_swap_blocks is None
-        if is_plain and not self.has_unknown_tokens:
-            scheduler = Scheduler(*arguments)
-            order_queues(scheduler)
-            return scheduler
-        preemption = Recompute(self.manager)
-        if self.num_swap_blocks is not None:
-            self.swap_space = self.make_swap_space()
-            preemption = Swap(self.manager, self.swap_space)
-        return self.make_extended_scheduler(*arguments, self.policy, self.threshold, preemption)
+        if self.is_plain:
+            plain = scheduler.Scheduler(*arguments)
+            order_queues(plain)
+            return plain
+        options = {"overlaps": self.overlap, "drafter": self.make_drafter()}
+        return Scheduler(*arguments, self.policy, self.threshold, **options)
 
-    def make_swap_space(self):
-        return SwapSpace(self.num_swap_blocks, self.manager.block_size)
-
-    def make_extended_scheduler(self, *arguments):
-        return (OverlappedScheduler if self.overlap else ExtendedScheduler)(*arguments)
+    def make_drafter(self):
+        return None
 
     def make_cache(self, block_size):
         return FullFakeKVCache(block_size, self.window)
@@ -257,11 +259,12 @@ class Run(scheduling_traffic.Run):
         out = Step() if must_wait else self.scheduler.schedule()
         if before.must_wait(out):
             return
-        before.check(out)
-        self.check_scheduled(out)
+        planned = self.planned(out, before)
+        before.check(planned)
+        self.check_scheduled(planned)
         if not out.chunks:
             return
-        writes = [(seq, start, start + num_new) for seq, start, num_new in out.chunks]
+        writes = [(seq, start, start + num_new) for seq, start, num_new in planned.chunks]
         before.writers.check(writes, self.manager.block_size)
         written = {table_of(seq)[i // self.manager.block_size]: seq for seq, *span in writes for i in range(*span)}
         moved_to = {block_id for _, block_id in swap_ins(out) + out.copies}
@@ -276,8 +279,19 @@ class Run(scheduling_traffic.Run):
                     assert block_id not in moved_to, "a block that a step in flight writes for another"
             assert not out.preempted, "nobody loses blocks that a step in flight writes to"
         journal = self.write(out, writes)
-        samples, self.cache.newest = self.draw(writes, before)
+        samples, self.cache.newest = self.draw_rows(out, writes, before)
         self.flights.append(Flight(out, samples, self.cache.newest, written, journal, before.children))
+
+    def planned(self, out, before):
+        """The step in which a sequence and its drafts are one chunk."""
+        return out
+
+    def draw_rows(self, out, writes, before):
+        return self.draw(writes, before)
+
+    def has_reason_to_wait(self):
+        """Whether drafts may keep the next step from being scheduled before the step in flight has landed."""
+        return False
 
     def write(self, out, writes):
         """Computes a step; what `spoil` needs."""
@@ -324,8 +338,8 @@ class Run(scheduling_traffic.Run):
     def num_needed(self, seq):
         """The blocks that `seq` may still need."""
         num_missing = -(-seq.num_tokens // self.manager.block_size) - len(table_of(seq))
-        if self.window is not None and self.manager.max_held_blocks <= self.manager.num_blocks:
-            num_missing = min(num_missing, self.manager.max_held_blocks - self.num_unshared(table_of(seq)))
+        if self.window is not None:
+            num_missing = min(num_missing, self.manager.kind.max_held - self.num_unshared(table_of(seq)))
         return max(0, num_missing) + seq.has_shared_tail
 
     def owned_blocks(self, seq):
@@ -393,6 +407,7 @@ class Before(scheduling_traffic.Before):
         self.host = {seq: run.host_block_ids(seq) for seq in run.waiting}
         self.promises = {seq: Promise(run, seq) for seq in self.running}
         self.num_free_host = 0 if run.swap_space is None else run.swap_space.num_free_blocks
+        self.must_verify = bool(run.flights) and run.has_reason_to_wait()
         # sequences whose next step needs to know the token that the step in flight brings
         self.askers = [
             seq
@@ -407,7 +422,8 @@ class Before(scheduling_traffic.Before):
         if not self.run.flights:
             return False
         needed = sum(self.run.num_needed(seq) for seq in self.run.scheduler.running)
-        if self.askers or (not out.chunks and needed > self.run.manager.num_free_blocks):
+        lacks_blocks = not out.chunks and needed > self.run.manager.num_free_blocks
+        if self.askers or lacks_blocks or self.must_verify:
             assert out == Step()
             assert {seq: table_of(seq) for seq in self.running} == self.tables
             return True

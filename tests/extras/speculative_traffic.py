@@ -2,8 +2,8 @@
 
 import random
 
-from nanovllm_extras.scheduling.drafter import SpeculativeScheduler
-from tests.extras.full_traffic import Before, Flight, Run
+from nanovllm_extras.scheduling.drafter import Drafter
+from tests.extras.full_traffic import Run
 from tests.fake_kv_cache import tokens_of
 from tests.scheduling_traffic import VOCAB_SIZE, next_token
 
@@ -38,40 +38,41 @@ class SpeculativeRun(Run):
         self.limits = {"max_drafts": max_drafts, "max_rows": max_rows, "max_seqs": max_seqs}
         super().__init__(**options)
 
-    @property
-    def has_unknown_tokens(self):
-        return True
+    is_plain = False
 
-    def make_extended_scheduler(self, *arguments):
-        return SpeculativeScheduler(*arguments, proposer=self.proposer, vocab_size=VOCAB_SIZE, **self.limits)
+    def make_drafter(self):
+        limits, max_chunk_len = self.limits, self.threshold or self.max_chunk_len  # as in `make_drafter` of the engine
+        limits["max_drafts"] = min(limits["max_drafts"], max_chunk_len - 1)
+        limits["max_rows"] = min(limits["max_rows"], self.max_chunk_len)
+        return Drafter(self.proposer, vocab_size=VOCAB_SIZE, **limits)
 
-    def launch(self):
-        before = Before(self)
-        out = self.scheduler.schedule()
-        underway = self.scheduler._underway
-        planned = out if underway is None else underway.planned
-        if underway is not None:
-            assert planned.preempted == planned.admitted == [], "drafts cost no other sequence anything"
-            assert out.num_scheduled_tokens == out.num_decodes
-            assert out.num_scheduled_tokens <= self.scheduler.max_rows
-            for seq, token_ids in underway.drafts.items():
-                before.num_tokens[seq] += len(token_ids)
-                assert 1 <= len(token_ids) <= self.scheduler.max_drafts
-                assert not any(token_id in seq.all_stop_token_ids for token_id in token_ids)
-                assert seq.num_tokens < seq.max_num_tokens
-        before.check(planned)
-        self.check_scheduled(planned)
-        if not out.chunks:
-            return
-        writes = [(seq, start, start + num_new) for seq, start, num_new in planned.chunks]
-        before.writers.check(writes, self.manager.block_size)
-        journal = self.write(out, writes)
+    def planned(self, out, before):
+        verification, limits = self.scheduler.pending.verification, self.limits
+        if verification is None:
+            return out
+        planned, drafts, _ = verification
+        assert not self.flights, "drafts that come after tokens that nobody knows"
+        assert planned.preempted == planned.admitted == [], "drafts cost no other sequence anything"
+        assert out.num_scheduled_tokens == out.num_decodes
+        assert out.num_scheduled_tokens <= limits["max_rows"]
+        for seq, token_ids in drafts.items():
+            before.num_tokens[seq] += len(token_ids)
+            assert 1 <= len(token_ids) <= limits["max_drafts"]
+            assert not any(token_id in seq.all_stop_token_ids for token_id in token_ids)
+            assert seq.num_tokens < seq.max_num_tokens
+        return planned
+
+    def has_reason_to_wait(self):
+        """A step with drafts must have landed, and so must one after which somebody may get drafts."""
+        return self.scheduler.pending.verification is not None or not self.scheduler.drafter.rests(self.scheduler)
+
+    def draw_rows(self, out, writes, before):
         drawn = []
         for seq, i in zip(out.samples, out.sampled_chunks, strict=True):
             owner, start, num_new = out.chunks[i]
             drawn.append(next_token(self.cache.tokens_of(owner, start + num_new), seq.sample_index))
-        self.cache.newest = drawn
-        self.flights.append(Flight(out, planned.samples, drawn, {}, journal, before.children))
+        verification = self.scheduler.pending.verification
+        return (out if verification is None else verification.planned).samples, drawn
 
     def update(self, flight):
         known = {seq: tokens_of(seq) for seq in flight.samples}

@@ -9,13 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from nanovllm.block_manager import BlockManager
+from nanovllm import block_manager
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras.full_observer import SchedulingStats, count_empty_slots
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.memory.swap_space import Swap, SwapSpace
+from nanovllm_extras.memory.block_manager import BlockManager
+from nanovllm_extras.memory.swap_space import SwapSpace
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.scheduling.pending import KnownTokensBlockManager
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from tests import test_block_manager
 from tests.conftest import examples
@@ -34,7 +34,7 @@ def make_seq(tokens, name="seq", **params):
     return Sequence(name, tokens, SamplingParams(**params))
 
 
-@pytest.fixture(params=[BlockManager, KnownTokensBlockManager])
+@pytest.fixture(params=[block_manager.BlockManager, BlockManager])
 def make_manager(request):
     return lambda *arguments: request.param(*arguments, observer=SchedulingStats())
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.block_manager import BlockManager
-from nanovllm.scheduler import Scheduler
+from nanovllm import block_manager, scheduler
 from nanovllm_extras import LLM, Config
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.scheduling.ordered_queues import order_queues
 from nanovllm_extras.scheduling.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
-from nanovllm_extras.scheduling.scheduler import ExtendedScheduler
+from nanovllm_extras.scheduling.scheduler import Scheduler
 from tests.extras.full_traffic import Run, order_of_service
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 2000), st.integers(-3, 3)), min_size=1, max_size=12)
@@ -22,10 +22,10 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 2000), st.integers(-3, 3)), min_siz
 
 def ranks(policy, requests):
     """Requests, (prompt tokens, priority) in order of arrival, in the order in which the scheduler has them wait."""
-    scheduler = ExtendedScheduler(BlockManager(3000, 1), 8, 8, 4000, policy)
+    queues = Scheduler(BlockManager(3000, 1), 8, 8, 4000, policy)
     for i, (num_tokens, urgency) in enumerate(requests):
-        scheduler.add(Sequence(str(i), [0] * num_tokens, SamplingParams(), priority=urgency))
-    return [int(seq.request_id) for seq in scheduler.waiting]
+        queues.add(Sequence(str(i), [0] * num_tokens, SamplingParams(), priority=urgency))
+    return [int(seq.request_id) for seq in queues.waiting]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -63,19 +63,19 @@ def test_equals_are_served_by_arrival(policy):
 
 def test_queues_that_are_ordered_later_keep_their_order():
     """Sequences run and wait already, one of them with children, and one is preempted afterwards."""
-    scheduler = Scheduler(BlockManager(40, 4), 4, 64, 100)
+    core = scheduler.Scheduler(block_manager.BlockManager(40, 4), 4, 64, 100)
     for i in range(5):
         seq = Sequence(str(i), [0] * 5, SamplingParams(n=2, max_tokens=9))
         seq.children = [Sequence(str(i), [0] * 5, SamplingParams(n=2, max_tokens=9), sample_index=1)]
-        scheduler.add(seq)
-    scheduler.schedule()
-    before = [*scheduler.running], [*scheduler.waiting]
-    order_queues(scheduler)
-    assert ([*scheduler.running], [*scheduler.waiting]) == before
+        core.add(seq)
+    core.schedule()
+    before = [*core.running], [*core.waiting]
+    order_queues(core)
+    assert ([*core.running], [*core.waiting]) == before
     assert [len(queue) for queue in before] == [4, 3]
-    scheduler.add(Sequence("late", [0], SamplingParams()))
-    scheduler.waiting.insert(0, scheduler.running.pop())
-    order = [seq.request_id for seq in [*scheduler.running, *scheduler.waiting]]
+    core.add(Sequence("late", [0], SamplingParams()))
+    core.waiting.insert(0, core.running.pop())
+    order = [seq.request_id for seq in [*core.running, *core.waiting]]
     assert order == ["0", "0", "1", "1", "2", "3", "4", "late"]
 
 
@@ -116,12 +116,12 @@ def test_sjf_starves_nobody():
 
 
 def test_samples_of_a_request_stay_together_in_their_order():
-    scheduler = ExtendedScheduler(BlockManager(3000, 1), 8, 8, 4000, sjf)
+    queues = Scheduler(BlockManager(3000, 1), 8, 8, 4000, sjf)
     samples = [Sequence("a", [0] * 300, SamplingParams(n=3), sample_index=i) for i in range(3)]
     samples[0].children = samples[1:]
     other = Sequence("b", [0], SamplingParams())
-    scheduler.add(samples[0])
-    scheduler.add(other)
+    queues.add(samples[0])
+    queues.add(other)
     assert sorted([other, *samples[::-1]], key=lambda seq: seq.order) == [other, *samples]
 
 

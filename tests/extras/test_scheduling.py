@@ -386,7 +386,7 @@ def test_copy_in_that_fails_half_way_is_computed_anew(monkeypatch):
     while first.finish_reason is None:
         run.step()
 
-    def failing(seq):
+    def failing(seq, tables):
         raise RuntimeError("half-way")
 
     with monkeypatch.context() as patch:

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from nanovllm.block_manager import BlockManager
 from nanovllm_extras.assembly import make_block_manager
 from nanovllm_extras.full_observer import Observer
-from nanovllm_extras.memory.kinds import WindowBlockManager, max_held_blocks
-from nanovllm_extras.scheduling.pending import KnownTokensBlockManager
+from nanovllm_extras.memory.block_manager import BlockManager
+from nanovllm_extras.memory.kinds import AllTokens, Window
 from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run, serve_behind_a_shared_window
 from tests.fake_kv_cache import table_of, tokens_of
@@ -37,26 +36,38 @@ TestTrafficWithOverlap = pytest.mark.examples(OverlapWindowMachine.TestCase)
 TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(60))
 
 
-def test_a_model_with_a_layer_that_sees_all_keeps_all_blocks():
-    for window, overlap, speculation, block_manager_class in (
-        (None, False, None, BlockManager),
-        (None, True, None, KnownTokensBlockManager),
-        (None, False, {}, KnownTokensBlockManager),
-        (5, False, None, WindowBlockManager),
-        (5, True, None, WindowBlockManager),
-    ):
-        parts = SimpleNamespace(
-            config=SimpleNamespace(
-                enable_prefix_caching=True, long_prefill_token_threshold=0, speculative_config=speculation
-            ),
-            model_config=SimpleNamespace(widest_window=window, state_shape=None),
-            runner=None,
-            enable_overlap=overlap,
-            max_num_batched_tokens=16,
-            num_kv_blocks=8,
-            block_size=4,
-        )
-        assert type(make_block_manager(parts, Observer())) is block_manager_class
+@pytest.mark.parametrize(
+    ("window", "overlap", "speculation", "max_held"),
+    [
+        (None, True, None, None),
+        (None, False, {}, None),
+        (5, False, None, 6),
+        (5, True, None, 6),
+        (5, False, {}, 6),
+        (5, False, {"model": "a draft model, which sees all tokens"}, None),
+    ],
+)
+def test_a_model_with_a_layer_that_sees_all_keeps_all_blocks(window, overlap, speculation, max_held):
+    parts = SimpleNamespace(
+        config=SimpleNamespace(
+            enable_prefix_caching=True,
+            long_prefill_token_threshold=0,
+            preemption_mode="recompute",
+            scheduling_policy="fcfs",
+            speculative_config=speculation,
+        ),
+        model_config=SimpleNamespace(widest_window=window, state_shape=None),
+        runner=SimpleNamespace(layout=SimpleNamespace(layer_groups=None)),
+        enable_overlap=overlap,
+        max_num_batched_tokens=16,
+        num_kv_blocks=8,
+        block_size=4,
+        kv_store=None,
+    )
+    blocks = make_block_manager(parts, Observer())
+    assert type(blocks) is BlockManager
+    assert type(blocks.kind) is (AllTokens if max_held is None else Window)
+    assert (blocks.kind.max_held, blocks.num_groups) == (max_held, 1)
 
 
 def test_blocks_wholly_behind_the_window_are_given_back():
@@ -78,7 +89,7 @@ def test_blocks_wholly_behind_the_window_are_given_back():
 
 def test_a_sequence_longer_than_the_cache_is_served():
     """4 blocks of 4 hold a window of 5 and a chunk of 4, wherever they begin."""
-    assert max_held_blocks(5, 4, 4) == 3
+    assert Window(5, 4, 4).max_held == 3
     run = Run(num_blocks=3, block_size=4, budget=4, max_model_len=200, window=5)
     seq = run.add(list(range(40)), max_tokens=100)
     run.finish()
@@ -89,9 +100,8 @@ def test_a_sequence_longer_than_the_cache_is_served():
 
 @pytest.mark.parametrize(("window", "num_blocks", "expected"), [(None, 3, 12), (5, 2, 8)])
 def test_other_sequences_end_where_the_cache_ends(window, num_blocks, expected):
-    options = {} if window is None else {"window": window, "max_chunk_len": 4}
-    manager = (BlockManager if window is None else WindowBlockManager)(num_blocks, 4, **options)
-    assert manager.capacity == expected
+    kind = AllTokens() if window is None else Window(window, max_chunk_len=4, block_size=4)
+    assert BlockManager(num_blocks, 4, kind=kind).capacity == expected
 
 
 @pytest.mark.parametrize("num_blocks", range(3, 9))
@@ -103,7 +113,7 @@ def test_max_held_blocks_is_what_is_held_at_most(num_blocks):
             for start in range(40):
                 first = max(0, start - window + 1) // num_blocks
                 most = max(most, -(-(start + chunk) // num_blocks) - first)
-            assert most <= max_held_blocks(window, chunk, num_blocks) <= most + 1
+            assert most <= Window(window, chunk, num_blocks).max_held <= most + 1
 
 
 def test_a_prefix_whose_blocks_were_given_back_is_hit_while_they_are_not_handed_out():

@@ -23,6 +23,12 @@ class SpeculativeMachine(SchedulerMachine):
     make_run = SpeculativeRun
 
 
+class OverlapSpeculativeMachine(SpeculativeMachine):
+    """Where nobody could get drafts, the next step is launched ahead."""
+
+    overlap = True
+
+
 class SpeculativeBeamMachine(BeamMachine):
     """Beams among other requests: they get no drafts, and their neighbours do."""
 
@@ -34,12 +40,21 @@ class SpeculativeWindowMachine(SchedulerMachine):
     windows = st.sampled_from([1, 2, 5, 9])
 
 
+class OverlapSpeculativeBeamMachine(SpeculativeBeamMachine):
+    overlap = True
+    windows = st.sampled_from([None, 1, 2, 5, 9])
+
+
 TestTrafficWithDrafts = pytest.mark.examples(SpeculativeMachine.TestCase)
 TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(160))
+TestTrafficWithDraftsAndOverlap = pytest.mark.examples(OverlapSpeculativeMachine.TestCase)
+TestTrafficWithDraftsAndOverlap.settings = settings(SETTINGS, max_examples=examples(160))
 TestTrafficWithDraftsAndBeams = pytest.mark.examples(SpeculativeBeamMachine.TestCase)
 TestTrafficWithDraftsAndBeams.settings = settings(SETTINGS, max_examples=examples(48))
 TestTrafficWithDraftsAndWindows = pytest.mark.examples(SpeculativeWindowMachine.TestCase)
 TestTrafficWithDraftsAndWindows.settings = settings(SETTINGS, max_examples=examples(48))
+TestTrafficWithEverything = pytest.mark.examples(OverlapSpeculativeBeamMachine.TestCase)
+TestTrafficWithEverything.settings = settings(SETTINGS, max_examples=examples(48))
 
 
 # ---- what happens when
