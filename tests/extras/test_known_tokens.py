@@ -1,7 +1,7 @@
 """Blocks under everything that extras do with them: swap, failed steps, tokens that are not known yet, readers.
 
-The traffic and its oracle are those of `tests/test_block_manager.py`, over the core's block manager and the one for
-unknown tokens.
+The traffic and its oracle are those of `tests/test_block_manager.py`, over the core's block manager and that of the
+full engine, which has a swap space.
 """
 
 import pytest
@@ -15,6 +15,7 @@ from nanovllm_extras.full_observer import SchedulingStats, count_empty_slots
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.swap_space import SwapSpace
+from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from tests import test_block_manager
@@ -62,28 +63,14 @@ def append(manager, cache, seq, *tokens):
         advance(manager, cache, seq, seq.num_tokens)
 
 
-def swapped(manager, seq, host_block_ids):
-    """A strategy that keeps the K and V of `seq` in these blocks of host memory."""
-    space = SwapSpace(0, manager.block_size)
-    space._held[seq] = list(host_block_ids)
-    return Swap(manager, space)
-
-
 # ---- random use, against the oracle
 
 
 class BlockManagerMachine(test_block_manager.BlockManagerMachine):
-    """The core's traffic, where sequences are also swapped out and in, steps fail, and the prefix cache is reset."""
-
-    manager_class = BlockManager
-    ways_to_preempt = ("preempt", "swap out")
-
-    def __init__(self):
-        super().__init__()
-        self.host = {}  # swapped sequence -> its blocks in host memory
+    """The core's traffic, where steps fail, and the prefix cache is reset."""
 
     def make_manager(self, num_blocks, block_size):
-        return self.manager_class(num_blocks, block_size, observer=SchedulingStats())
+        return block_manager.BlockManager(num_blocks, block_size, observer=SchedulingStats())
 
     def make_cache(self, block_size):
         return FullFakeKVCache(block_size)
@@ -100,7 +87,7 @@ class BlockManagerMachine(test_block_manager.BlockManagerMachine):
     @rule(data=st.data(), is_failure=st.integers(0, 4).map(lambda n: n == 4))
     def step(self, data, is_failure):
         begin_step(self.manager)
-        self.swap_outs, self.swap_ins, self.swapped_out, self.is_failure = [], [], [], is_failure
+        self.is_failure = is_failure
         chunks, writers = {}, WriterCheck(self.running)
         self.registered_now = set()
         self.act(data, chunks)
@@ -109,7 +96,9 @@ class BlockManagerMachine(test_block_manager.BlockManagerMachine):
     def forward(self, chunks, writers):
         writes = [(seq, seq.num_computed_tokens, num_tokens) for seq, num_tokens in chunks.items()]
         writers.check(writes, self.size)
-        journal = self.cache.move(self.swap_outs, self.swap_ins, self.manager.take_copies())
+        moves = Moves.of(self.manager.take_copies())
+        self.check_swaps(moves)
+        journal = self.cache.move(moves.swap_outs, moves.swap_ins, moves)
         for write in writes:
             journal += self.cache.write(*write)
         if not self.is_failure:
@@ -119,40 +108,18 @@ class BlockManagerMachine(test_block_manager.BlockManagerMachine):
         self.cache.spoil(journal)
         if self.hash_name == "real":
             assert self.manager.observer.blocks_in_flight() == self.registered_now
+        self.fail()
         forget_new(self.manager)
         self.forget(self.registered_now)
         for seq in chunks:
             self.take_back(seq)
             self.waiting.append(seq)
-        for seq in self.swapped_out:
-            self.host.pop(seq, None)
-            seq.num_computed_tokens = 0
 
-    def preempt(self, seq, action):
-        table, num_computed = table_of(seq), seq.num_computed_tokens
-        super().preempt(seq, action)
-        if action == "swap out":
-            if num_computed == seq.num_tokens:  # what waits always has a token to compute
-                seq.append_token(0)
-            seq.num_computed_tokens = num_computed
-            self.host[seq] = [next(self.names) for _ in table]  # as if host memory had no end
-            self.swap_outs += zip(table, self.host[seq], strict=True)
-            self.swapped_out.append(seq)
+    def check_swaps(self, moves):
+        assert moves.swap_outs == moves.swap_ins == []
 
-    def try_admit(self, seq, num_promised):
-        if seq not in self.host:
-            return super().try_admit(seq, num_promised)
-        kept, num_needed = self.host[seq], -(-seq.num_tokens // self.size)
-        num_free = self.manager.num_free_blocks - num_promised
-        is_admitted = swapped(self.manager, seq, kept).try_admit(seq, num_promised)
-        assert is_admitted == (num_needed <= num_free)
-        if is_admitted:
-            del self.host[seq]
-            self.swap_ins += zip(kept, table_of(seq), strict=True)
-            self.forget(table_of(seq))
-            self.admit(seq, 0, None)
-            self.register(seq, table_of(seq), seq.num_computed_tokens)
-        return is_admitted
+    def fail(self):
+        """The step has failed."""
 
     def register(self, seq, table, num_tokens):
         before = set(map(id, self.known.values()))
@@ -162,47 +129,100 @@ class BlockManagerMachine(test_block_manager.BlockManagerMachine):
     def check_blocks(self):
         check_ownership(self.manager, self.seqs)
         check_stored(self.manager, self.running)
+
+
+class SwapMachine(BlockManagerMachine):
+    """The same over the block manager of the full engine, which swaps sequences out and in."""
+
+    ways_to_preempt = ("preempt", "swap out")
+
+    def make_manager(self, num_blocks, block_size):
+        self.space = SwapSpace(10_000)  # as if host memory had no end
+        return BlockManager(num_blocks, block_size, observer=SchedulingStats(), swap_space=self.space)
+
+    def act(self, data, chunks):
+        self.swap_outs, self.swap_ins, self.swapped_out = [], [], []
+        super().act(data, chunks)
+
+    def preempt(self, seq, action):
+        if action == "preempt":
+            super().preempt(seq, action)
+            return
+        table, num_computed = table_of(seq), seq.num_computed_tokens
+        self.manager.preempt(seq)
+        assert (table_of(seq), seq.num_computed_tokens) == ([], num_computed)
+        self.running.remove(seq)
+        self.waiting.append(seq)
+        del self.registered[seq]
+        if num_computed == seq.num_tokens:  # what waits always has a token to compute
+            seq.append_token(0)
+        self.swap_outs += zip(table, self.space.host_block_ids(seq), strict=True)
+        self.swapped_out.append(seq)
+
+    def try_admit(self, seq, num_promised):
+        if seq not in self.space:
+            return super().try_admit(seq, num_promised)
+        kept, num_needed = self.space.host_block_ids(seq), -(-seq.num_tokens // self.size)
+        num_free = self.manager.num_free_blocks - num_promised
+        is_admitted = self.manager.try_admit(seq, num_promised)
+        assert is_admitted == (num_needed <= num_free) == (seq not in self.space)
+        if is_admitted:
+            self.swap_ins += zip(kept, table_of(seq), strict=True)
+            self.forget(table_of(seq))
+            self.admit(seq, 0, None)
+            self.register(seq, table_of(seq), seq.num_computed_tokens)
+        return is_admitted
+
+    def check_swaps(self, moves):
+        assert (moves.swap_outs, moves.swap_ins) == (self.swap_outs, self.swap_ins)
+
+    def fail(self):
+        self.manager.forget_step(())
+        for seq in self.swapped_out:
+            assert (seq in self.space, seq.num_computed_tokens) == (False, 0)
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data())
+    def finish(self, data):
+        seq = data.draw(st.sampled_from(self.seqs))
+        if seq in self.running:
+            self.take_back(seq)
+        else:
+            self.manager.free(seq)
+            self.waiting = [other for other in self.waiting if other is not seq]
+
+    def check_blocks(self):
+        super().check_blocks()
         for seq in self.waiting:
-            if seq in self.host:
-                self.cache.check_host(seq, seq.num_computed_tokens, self.host[seq])
+            if seq in self.space:
+                self.cache.check_host(seq, seq.num_computed_tokens, self.space.host_block_ids(seq))
+        num_held = sum(len(self.space.host_block_ids(seq)) for seq in self.waiting)
+        assert self.space.num_free_blocks == self.space.num_blocks - num_held
 
 
-class ConstantHashMachine(BlockManagerMachine):
-    hash_name = "constant"
+def traffic(machine, hash_name, num_examples=None):
+    """The test case of a machine whose blocks have these keys."""
+    kind = type(f"{machine.__name__}With{hash_name.title()}Hash", (machine,), {"hash_name": hash_name})
+    case = pytest.mark.examples(kind.TestCase)
+    case.settings = SETTINGS if num_examples is None else settings(SETTINGS, max_examples=examples(num_examples))
+    return case
 
 
-class WeakHashMachine(BlockManagerMachine):
-    hash_name = "weak"
-
-
-class BlindHashMachine(BlockManagerMachine):
-    hash_name = "blind for the parent"
-
-
-class KnownTokensMachine(BlockManagerMachine):
-    manager_class = KnownTokensBlockManager
-
-
-class KnownTokensWeakHashMachine(WeakHashMachine):
-    manager_class = KnownTokensBlockManager
-
-
-TestRealHash = pytest.mark.examples(BlockManagerMachine.TestCase)
-TestConstantHash = pytest.mark.examples(ConstantHashMachine.TestCase)
-TestWeakHash = pytest.mark.examples(WeakHashMachine.TestCase)
-TestBlindHash = pytest.mark.examples(BlindHashMachine.TestCase)
-TestKnownTokens = pytest.mark.examples(KnownTokensMachine.TestCase)
-TestKnownTokensWeakHash = pytest.mark.examples(KnownTokensWeakHashMachine.TestCase)
-for one in (TestConstantHash, TestWeakHash, TestBlindHash, TestKnownTokensWeakHash):
-    one.settings = SETTINGS
-TestRealHash.settings = TestKnownTokens.settings = settings(SETTINGS, max_examples=examples(300))
+TestRealHash = traffic(BlockManagerMachine, "real", 300)
+TestConstantHash = traffic(BlockManagerMachine, "constant")
+TestWeakHash = traffic(BlockManagerMachine, "weak")
+TestBlindHash = traffic(BlockManagerMachine, "blind for the parent")
+TestSwap = traffic(SwapMachine, "real", 300)
+TestSwapWithConstantHash = traffic(SwapMachine, "constant")
+TestSwapWithWeakHash = traffic(SwapMachine, "weak")
+TestSwapWithBlindHash = traffic(SwapMachine, "blind for the parent")
 
 
 # ---- tokens that are not known yet
 
 
 def test_a_block_is_registered_when_its_tokens_are_known():
-    manager, cache = KnownTokensBlockManager(8, 2, observer=SchedulingStats()), FullFakeKVCache(2)
+    manager, cache = BlockManager(8, 2, observer=SchedulingStats()), FullFakeKVCache(2)
     seq = start(manager, cache, [1])
     seq.token_ids.data[1] = -1  # a placeholder
     seq.num_tokens = 2
@@ -216,7 +236,7 @@ def test_a_block_is_registered_when_its_tokens_are_known():
 
 
 def test_a_block_whose_tokens_stay_unknown_is_not_registered():
-    manager, cache = KnownTokensBlockManager(8, 2, observer=SchedulingStats()), FullFakeKVCache(2)
+    manager, cache = BlockManager(8, 2, observer=SchedulingStats()), FullFakeKVCache(2)
     seq = start(manager, cache, [1])
     seq.token_ids.data[1] = 5  # a draft
     seq.num_tokens = 2
@@ -229,7 +249,7 @@ def test_a_block_whose_tokens_stay_unknown_is_not_registered():
 
 def test_without_prefix_caching_no_block_is_hashed():
     """Nor looked at again in each step, however many there are."""
-    manager, cache = KnownTokensBlockManager(8, 2, False, SchedulingStats()), FullFakeKVCache(2)
+    manager, cache = BlockManager(8, 2, False, SchedulingStats()), FullFakeKVCache(2)
     seq = start(manager, cache, [1, 2, 3, 4])
     append(manager, cache, seq, 5, 6)
     manager.free(seq)
@@ -261,18 +281,17 @@ def test_reset_forgets_what_is_cached_and_leaves_running_sequences_alone(make_ma
     check_cached_blocks(manager, cache)
 
 
-def test_swapped_sequence_gets_private_blocks_or_none(make_manager):
-    manager, cache = make_manager(5, 2), FullFakeKVCache(2)
+def test_swapped_sequence_gets_private_blocks_or_none():
+    manager = BlockManager(5, 2, observer=SchedulingStats(), swap_space=SwapSpace(2))
+    cache = FullFakeKVCache(2)
     seq = start(manager, cache, [1, 2, 3])
-    manager.free(seq)
-    seq.num_computed_tokens = 3
+    manager.preempt(seq)
     seq.append_token(4)
     seq.append_token(5)
     other = start(manager, cache, [1, 2, 9])
-    swap = swapped(manager, seq, [0, 1])
-    assert not swap.try_admit(seq, num_reserved=1)
+    assert not manager.try_admit(seq, num_reserved=1)
     assert table_of(seq) == []
-    assert swap.try_admit(seq, num_reserved=0)
+    assert manager.try_admit(seq, num_reserved=0)
     assert len(table_of(seq)) == 2, "as many as were computed; the third comes with the tokens"
     assert not set(table_of(seq)) & set(table_of(other))
     assert seq.num_computed_tokens == 3
