@@ -48,7 +48,7 @@ from functools import partial
 import typing
 from nanovllm import scheduler
 from nanovllm_extras import full_scheduler
-from nanovllm_extras.memory.swap_space import loading
+from nanovllm_extras.swap.space import loading
 class Second(full_scheduler.First): ...
 class Third(Second, scheduler.Scheduler): ...
 class Not(typing.Generic): ...
@@ -76,7 +76,7 @@ def loading(cache_class: type[object]):
     "nanovllm_extras/serve/app.py": """
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
-    from nanovllm_extras.memory.swap_space import loading
+    from nanovllm_extras.swap.space import loading
 def serve(): ...
 """,
 }
@@ -139,7 +139,7 @@ def test_types(figures):
 def test_circles_and_floors(figures):
     assert figures["file-circles"].members == [
         "2: nanovllm.kv_cache nanovllm.scheduler",
-        "2: nanovllm_extras.serve.app nanovllm_extras.memory.swap_space",
+        "2: nanovllm_extras.serve.app nanovllm_extras.swap.space",
     ]
     assert figures["file-circles-all"].value == 3
     assert figures["folder-circles"].members == ["2: nanovllm_extras/serve nanovllm_extras/swap"]

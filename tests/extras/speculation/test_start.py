@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from nanovllm_extras.states.drafted_slots import drafts_of_nobody
 
 from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
 from nanovllm_extras.speculation import start_speculation as start
@@ -34,16 +33,16 @@ def test_a_start_measures_once(monkeypatch):
     llm = LLM(TINY_QWEN3, speculative_config=NGRAM, max_num_batched_tokens=32)
     engine = llm.engine
     assert counts == [32]
-    assert engine.scheduler.max_rows == 4
+    assert engine.scheduler.drafter.max_rows == 4
     engine.recover()
     assert counts == [32]
-    assert engine.scheduler.max_rows == 4
+    assert engine.scheduler.drafter.max_rows == 4
     assert engine.get_stats().num_free_blocks == engine.get_stats().num_kv_blocks
 
 
 def test_real_steps_are_timed():
     llm = LLM(TINY_QWEN3, speculative_config={**NGRAM, "disable_by_batch_size": 3})
-    assert llm.engine.scheduler.max_rows == 3 * (1 + 3)
+    assert llm.engine.scheduler.drafter.max_rows == 3 * (1 + 3)
     cache = llm.engine.runner.kv_cache.tensor
     assert 0.2 < start.cost_of_doubling(llm.engine.runner, 2) < 20
     assert not cache[:, :, 1:].any(), "only the null block is written"
@@ -74,7 +73,7 @@ def test_steps_of_models_with_states_are_timed_with_drafts(monkeypatch, backend)
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
 def test_a_small_pool_is_measured_too(num_slots):
-    moves = drafts_of_nobody(8, 3, num_slots)
+    moves = start.drafts_of_nobody(8, 3, num_slots)
     assert set(moves.slots) == set(range(1, num_slots + 1))
     assert set(moves.sources) <= set(moves.slots)
 
