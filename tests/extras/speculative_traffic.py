@@ -64,7 +64,9 @@ class SpeculativeRun(Run):
 
     def has_reason_to_wait(self):
         """A step with drafts must have landed, and so must one after which somebody may get drafts."""
-        return self.scheduler.pending.verification is not None or not self.scheduler.drafter.rests(self.scheduler)
+        scheduler = self.scheduler
+        could_draft = not scheduler.drafter.rests(scheduler.running, scheduler.may_admit())
+        return scheduler.pending.verification is not None or could_draft
 
     def draw_rows(self, out, writes, before):
         drawn = []
