@@ -312,6 +312,8 @@ class BlockManager(block_manager.BlockManager):
         """Add the slots that the chunks of a step read and write, and the states that are saved after it."""
         if not step.chunks:  # it will not be launched
             self._carried = moves
+            if self.store is not None:
+                self.store.put_back(moves)
         elif self.states is not None:
             seqs: list[Any] = [seq for seq, _, _ in step.chunks]
             if self.store is not None:

@@ -120,6 +120,11 @@ class StoreLink:
         moves.saves = [(name, block_id) for block_id, name in self._saves.items()]
         self._saves = {}
 
+    def put_back(self, moves: Moves) -> None:
+        """Save after a later step what this one, which has no chunks, was to save, unless a block is handed out again."""
+        self._saves = {block_id: name for name, block_id in moves.saves} | self._saves
+        moves.saves = []
+
     def forget_step(self) -> None:
         """Forget what is to be loaded and saved."""
         self._loads, self._saves, self._late = Moves(), {}, []
