@@ -96,18 +96,19 @@ class Model:
         self.num_ahead = self.num_state_loads = self.num_drafts = self.num_accepted = self.num_late = 0
 
     def step(self, fails=False):
-        """Run a step. With overlap, the next one is launched before it is updated, if that is possible."""
+        """Run a step, and return it. With overlap, the next one is launched before it is updated, if it can be."""
         launched, self.ahead = self.ahead if self.scheduler.pending.steps else None, None
         launched = launched or self.launch(is_saved=not fails)
         if launched is None:
-            return
+            return None
         if self.scheduler.can_schedule_ahead():
             self.ahead = self.launch()
             self.num_ahead += self.ahead is not None
         if fails:
             roll_back(self.scheduler)
-            return
-        self.update(*launched)
+        else:
+            self.update(*launched)
+        return launched[0]
 
     def launch(self, is_saved=True):
         step = self.scheduler.schedule()

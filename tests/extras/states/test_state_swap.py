@@ -5,24 +5,22 @@ Random traffic is in `test_slots.py`, all schedules of few requests are in `test
 
 import pytest
 import torch
-from nanovllm_extras.states.state_swap import StateSwap, StateSwapSpace
 
 from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
+from nanovllm_extras.memory.swap_space import SwapSpace
 from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.states.pool import StateKVCache, StateShape
 from nanovllm_extras.transfers import Transfers
+from tests.extras.states import state_traffic
 
 SHAPE = StateShape(num_layers=3, conv=(3, 10), recurrent=(2, 4, 5))
 
 
 def make_scheduler(num_host_blocks, num_host_slots, num_blocks=4, num_slots=2, **options):
-    blocks = StateBlockManager(num_blocks, 4, observer=SchedulingStats(), num_slots=num_slots)
-    space = StateSwapSpace(num_host_blocks, num_host_slots, blocks)
-    return StateScheduler(blocks, 9, 64, 20, preemption=StateSwap(blocks, space), **options), space
+    space = SwapSpace(num_host_blocks, num_host_slots)
+    return state_traffic.make_scheduler(num_blocks, 4, num_slots, (9, 64, 20), space=space, **options), space
 
 
 def add(scheduler, num_tokens, first_token):
@@ -43,7 +41,7 @@ def step(scheduler):
 def run_until_preempted(scheduler, seq):
     """Step until `seq`, which runs, is preempted -> its slot before that step, and what the step has done"""
     while seq in scheduler.running:
-        slot = scheduler.block_manager.slot_of(seq)
+        slot = scheduler.block_manager.states.owned[seq]
         done = step(scheduler)
     return slot, done
 
@@ -56,10 +54,10 @@ def test_a_state_goes_out_and_comes_back():
     slot, (outs, ins, copies, slots) = run_until_preempted(scheduler, second)
     assert (len(outs), ins) == (2, [])
     assert copies[-1] == (slot, -1)
-    assert slots == [scheduler.block_manager.slot_of(first)]
+    assert slots == [scheduler.block_manager.states.owned[first]]
     assert (space.num_free_blocks, space.num_free_slots) == (3, 1)
     assert second.num_computed_tokens == 8
-    assert scheduler.block_manager.num_free_slots == 1, "the second one owns none"
+    assert scheduler.block_manager.states.num_free_slots == 1, "the second one owns none"
     while first.finish_reason is None:
         step(scheduler)
     outs, ins, copies, slots = step(scheduler)
@@ -110,8 +108,8 @@ def test_a_snapshot_is_dropped_for_a_sequence_that_comes_back():
     scheduler.finish(first, "abort")
     third = add(scheduler, 9, first_token=50)
     step(scheduler)  # it computes 8 tokens, where a snapshot is due
-    snapshots = scheduler.block_manager.prefix_cache.snapshots
-    assert len(snapshots) == scheduler.block_manager.num_free_slots == 1
+    snapshots = scheduler.block_manager.states.snapshots
+    assert len(snapshots) == scheduler.block_manager.states.num_free_slots == 1
     scheduler.waiting.insert(0, second)
     _, ins, copies, _ = step(scheduler)
     assert scheduler.running == [second, third]
