@@ -121,7 +121,7 @@ class StoreLink:
         self._saves = {}
 
     def put_back(self, moves: Moves) -> None:
-        """Save after a later step what this one, which has no chunks, was to save: blocks that are not taken by then."""
+        """Let a later step save what this one, which has no chunks, was to save, except for blocks taken until then."""
         self._saves = {block_id: name for name, block_id in moves.saves} | self._saves
         moves.saves = []
 

@@ -188,6 +188,7 @@ class Model:
             self.store.save(name, list(self.kv[block_id]))
         for name, slot in moves.state_saves:
             assert slot > 0
+            self.num_late += slot not in moves.slots  # a snapshot that was taken after its step
             self.check_state(name, self.pool[slot])
             self.store.save_state(name, self.pool[slot])
 
@@ -259,7 +260,6 @@ class Traffic(Model):
             self.fork()
         else:
             self.step(fails=what > 0.97)
-        self.num_late += len(self.blocks.store._late) if self.store is not None else 0
 
     def add(self):
         prompt = self.rng.choice(self.texts)[: self.rng.randint(1, 7)]

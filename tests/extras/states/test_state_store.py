@@ -1,173 +1,35 @@
-"""Random traffic of sequences with states over a pool of a few blocks and slots, with a K/V store that fails.
+"""A K/V store of sequences with states, over a pool of a few blocks and slots.
 
-The fake store keeps for each block the prefixes on which its K and V depend, and for each snapshot the tokens that its
-state has seen. So a snapshot of another position, and a block of another prefix, show in the next chunk.
-Engines with a store are in `tests/extras/models/test_stored_states.py`.
+Random traffic with stores that fail is in `test_slots.py`: the fake store keeps for each block the prefixes on which
+its K and V depend, and for each snapshot the tokens that its state has seen. Engines with a store are in
+`tests/extras/models/test_stored_states.py`.
 """
 
 import random
 
 import pytest
 import torch
-from nanovllm_extras.states.state_store import KnownStateStoreHooks, StateKVStore, StateStoreHooks, name_of_state
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kv_store.copies import copy_out
-from nanovllm_extras.kv_store.share import Loaded
+from nanovllm_extras.kv_store.share import name_of_state
 from nanovllm_extras.prefix_misses import PrefixMisses
 from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.states.pool import StateKVCache, StateShape
 from nanovllm_extras.transfers import Transfers
 from nanovllm_extras.watching import Observers
-from tests.extras.states import test_slots
-from tests.extras.store_traffic import FakeStore
+from tests.extras.fake_store import FakeStore
+from tests.extras.states.state_traffic import Model, Traffic, make_scheduler
 
 
-class FakeStateStore(FakeStore):
-    """Keeps blocks and snapshots. With `seed`, each call may fail."""
-
-    num_usable = StateKVStore.num_usable
-
-    def __init__(self, block_size, seed=None):
-        super().__init__(block_size, seed)
-        self.tiers = self
-        self.states = {}  # name of a snapshot -> the tokens that the state has seen
-
-    def match(self, names):
-        kept = self.kept
-        self.kept = kept | self.states
-        found = super().match(names)
-        self.kept = kept
-        return found
-
-    def load_state(self, name):
-        tokens = self.states.get(name)
-        if tokens is None or self.fails(0.2):
-            self.num_failures += 1
-            return None
-        return Loaded(tokens, "states")
-
-    def save_state(self, name, tokens):
-        if not self.fails(0.1):
-            self.states[name] = tokens
-        if self.states and self.fails(0.1):  # evicted
-            del self.states[self.rng.choice(list(self.states))]
-
-
-class StoreModel:
-    """Mixed into a `Run`: K and V of blocks, which depend on a prefix, beside the states; and a fake store of both."""
-
-    hooks_class = StateStoreHooks
-    step = test_slots.Run.step
-
-    def attach(self, seed):
-        self.store = FakeStateStore(self.blocks.block_size, seed)
-        self.hooks = self.hooks_class(self.store, self.blocks)
-        self.kv, self.host_kv = {}, {}  # block id -> for each of its tokens, the tokens up to it
-        self.num_state_loads = 0
-
-    def move(self, moves):
-        """Do what `Transfers.before` does, in its order."""
-        assert isinstance(moves, Moves)
-        for source, destination in moves.swap_outs:
-            self.host_kv[destination] = list(self.kv[source])
-        for source, destination in moves.swap_ins:
-            self.kv[destination] = list(self.host_kv[source])
-        for source, destination in moves:
-            self.kv[destination] = list(self.kv[source])
-        for source, destination in moves.state_copies:
-            self.pool[destination] = self.pool[source]
-        for name, slot in moves.state_loads:
-            self.pool[slot] = moves.loaded[name]
-            self.num_state_loads += 1
-        for name, block_id in moves.loads:
-            self.kv[block_id] = list(moves.loaded[name])
-
-    def compute(self, step):
-        self.move(step.copies)
-        for seq, start, num_new_tokens in step.chunks:  # each layer stores K and V of all chunks before it attends
-            self.write(seq, start, start + num_new_tokens)
-        for (seq, start, num_new_tokens), slot in zip(step.chunks, step.copies.slots, strict=True):
-            self.compute_chunk(seq, self.tokens_of(seq, start + num_new_tokens), start, slot)
-
-    def save(self, step):
-        moves = step.copies
-        for name, block_id in moves.saves:
-            self.store.save(name, list(self.kv[block_id]))
-        for name, slot in moves.state_saves:
-            self.check_state(name, self.pool[slot])
-            self.store.save_state(name, self.pool[slot])
-
-    def tokens_of(self, seq, num_tokens):
-        return seq.token_ids.view(0, num_tokens).tolist()
-
-    def write(self, seq, start, stop):
-        size, table, tokens = self.blocks.block_size, seq.block_table.view().tolist(), self.tokens_of(seq, stop)
-        for i in range(start, stop):
-            block = self.kv.setdefault(table[i // size], [None] * size)
-            block[i % size] = tokens[: i + 1]
-
-    def compute_chunk(self, seq, tokens, start, slot):
-        """Check what the chunk reads, and write its state."""
-        size, table = self.blocks.block_size, seq.block_table.view().tolist()
-        assert not start or self.pool[slot] == tokens[:start], "the state after the tokens before the chunk"
-        for i in range(len(tokens)):
-            assert self.kv[table[i // size]][i % size] == tokens[: i + 1], "K and V of the prefix"
-        self.pool[slot] = tokens
-
-    def check_state(self, name, tokens):
-        """Compute the name of a snapshot from the tokens that its state has seen: they end with a block."""
-        seq = Sequence("", tokens, SamplingParams())
-        num_blocks = len(tokens) // self.blocks.block_size
-        [last] = self.store.names(seq, num_blocks - 1, num_blocks)
-        assert len(tokens) == num_blocks * self.blocks.block_size
-        assert name_of_state(last) == name
-
-
-class StoreRun(StoreModel, test_slots.Run):
-    def __init__(self, rng, **options):
-        super().__init__(rng, **options)
-        self.attach(rng.choice([None, 0, 1, 2]))
-
-
-class OverlappedStoreRun(StoreRun, test_slots.OverlappedRun):
-    """Saves right after a step is launched, as the device does it before the next step."""
-
-    hooks_class = KnownStateStoreHooks
-    step, tokens_of = test_slots.OverlappedRun.step, test_slots.OverlappedRun.tokens_of
-
-    def compute(self, step):
-        super().compute(step)
-        self.save(step)
-
-
-SEEDS = [seed if seed < 6 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
-
-
-@pytest.mark.parametrize("kind_of_run", [StoreRun, OverlappedStoreRun])
-@pytest.mark.parametrize("has_swap", [False, True])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_each_chunk_finds_its_state_and_its_blocks(seed, has_swap, kind_of_run):
-    """Seen to fail with a snapshot of another slot, of another block, or without the blocks that the pool has."""
-    run = kind_of_run(random.Random(seed), has_swap=has_swap)
-    for _ in range(150):
-        run.act()
-        test_slots.check_owners(run)
-    for _ in range(400):
-        run.step()
-    assert not run.scheduler.running
-    assert not run.scheduler.waiting
-    assert run.blocks.num_free_slots == run.blocks.num_slots
-    assert run.blocks.num_used_blocks == 0
-
-
-def test_the_traffic_loads_states_from_stores_that_fail():
+@pytest.mark.parametrize("features", [(), ("drafts",), ("overlap", "drafts")], ids=" and ".join)
+def test_the_traffic_loads_states_from_stores_that_fail(features):
     runs = []
     for seed in range(12):
-        run = StoreRun(random.Random(seed))
+        run = Traffic(random.Random(seed), "store", *features)
         for _ in range(150):
             run.act()
         runs.append(run)
@@ -177,22 +39,23 @@ def test_the_traffic_loads_states_from_stores_that_fail():
     assert sum(run.store.num_failures for run in runs) > 10
 
 
-def test_snapshots_that_are_taken_after_their_step_are_saved():
+@pytest.mark.parametrize("features", [("overlap",), ("drafts",), ("overlap", "drafts")], ids=" and ".join)
+def test_snapshots_that_are_taken_after_their_step_are_saved(features):
     """The blocks of outputs are registered when their tokens are known, after the next step is launched."""
-    num_late, runs = 0, [OverlappedStoreRun(random.Random(seed)) for seed in range(12)]
+    runs = [Traffic(random.Random(seed), "store", *features) for seed in range(12)]
     for run in runs:
         for _ in range(150):
             run.act()
-            num_late += len(run.hooks._late)
     longest_prompt = 7
-    assert num_late > 50
+    assert sum(run.num_late for run in runs) > 50
     assert sum(len(tokens) > longest_prompt for run in runs for tokens in run.store.states.values()) > 25
 
 
+@pytest.mark.parametrize("features", [("overlap",), ("drafts",), ("overlap", "drafts")], ids=" and ".join)
 @pytest.mark.parametrize("max_tokens", [2, 3, 4])
-def test_the_last_block_of_an_answer_is_saved_by_the_next_step(max_tokens):
-    """With overlap it is registered when no step follows that could save it."""
-    run = OverlappedStoreRun(random.Random(0), sizes=(4, 30, 9))
+def test_the_last_block_of_an_answer_is_saved_by_the_next_step(max_tokens, features):
+    """With overlap or drafts it is registered when no step follows that could save it."""
+    run = Traffic(random.Random(0), "store", *features, sizes=(4, 30, 9))
     run.store.rng = None  # nothing fails
     seqs = [Sequence("", [first, 2, 3], SamplingParams(temperature=0, max_tokens=max_tokens)) for first in (1, 9)]
     for seq in seqs:
@@ -206,17 +69,15 @@ def test_the_last_block_of_an_answer_is_saved_by_the_next_step(max_tokens):
 # ---- one sequence at a time, with blocks of 4
 
 
-class Served(StoreModel):
+class Served(Model):
     """Serves one prompt after the other. The store never fails."""
 
     def __init__(self, num_blocks=6, num_slots=4, observer=None, **options):
-        observer = observer or SchedulingStats()
-        self.blocks = StateBlockManager(num_blocks, 4, observer=observer, num_slots=num_slots, **options)
-        observer.on_start(self.blocks)
-        self.scheduler = StateScheduler(self.blocks, 1, 64, 32)
-        self.pool = [None] * (num_slots + 1)
+        store = FakeStore(4, has_states=True)
+        scheduler = make_scheduler(num_blocks, 4, num_slots, (1, 64, 32), observer=observer, store=store, **options)
+        super().__init__(scheduler, store)
+        self.blocks.observer.on_start(self.blocks)
         self.chunks = []
-        self.attach(None)
 
     def serve(self, prompt, max_tokens=1):
         seq = Sequence("", prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
@@ -226,8 +87,8 @@ class Served(StoreModel):
             self.step()
         return seq
 
-    def compute_chunk(self, seq, tokens, start, slot):
-        super().compute_chunk(seq, tokens, start, slot)
+    def compute_chunk(self, seq, tokens, start, source, slot):
+        super().compute_chunk(seq, tokens, start, source, slot)
         self.chunks.append((start, len(tokens)))
 
     def evict(self):
@@ -265,17 +126,17 @@ def test_what_was_pushed_out_of_the_pool_is_loaded():
 
 
 def test_the_example_of_the_docstring():
-    run = Served(num_blocks=20, snapshot_interval=1)
+    run = Served(num_blocks=20, interval=1)
     run.serve(PROMPT)
     assert run.ends(PROMPT) == [4, 8, 12, 16]
     run.lose(PROMPT, 4, 8, 16)
     kept, states, run.store.kept, run.store.states = run.store.kept, run.store.states, {}, {}
     for i in range(8):
         run.serve([100 + i] * 19)
-    run.blocks.snapshot_interval = 0
+    run.states.snapshot_interval = 0
     run.serve(PROMPT[:5])
     run.serve([*PROMPT[:8], 60])  # it finds the snapshot after 4 tokens, and takes one after 8
-    run.blocks.prefix_cache.drop(list(run.blocks.prefix_cache.snapshots)[-1], "forgotten")
+    run.states._drop(list(run.states.snapshots)[-1], "forgotten")
     run.store.kept, run.store.states = kept, states
     other = [*PROMPT[:16], *range(70, 76)]
     names = run.store.names(Sequence("", other, SamplingParams()), 0, 4)
@@ -303,7 +164,7 @@ def test_a_prefix_of_the_store_without_a_snapshot_gets_one_from_its_second_promp
 def test_a_snapshot_is_saved_although_the_pool_has_no_slot_for_it():
     run = Served(num_slots=1)
     run.serve(PROMPT)
-    assert run.blocks.num_snapshots == 0
+    assert len(run.states.snapshots) == 0
     assert run.serve(PROMPT).num_cached_tokens == 16
     assert run.store.stats.num_loaded_blocks == 0, "the blocks are in the pool"
 
@@ -318,18 +179,18 @@ def test_a_snapshot_that_the_pool_has_is_saved_once():
 
 
 def test_an_earlier_snapshot_is_loaded_if_the_last_one_is_lost_meanwhile():
-    run = Served(snapshot_interval=1)
+    run = Served(interval=1)
     run.serve(PROMPT)
     assert run.ends(PROMPT) == [4, 8, 12, 16]
     run.evict()
     load = run.store.load_state
-    run.store.load_state = lambda name: None if len(run.store.states[name]) == 16 else load(name)
+    run.store.load_state = lambda name: None if len(run.store.states[name_of_state(name)]) == 16 else load(name)
     assert run.serve(PROMPT).num_cached_tokens == 12
     assert run.store.stats.num_loaded_blocks == 3
 
 
 def test_an_earlier_snapshot_is_loaded_if_a_block_is_lost_meanwhile():
-    run = Served(snapshot_interval=2)
+    run = Served(interval=2)
     run.serve(PROMPT)
     run.evict()
     load = run.store.load
@@ -388,9 +249,9 @@ def causes(seq):
 
 
 def test_tokens_have_no_snapshot_only_if_neither_pool_nor_store_has_one():
-    run = Served(num_blocks=20, num_slots=1, observer=explaining(), snapshot_interval=2)
+    run = Served(num_blocks=20, num_slots=1, observer=explaining(), interval=2)
     run.serve(PROMPT)
-    assert run.blocks.num_snapshots == 0
+    assert len(run.states.snapshots) == 0
     assert causes(run.serve(PROMPT)) == [(16, 18, "partial_block")]
     run.lose(PROMPT, 16)
     assert causes(run.serve(PROMPT)) == [(8, 16, "no_snapshot"), (16, 18, "partial_block")]
