@@ -71,7 +71,7 @@ def check_greedy(llm, prompts, expected):
 def check_all_free(llm):
     blocks = llm.engine.scheduler.block_manager
     assert blocks.num_used_blocks == 0
-    assert blocks.num_free_slots == blocks.num_slots
+    assert blocks.states.num_free_slots == blocks.states.num_slots
 
 
 @pytest.mark.parametrize(("backend", "budget", "block_size", "pool"), list(cases()))
@@ -191,7 +191,7 @@ def test_few_slots_keep_the_newest_snapshots(hybrids):
     check_greedy(llm, hybrids.prompts(), hybrids.greedy())
     check_greedy(llm, hybrids.prompts()[::-1], hybrids.greedy()[::-1])
     assert 0 < llm.get_stats().prefix_cache_hit_tokens < sum((len(p) - 1) // 4 * 4 for p in hybrids.prompts())
-    assert llm.engine.scheduler.block_manager.num_snapshots <= 4
+    assert len(llm.engine.scheduler.block_manager.states.snapshots) <= 4
     num_hits = llm.get_stats().prefix_cache_hit_tokens
     llm.reset_prefix_cache()
     check_greedy(llm, hybrids.prompts()[:3], hybrids.greedy()[:3])
@@ -220,7 +220,8 @@ def test_without_prefix_caching_there_are_no_snapshots(hybrids):
     for _ in range(2):
         check_greedy(llm, hybrids.prompts()[:3], hybrids.greedy()[:3])
     assert llm.get_stats().prefix_cache_hit_tokens == 0
-    assert (llm.engine.runner.layout.pool.num_slots, llm.engine.scheduler.block_manager.num_snapshots) == (8, 0)
+    assert llm.engine.runner.layout.pool.num_slots == 8
+    assert not llm.engine.scheduler.block_manager.states.snapshots
 
 
 def test_a_request_that_fails_does_not_change_the_states_of_others(hybrids):

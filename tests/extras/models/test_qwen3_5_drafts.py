@@ -14,10 +14,10 @@ import shutil
 import pytest
 import torch
 import transformers
-from nanovllm_extras.states.drafted_slots import DraftedStateBlockManager
 
 from nanovllm_extras import LLM, Config, SamplingParams
 from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.memory.slots import Slots
 from tests.conftest import every_second
 from tests.extras.failing_request import FailingError, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import (
@@ -162,12 +162,8 @@ def test_ngrams_of_a_text_that_repeats(hybrids):
 
 @pytest.mark.parametrize("fault", ["keep the last slot", "keep the first slot"])
 def test_a_rollback_to_another_slot_is_seen(hybrids, monkeypatch, fault):
-    keep_state = DraftedStateBlockManager.keep_state
-    monkeypatch.setattr(
-        DraftedStateBlockManager,
-        "keep_state",
-        lambda blocks, seq, _: keep_state(blocks, seq, -1 if fault == "keep the last slot" else 0),
-    )
+    rewind, row = Slots.rewind, -1 if fault == "keep the last slot" else 0
+    monkeypatch.setattr(Slots, "rewind", lambda slots, seq, _: rewind(slots, seq, row))
     outputs = make_drafting_llm(hybrids).generate(hybrids.prompts(), GREEDY, use_tqdm=False)
     assert [one.outputs[0].token_ids for one in outputs] != [token_ids for token_ids, _ in hybrids.greedy()]
 
@@ -202,8 +198,8 @@ def test_failed_steps_lose_drafts_and_their_slots(hybrids):
         try:
             outputs |= {one.request_id: one.outputs[0].token_ids for one in engine.step().outputs}
         except FailingError:
-            blocks = engine.scheduler.block_manager
-            assert blocks.num_free_slots == blocks.num_slots
+            slots = engine.scheduler.block_manager.states
+            assert slots.num_free_slots == slots.num_slots
     assert [outputs[str(i)] for i in range(len(prompts))] == [token_ids for token_ids, _ in hybrids.greedy()]
     assert engine.get_stats().num_accepted_tokens > 0
     check_all_free(llm)

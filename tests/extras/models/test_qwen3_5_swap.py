@@ -7,10 +7,10 @@ By default the tokens are compared with those of an engine without preemption, w
 import itertools
 
 import pytest
-from nanovllm_extras.states.state_swap import StateSwapSpace
 
 from nanovllm_extras import SamplingParams
-from nanovllm_extras.memory.slots import StateBlockManager
+from nanovllm_extras.memory.slots import Slots
+from nanovllm_extras.memory.swap_space import SwapSpace
 from nanovllm_extras.transfers import Transfers
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, logprobs_of
 from tests.extras.models.test_qwen3_5 import GREEDY, TINY_POOLS, check_all_free, check_greedy, logprobs, make_llm
@@ -42,7 +42,7 @@ def tokens_without_swap(hybrids):
 
 
 def check_host_memory_is_free(llm):
-    space = llm.engine.scheduler.preemption.space
+    space = llm.engine.scheduler.block_manager.swap_space
     assert (space.num_free_blocks, space.num_free_slots) == (space.num_blocks, space.num_slots)
 
 
@@ -103,7 +103,7 @@ def test_samples_swap_their_own_states(hybrids, options):
 
 def test_aborted_requests_leave_nothing_in_host_memory(hybrids):
     llm = make_llm(hybrids.make()[0], num_kv_blocks=19, max_num_batched_tokens=64, **SWAP)
-    engine, space = llm.engine, llm.engine.scheduler.preemption.space
+    engine, space = llm.engine, llm.engine.scheduler.block_manager.swap_space
     for i, prompt in enumerate(hybrids.prompts()):
         engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     while space.num_free_slots == space.num_slots:
@@ -129,9 +129,9 @@ def copies_only_k_and_v(monkeypatch):
 
 def brings_no_state_back(monkeypatch):
     def copy_in(self, seq, host_slot):
-        self._slots[seq] = self.prefix_cache.take_slot()
+        self.owned[seq] = self._take_free()
 
-    monkeypatch.setattr(StateBlockManager, "copy_in", copy_in)
+    monkeypatch.setattr(Slots, "copy_in", copy_in)
 
 
 def forgets_the_convolution(monkeypatch):
@@ -146,20 +146,20 @@ def forgets_the_convolution(monkeypatch):
 
 
 def takes_the_wrong_host_slot(monkeypatch):
-    right = StateBlockManager.copy_in
-    monkeypatch.setattr(StateBlockManager, "copy_in", lambda self, seq, slot: right(self, seq, slot - 1))
+    right = Slots.copy_in
+    monkeypatch.setattr(Slots, "copy_in", lambda self, seq, slot: right(self, seq, slot - 1))
 
 
 def keeps_the_host_slot(monkeypatch):
     """The next sequence goes to the same one."""
-    right = StateSwapSpace.try_swap_out
+    right = SwapSpace.try_swap_out
 
-    def try_swap_out(self, seq):
-        is_swapped = right(self, seq)
+    def try_swap_out(self, *arguments):
+        is_swapped = right(self, *arguments)
         self._free_slots = list(range(-self.num_slots, 0))
         return is_swapped
 
-    monkeypatch.setattr(StateSwapSpace, "try_swap_out", try_swap_out)
+    monkeypatch.setattr(SwapSpace, "try_swap_out", try_swap_out)
 
 
 FAULTS = [brings_no_state_back, copies_only_k_and_v, forgets_the_convolution, takes_the_wrong_host_slot,

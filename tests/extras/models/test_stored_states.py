@@ -10,7 +10,6 @@ import os
 
 import pytest
 import torch
-from nanovllm_extras.states.state_store import StateKVStore, name_of_state
 
 from nanovllm_extras import LLM, Config, SamplingParams
 from nanovllm_extras.full_sequence import Sequence
@@ -18,6 +17,8 @@ from nanovllm_extras.isolation import IsolatingEngine
 from nanovllm_extras.kv_store.disk_tier import LENGTHS, MAGIC
 from nanovllm_extras.kv_store.kv_slots import Slots
 from nanovllm_extras.kv_store.memory_tier import MemoryTier
+from nanovllm_extras.kv_store.share import name_of_state
+from nanovllm_extras.kv_store.store import KVStore
 from nanovllm_extras.logits import BiasRows, LogitBias
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.check import check_recording
@@ -169,12 +170,12 @@ def test_a_loaded_snapshot_is_the_state_at_its_position(hybrids, dtype, monkeypa
     plain, llm = LLM(hybrids.make()[0], **options), LLM(hybrids.make()[0], **options, **MEMORY)
     for one in (plain, llm):
         one.generate([prompt], params, use_tqdm=False)
-    [slot] = plain.engine.scheduler.block_manager.prefix_cache.snapshots.values()
+    [slot] = plain.engine.scheduler.block_manager.states.snapshots.values()
     expected = state_bytes(plain.engine.runner.layout.pool, slot)
     assert expected.any()
     assert store_of(llm).saver.wait(5)
     [name] = store_of(llm).names(Sequence("", prompt, params), 14, 15)
-    assert torch.equal(store_of(llm).load_state(name_of_state(name)).data, expected)
+    assert torch.equal(store_of(llm).load_state(name).data, expected)
 
     runner, read = llm.engine.runner, []
     reset_prefix_cache(llm.engine.scheduler)  # of the pool only
@@ -311,11 +312,11 @@ def test_a_model_with_another_state_finds_nothing(hybrids):
 def test_keys_depend_on_shape_and_dtype_of_states(hybrids, change, monkeypatch):
     """Everything else is the same. Without a change, the keys are those of another engine of this model."""
     runner = make_llm(hybrids.make()[0], **SMALL, **MEMORY).engine.runner
-    store, pool = StateKVStore(runner), runner.layout.pool
+    store, pool = KVStore(runner), runner.layout.pool
     monkeypatch.setattr(pool, "shape", dataclasses.replace(pool.shape, **change))
-    assert (StateKVStore(runner).root_key == store.root_key) == (not change)
+    assert (KVStore(runner).root_key == store.root_key) == (not change)
     monkeypatch.setattr(pool, "conv", pool.conv.bfloat16())
-    assert StateKVStore(runner).root_key != store.root_key
+    assert KVStore(runner).root_key != store.root_key
 
 
 # ---- failing steps

@@ -18,7 +18,6 @@ from nanovllm_extras.cuda.warm_up import draws, null_batch
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
-from nanovllm_extras.memory.block_manager import GroupedBlockManager
 from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.parallel.communicator import Communicator
 from nanovllm_extras.parallel.messages import Header, pack_step
@@ -132,7 +131,7 @@ def test_replayed_decodes_of_groups_of_layers(recorders, monkeypatch, tmp_path, 
     monkeypatch.setattr(EqualBlocksLayout, "make_backends", make_backends(GatherAttention, 4))
     alone, engine = make_engines(GroupedCheckpoints(tmp_path).of(name)[0], True, block_size=4)
     del recorders[0]
-    assert isinstance(engine.scheduler.block_manager, GroupedBlockManager)
+    assert engine.scheduler.block_manager.num_groups > 1
     requests = [(prompt, dataclasses.replace(params, max_tokens=25)) for prompt, params in REQUESTS]
     assert serve(engine, requests) == serve(alone, requests)
     assert recorders[0].num_replays == recorders[1].num_replays > 5
