@@ -64,7 +64,7 @@ class Observer(observer.Observer):
         """`block_id` is no longer in the prefix cache."""
 
     def on_take_slot(self, seq: Sequence, slot: int, source: int) -> None:
-        """`seq` owns a slot of the pool of states (`states/slots.py`). The state in `source` will be copied to it.
+        """`seq` owns a slot of the pool of states (`memory/slots.py`). The state in `source` will be copied to it.
 
         `source` is the slot of a snapshot, of the parent in a fork, or, if it is negative, in host memory. It is 0 if
         `seq` starts from a state of zeros.

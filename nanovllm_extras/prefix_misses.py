@@ -46,9 +46,9 @@ class PrefixMiss:
                    full, or its last token must be computed for its logits
     cache_off      the prefix cache is off, or the request needs the hidden states of all prompt tokens
     no_snapshot    their blocks are cached, but the model keeps a recurrent state and has no snapshot of it
-                   (`states/slots.py`)
+                   (`memory/slots.py`)
     no_window      their blocks are cached in the group of layers that sees all tokens, but another group lacks blocks
-                   inside its window, and no eviction of these is remembered (`kv_groups/grouped_blocks.py`)
+                   inside its window, and no eviction of these is remembered (`memory/prefix_cache.py`)
     never_seen     no cached prefix continues with them, and no eviction of their blocks is remembered
     """
 
