@@ -42,7 +42,7 @@ class Config(config.Config):
     quantization: str | Mapping[str, Any] | None = checked(None, check_in, module="quantization.quantization_options")
     """`int8` or `int4` keeps weights in 8 or 4 bits; also a dict, as `{"method": "int4", "group_size": 64}`."""
     scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)
-    """`fcfs`, `priority` or `sjf` (`policies.py`), or a function of your own, which ranks a sequence."""
+    """`fcfs`, `priority` or `sjf` (`scheduling/policies.py`), or a function of your own, which ranks a sequence."""
     long_prefill_token_threshold: int = checked(0, check_int, minimum=0)
     """Most tokens of one sequence in a step, so that short prompts get past a long one; 0 sets no limit."""
     preemption_mode: str = checked("recompute", check_choice, allowed=("recompute", "swap"))
@@ -55,7 +55,7 @@ class Config(config.Config):
     """Where else blocks are kept, for other engines and after a restart: see docs/kv_store.md."""
     state_snapshot_interval: int = checked(64, check_int, minimum=0)
     """Blocks from one snapshot of a recurrent state to the next one of the sequence, for prefix hits; 0 takes snapshots
-    only at the ends of prompts and where prompts branch (`states/slots.py`)."""
+    only at the ends of prompts and where prompts branch (`memory/slots.py`)."""
     disable_hybrid_kv_cache_manager: bool = checked(False, check_bool)
     """Whether all layers share one block table, even if some see a window and others all tokens; otherwise each group
     of them has its own, and gives back blocks behind the window (`kv_groups/layer_groups.py`)."""

@@ -19,7 +19,7 @@ class EngineStats(Counts):
     """Share of the steps' token budgets that was scheduled."""
     kv_store: Any = None
     """The `StoreStats` of the K/V store (`kv_store/store.py`), if there is one."""
-    states: Any = None  # the `StateStats` (`states/slots.py`) of a model with recurrent states
+    states: Any = None  # the `StateStats` (`memory/slots.py`) of a model with recurrent states
 
 
 def make_stats(counts: Counts, scheduler: Scheduler, kv_store: Any = None) -> EngineStats:

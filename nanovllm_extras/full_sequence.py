@@ -10,8 +10,8 @@ from nanovllm import sequence
 class Sequence(sequence.Sequence):
     """The core's sequence, whose newest tokens may not be known yet.
 
-    `num_tokens` may count tokens that a step in flight samples (`overlap.py`) or that are drafts (`speculation/`);
-    `num_known_tokens` does not.
+    `num_tokens` may count tokens that a step in flight samples, or drafts (`scheduling/pending.py`). `num_known_tokens`
+    does not.
     """
 
     priority: int = 0
@@ -19,7 +19,7 @@ class Sequence(sequence.Sequence):
     readers: tuple[Any, ...] = ()  # what reads the hidden states of its prompt (`logits_processors.py`)
 
     arrival: int = field(default=0, init=False)  # number of sequences that arrived before
-    order: tuple[float, ...] = field(default=(), init=False)  # its place in `ordered_queues.py`
+    order: tuple[float, ...] = field(default=(), init=False)  # its place in the queues (`scheduling/ordered_queues.py`)
     num_preemptions: int = field(default=0, init=False)
     cache_salt: str | None = field(default=None, init=False)  # it shares blocks only with the same (`cache_salt.py`)
     block_keys: list[bytes] = field(default_factory=list, init=False)  # of its first full blocks, in the K/V store

@@ -113,7 +113,7 @@ def plain_defaults() -> AbstractContextManager[None]:
     return reset_defaults()
 
 
-# ---- tokens that only the device knows yet (`overlap.py`)
+# ---- tokens that only the device knows yet (`scheduling/pending.py`)
 
 
 def has_placeholders(batch: Batch) -> bool:

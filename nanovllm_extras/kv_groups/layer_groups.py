@@ -9,7 +9,7 @@ form groups of the same size, so every block can serve every group. A model of s
     its cache    kv[:, 0]   kv[:, 0]   kv[:, 1]   kv[:, 1]   kv[:, 2]   kv[:, 2]
 
 Each group has a block table of its own, and a block belongs to one group at a time. So the layers 0 and 1 have the same
-tensor, but never the same blocks. With block_size 4, a window of 5, and position 10 next (`grouped_blocks.py`):
+tensor, but never the same blocks. With block_size 4, a window of 5, and position 10 next (`memory/block_manager.py`):
 
     position          0 1 2 3    4 5 6 7    8 9 10
     group 0           [  7          2          5   ]

@@ -7,7 +7,7 @@ hidden states that the model has just computed:
     model                     h4        h5   h6
     head                      (h3, t4)  (h4, t5)  (h5, t6)      h3 is of an earlier step
 
-The hidden state of a sequence's newest computed token is kept in its slot, as a part of its state (`states/slots.py`).
+The hidden state of a sequence's newest computed token is kept in its slot, as a part of its state (`memory/slots.py`).
 So it is there after a prefix hit, a fork and a rejected draft, without further bookkeeping. The K and V of the head
 are in blocks of their own, with the same ids as those of the model.
 """

@@ -7,7 +7,7 @@ not depend on the sequence's length. Slot 0 is the null slot: rows of padding re
     kind             state    state    state    K and V  state
     its cache        conv[0], conv[1], conv[2], kv[:, 0], conv[3], …        the same for `recurrent`
 
-`slots.py` decides which sequence owns which slot. `StateLayout` passes `StateCaches` to the model.
+`memory/slots.py` decides which sequence owns which slot. `StateLayout` passes `StateCaches` to the model.
 """
 
 import math

@@ -1,5 +1,5 @@
 """Swap: the K and V of preempted sequences wait in host memory, instead of being computed again.
 
-`space.py` is the strategy that replaces `Recompute`: integers only. `host_blocks.py` has the blocks in host memory, and
-copies to and from them. Read `space.py` first.
+`memory/swap_space.py` decides which host blocks and host slots a sequence gets: integers only. Read it first.
+`host_blocks.py` has the memory, and copies to and from it. `transfers.py` says when.
 """

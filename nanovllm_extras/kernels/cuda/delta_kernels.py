@@ -5,7 +5,7 @@ sequences on the device, so a step of decodes is three launches, and one with lo
 (`delta_chunks.py`). They round at the same points as PyTorch's layer. `cuda_gated_delta.py` calls them, with the
 `StateMetadata` of a step.
 
-A draft reads the state that the row before it writes (`states/drafted_slots.py`). Programs do not wait for each other.
+A draft reads the state that the row before it writes (`memory/slots.py`). Programs do not wait for each other.
 So the program of a decode goes on with the drafts that follow it, and the programs of drafts return at once:
 
     row                 0     1     2     3        row 1 is a decode with the drafts 2 and 3
