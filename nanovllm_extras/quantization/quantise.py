@@ -1,4 +1,4 @@
-"""A loaded network's layers become quantised: `assembly.py` calls `quantise` before layers get fast versions.
+"""A loaded network's layers become quantised: `full_runner.py` calls `quantise` before layers get fast versions.
 
 Products of projections are quantised, and embeddings if the options say so. Norms, routers, biases and DeepSeek's
 up-projections of latents, which no token multiplies as they are, stay in the model's dtype.
