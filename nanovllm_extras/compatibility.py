@@ -127,7 +127,6 @@ CONTRADICTIONS = (
         DRAFT_MODEL, STATES, "the pool of states leaves no memory for a draft model", is_to_do=True, instead=ANY_NGRAM
     ),
     Row(SPECULATION, STATES & STORE, "states are stored without drafts", is_to_do=True),
-    Row(RANKS, STATES & STORE, "states are stored by one rank", is_to_do=True),
     # ---- of several shapes of K and V
     Row(CACHE_OF_8_BITS, SHAPES, "their blocks have the model's dtype", is_to_do=True),
     Row(DRAFT_MODEL, SHAPES, "a draft model shares blocks of one shape only", is_to_do=True, instead=ANY_NGRAM),

@@ -55,6 +55,8 @@ def test_a_draft_model_of_two_ranks(with_tokenizer, request, name):
     assert stats.num_draft_tokens == stats.num_accepted_tokens > 10
     assert (stats.num_preemptions > 0) == ("num_kv_blocks" in options)
     assert stats.num_swaps == (stats.num_preemptions if "preemption_mode" in options else 0)
+    if "kv_offloading_size" in options:  # blocks of rank 0 have the draft model's K and V, too
+        assert stats.kv_store.num_loaded_blocks > 0
 
 
 @pytest.mark.parametrize("memory", [{"kv_cache_memory_bytes": 1 << 20}, {}])

@@ -28,6 +28,7 @@ CASES = {  # name -> (kind of model, options)
     "memory and folder, swap": ("Qwen3", MEMORY | SWAP),
     "memory, a draft model": ("Qwen3", MEMORY),
     "states": ("Qwen3_5", STATES | OVERLAP),
+    "states, memory and folder": ("Qwen3_5", STATES | MEMORY),
     "states, swap, ngram": ("Qwen3_5", STATES | NGRAM | {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}),
     "states of convolutions": ("Lfm2", STATES),
 }

@@ -86,6 +86,7 @@ def batches(draw):
         pairs = {"swap_outs": draw(PAIRS), "swap_ins": draw(PAIRS), "state_copies": draw(STATE_COPIES)}
         moves = Moves(moves, **pairs, slots=slots, sources=sources)
         moves.loads, moves.saves = draw(NAMED), draw(NAMED)
+        moves.state_loads, moves.state_saves = draw(NAMED), draw(NAMED)
     return Batch(array(n), array(n), metadata, array(num_samples), sampling, moves)
 
 
@@ -164,7 +165,7 @@ def test_256_decodes_are_some_kilobytes():
     metadata = AttentionMetadata(ids, torch.zeros(n, 64, dtype=torch.int32), ids, offsets, ids[:1], ids[:1], n, 0, 0, 0)
     message = pack_step(Batch(ids, ids, metadata, ids, SamplingBatch(torch.zeros(n), None), []), True)
     num_values = len(Header._fields) + 5 * n + 64 * n + (n + 1) + 2
-    assert message.nbytes == 4 * num_values == 71_776
+    assert message.nbytes == 4 * num_values == 71_788
 
 
 def test_a_line_of_json_leaves_what_follows():
