@@ -122,13 +122,11 @@ CONTRADICTIONS = (
         is_to_do=True, instead=ANY_NGRAM,
     ),
     # ---- of recurrent states
-    Row(CACHE_OF_8_BITS, STATES, "the blocks beside states have the model's dtype", is_to_do=True),
     Row(
         DRAFT_MODEL, STATES, "the pool of states leaves no memory for a draft model", is_to_do=True, instead=ANY_NGRAM
     ),
     Row(SPECULATION, STATES & STORE, "states are stored without drafts", is_to_do=True),
     # ---- of several shapes of K and V
-    Row(CACHE_OF_8_BITS, SHAPES, "their blocks have the model's dtype", is_to_do=True),
     Row(DRAFT_MODEL, SHAPES, "a draft model shares blocks of one shape only", is_to_do=True, instead=ANY_NGRAM),
 )  # fmt: skip
 """The first row that holds is the one that an error names."""

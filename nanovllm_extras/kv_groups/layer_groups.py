@@ -145,6 +145,8 @@ def why_one_table(config: Config, shape: NetworkConfig) -> str | None:
         return "disable_hybrid_kv_cache_manager is set"
     if (config.speculative_config or {}).get("model") is not None:
         return "a draft model reads one"
+    if config.kv_cache_dtype == "int8" and shape.kv_groups:  # (head_dim + 4 bytes) of two sizes have no small multiple
+        return "the scales of int8 leave no blocks of equal size"
     if share_of_windows(shape) < 0.5:
         return "most K and V are of layers that see all tokens" if shape.kv_groups else "most layers see all tokens"
     windows = [window for window in windows_of(shape) if window is not None]

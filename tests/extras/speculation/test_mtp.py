@@ -193,6 +193,17 @@ def test_drafts_are_those_of_the_reference(heads, options, is_trained):
         assert stats.num_accepted_tokens / stats.num_draft_tokens > 0.3
 
 
+def test_drafts_over_k_and_v_in_8_bits_change_no_token(heads):
+    """The K and V of the head keep the dtype of the model."""
+    folder, prompts = heads.make()[0], heads.hybrids.prompts()
+    plain, llm = make_llm(folder, kv_cache_dtype="fp8"), make_predicting_llm(folder, kv_cache_dtype="fp8")
+    expected = [output.outputs[0] for output in plain.generate(prompts, GREEDY, use_tqdm=False)]
+    check_greedy(llm, prompts, [(output.token_ids, logprobs(output)) for output in expected])
+    assert [cache.tensor.dtype for cache in llm.engine.runner.kv_caches] == [torch.float8_e4m3fn, torch.float32]
+    stats = llm.get_stats()
+    assert stats.num_accepted_tokens / stats.num_draft_tokens > 0.3
+
+
 def test_a_conversation_has_the_drafts_of_the_reference(heads):
     """Each prompt is found as far as a snapshot, in which the hidden state before the next token is kept."""
     folder, model, head = heads.make()
