@@ -58,6 +58,9 @@ class Store(Part, Protocol):
     def take_moves(self, moves: Moves) -> None:
         """Add what the step that is scheduled loads and saves."""
 
+    def put_back(self, moves: Moves) -> None:
+        """Save after a later step what this one, which has no chunks, was to save."""
+
     def forget_step(self) -> None:
         """Forget what is to be loaded and saved."""
 

@@ -8,10 +8,10 @@ import functools
 
 import pytest
 import torch
+from nanovllm_extras.roll_back import reset_prefix_cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.roll_back import reset_prefix_cache
 from tests.extras.models.gemma4_checkpoints import Gemma4Checkpoints
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, continue_greedily, logprobs_of
 
