@@ -16,9 +16,10 @@ from nanovllm.scheduler import Scheduler
 from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm_extras.full_observer import Observer, SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.memory.block_manager import GroupedBlockManager
-from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
+from nanovllm_extras.memory.kinds import Window
+from nanovllm_extras.memory.slots import Slots
 from nanovllm_extras.prefix_misses import CAUSES, MAX_SHOWN_TOKENS, PrefixMiss, PrefixMisses
+from nanovllm_extras.scheduling import scheduler as full
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache, roll_back
 from nanovllm_extras.serve.metrics_route import Metrics
 from nanovllm_extras.watching import Observers
@@ -187,14 +188,15 @@ class Traffic:
     def __init__(self, num_blocks, block_size, budget, max_evictions, is_enabled=True, num_slots=0, window=0):
         self.stats, self.model = SchedulingStats(), NaiveModel(max_evictions)
         observers = Observers(self.stats, explanation=self.model)
-        self.blocks = BlockManager(num_blocks, block_size, is_enabled, observers)
+        held = {}
         if window:  # three groups of layers
-            sizes = {"num_groups": 3, "window": window, "max_chunk_len": budget}
-            self.blocks = GroupedBlockManager(3 * num_blocks, block_size, is_enabled, observers, **sizes)
+            num_blocks, held = 3 * num_blocks, {"num_groups": 3, "other_kind": Window(window, budget, block_size)}
         if num_slots:
-            self.blocks = StateBlockManager(num_blocks, block_size, is_enabled, observers, num_slots=num_slots)
+            held = {"states": Slots(num_slots, block_size, observers, is_enabled)}
+        blocks_class, scheduler_class = (full.BlockManager, full.Scheduler) if held else (BlockManager, Scheduler)
+        self.blocks = blocks_class(num_blocks, block_size, is_enabled, observers, **held)
         observers.on_start(self.blocks)
-        self.scheduler = (StateScheduler if num_slots else Scheduler)(self.blocks, 3, budget, max_model_len=24)
+        self.scheduler = scheduler_class(self.blocks, 3, budget, max_model_len=24)
         self.seqs = []
 
     def add(self, prompt, max_tokens=1, reads_prompt=False):

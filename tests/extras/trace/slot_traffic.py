@@ -4,9 +4,13 @@ import random
 
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.memory.block_manager import BlockManager
+from nanovllm_extras.memory.slots import Slots
+from nanovllm_extras.memory.swap_space import SwapSpace
 from nanovllm_extras.prefix_misses import PrefixMisses
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
+from nanovllm_extras.scheduling.scheduler import Scheduler
 from nanovllm_extras.trace.recorder import Recorder
 from tests.extras.states import test_drafted_slots, test_slots
 from tests.extras.trace_traffic import Lines, StrictObservers
@@ -23,8 +27,8 @@ class SlotRecorder(Recorder):
         super().on_schedule(step, running, blocks)
         block_of = {one.serial: one.block_id for one in blocks.prefix_cache._by_id.values()}
         self.truth[self._num_steps] = {
-            "owners": {blocks.slot_of(seq): self._seqs[seq] for seq in running} | self.swapped(),
-            "snapshots": {slot: block_of[serial] for serial, slot in blocks.prefix_cache.snapshots.items()},
+            "owners": {blocks.states.owned[seq]: self._seqs[seq] for seq in running} | self.swapped(),
+            "snapshots": {slot: block_of[serial] for serial, slot in blocks.states.snapshots.items()},
             "copies": list(step.copies.state_copies),
         }
         if self.space is not None:
@@ -88,11 +92,11 @@ def random_slots(seed, limit=10**9, kind="plain"):
 def known_slots(has_swap=False):
     """Return the lines of the run that chapter 15 of the book follows: four slots, a fork, a preemption."""
     recorder = Recorder()
-    blocks = StateBlockManager(6, 4, observer=recorder, num_slots=4)
+    space = SwapSpace(9, 2) if has_swap else None
+    blocks = BlockManager(6, 4, observer=recorder, states=Slots(4, 4, recorder), swap_space=space)
     recorder.on_start(blocks)
     recorder.begin(Lines(), {"max_num_batched_tokens": 64, "max_num_seqs": 3})
-    preemption = StateSwap(blocks, StateSwapSpace(9, 2, blocks)) if has_swap else None
-    scheduler = StateScheduler(blocks, 3, 64, max_model_len=64, preemption=preemption)
+    scheduler = Scheduler(blocks, 3, 64, max_model_len=64)
     add(scheduler, "A", range(10), n=1)
     number = 0
     while scheduler.running or scheduler.waiting:
@@ -111,10 +115,10 @@ def prompts_in_turn(*turns, num_slots):
     """Return the lines of a run with blocks of 4. turns: name -> prompt; a turn starts when the last one has ended."""
     recorder = Recorder()
     observers = StrictObservers(SchedulingStats(), [recorder], PrefixMisses())
-    blocks = StateBlockManager(12, 4, observer=observers, num_slots=num_slots)
+    blocks = BlockManager(12, 4, observer=observers, states=Slots(num_slots, 4, observers))
     observers.on_start(blocks)
     recorder.begin(Lines(), {"max_num_batched_tokens": 64, "max_num_seqs": 3})
-    scheduler = StateScheduler(blocks, 3, 64, max_model_len=64)
+    scheduler = Scheduler(blocks, 3, 64, max_model_len=64)
     for turn in turns:
         for name, token_ids in turn.items():
             add(scheduler, name, token_ids, n=1)

@@ -7,7 +7,9 @@ import pytest
 
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.memory.slots import StateBlockManager, StateScheduler
+from nanovllm_extras.memory.block_manager import BlockManager
+from nanovllm_extras.memory.slots import Slots
+from nanovllm_extras.scheduling.scheduler import Scheduler
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.recorder import Recorder
 from nanovllm_extras.trace.recording import read_recording
@@ -85,7 +87,8 @@ def test_all_reasons_to_drop_a_snapshot_are_met():
 def chunks_of(prompt_lens, budget):
     """Return [decodes, [[start, number of tokens, reason], …]] of each step; block size 4."""
     recorder = Recorder()
-    scheduler = StateScheduler(StateBlockManager(20, 4, observer=recorder, num_slots=4), 3, budget, 40)
+    blocks = BlockManager(20, 4, observer=recorder, states=Slots(4, 4, recorder))
+    scheduler = Scheduler(blocks, 3, budget, 40)
     recorder.on_start(scheduler.block_manager)
     recorder.begin(Lines(), {"max_num_batched_tokens": budget})
     for i, length in enumerate(prompt_lens):
