@@ -127,7 +127,7 @@ class InputProcessor:
         # the next `max_num_seqs` are a family of their own, and so on
         most = self.parts.config.max_num_seqs
         for first in range(0, params.n, most):
-            seqs[first].children = seqs[first + 1 : first + most]
+            seqs[first].children = [*seqs[first + 1 : first + most]]
         kind = Request if grammar is None else self.grammars.request_class
         now, completion_class = time.monotonic(), self._completion_class(gives_deltas)
         return kind(text, token_ids, seqs, stream, self.decoder, now, completion_class)

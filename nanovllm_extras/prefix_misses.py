@@ -132,7 +132,7 @@ class PrefixMisses:
             return
         eviction = Eviction(self._num_scheduled + 1, seq.request_id)
         if block_id not in self._cached:  # it is of a group of layers with a window
-            self._window_evictions[self.cache._serials_of[block_id]] = eviction
+            self._window_evictions[self.cache.others.serial_of[block_id]] = eviction
             return
         block_hash = self._cached[block_id][0].block_hash
         self._evictions[block_hash] = eviction

@@ -90,7 +90,7 @@ class BeamSearch(Request):
         self._priority = priority
         self._num_seqs_made = 0
         seqs = [self._new_sequence(request_id, prompt_token_ids) for _ in range(params.beam_width)]
-        seqs[0].children = seqs[1:]
+        seqs[0].children = [*seqs[1:]]
         super().__init__(prompt, prompt_token_ids, seqs, False, None, time.monotonic())
         self.tokenizer = tokenizer
         self.params = params

@@ -72,7 +72,7 @@ class DraftModel:
         assert self._scheduler is not None
         seqs = [with_tokens(seq, drafts[i]) for i, seq in growing]
         count = len(seqs)
-        step = Step([(seq, seq.num_known_tokens - 1, 1) for seq in seqs], count, count, seqs, [*range(count)])
+        step = Step([(seq, seq.num_known_tokens - 1, 1) for seq in seqs], count, count, [*seqs], [*range(count)])
         return build_batch(step, self._scheduler.block_manager.block_tables)
 
     def follow(self, batch: Batch, computed: Computed) -> None:

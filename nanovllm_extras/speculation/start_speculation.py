@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.batch import build_batch
 from nanovllm.block_tables import BlockTables
-from nanovllm.scheduler import Step
+from nanovllm.scheduler import Chunk, Step
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.records import Moves
@@ -141,7 +141,7 @@ def decodes_of_nobody(num_rows: int, block_size: int) -> tuple[Step, BlockTables
     seq = Sequence("measured", [0] * (num_rows + 1), SamplingParams(temperature=0))
     for _ in range(-(-(num_rows + 1) // block_size)):
         tables.append(seq.block_table, 0)
-    chunks = [(seq, max(1, row), 1) for row in range(num_rows)]
+    chunks: list[Chunk] = [(seq, max(1, row), 1) for row in range(num_rows)]
     return Step(chunks, num_rows, num_rows, [seq] * num_rows, [*range(num_rows)]), tables
 
 

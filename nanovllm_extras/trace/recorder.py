@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.scheduler import Chunk, Step
+from nanovllm.scheduler import Step
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.full_engine import LLMEngine
 from nanovllm_extras.full_observer import Observer, count_stored_tokens
@@ -35,6 +35,9 @@ from nanovllm_extras.trace.asked_params import describe_params
 from nanovllm_extras.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
 
 logger = logging.getLogger(__name__)
+
+
+Chunk = tuple[Any, int, int]  # as the core's, with a sequence of the extras
 
 
 class Recorder(Observer):
@@ -57,7 +60,7 @@ class Recorder(Observer):
         self._host_block_ids: dict[Sequence, list[int]] = {}  # of sequences that are swapped out
         self._host_slots: dict[Sequence, int] = {}  # the same for their recurrent states
         self._num_steps = 0
-        self._flights: deque[tuple[int, list[Sequence]]] = deque()  # steps in flight, and the sequences they sample
+        self._flights: deque[tuple[int, list[Any]]] = deque()  # steps in flight, and the sequences they sample
         self._loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
         self._snapshots: dict[int, tuple[int, int]] = {}  # slot -> the block at whose end the state was, its tokens
         self._states: Any = None  # the block manager's `Slots`, if the model has recurrent states
@@ -299,10 +302,10 @@ class Recorder(Observer):
         self._events.append(["schedule", self._num_steps, self._now(), *place])
         self._decodes = decodes
 
-    def _numbers(self, seqs: Collection[Sequence]) -> list[int]:
+    def _numbers(self, seqs: Collection[Any]) -> list[int]:
         return [self._number(seq) for seq in seqs]
 
-    def _split(self, step: Step) -> tuple[list[Sequence], list[Chunk]]:
+    def _split(self, step: Step) -> tuple[list[Any], list[Chunk]]:
         """Return the sequences that decode, and the other chunks, among them chunks of one token before a snapshot."""
         singles, chunks = step.chunks[: step.num_decodes], step.chunks[step.num_decodes :]
         cut = [chunk for chunk in singles if self._ends_at_snapshot(chunk)] if self._states is not None else []
@@ -324,13 +327,14 @@ class Recorder(Observer):
 
     def _note_drafts(self, step: Step) -> None:
         """Record drafts: tokens after the known ones that a chunk computes. (Others belong to steps in flight.)"""
-        for seq, start, num_new_tokens in step.chunks[step.num_decodes :]:
+        chunks: list[Chunk] = [*step.chunks[step.num_decodes :]]
+        for seq, start, num_new_tokens in chunks:
             drafts = seq.token_ids.data[seq.num_known_tokens : start + num_new_tokens].tolist()
             if drafts:
                 self._new_ids.update(drafts)
                 self._events.append(["draft", self._number(seq), drafts])
 
-    def _note_idle(self, step: Step, running: list[Sequence]) -> None:
+    def _note_idle(self, step: Step, running: list[Any]) -> None:
         """Record why running sequences get no tokens, and why no waiting sequence was considered."""
         has_waiting = len(self._seqs) > len(running)
         if has_waiting and step.preempted and not step.admitted:
@@ -349,7 +353,7 @@ class Recorder(Observer):
         number, _ = self._flights.popleft()
         self._new_ids.update(new_token_ids)
         self._events.append(["update", number, self._now(), list(new_token_ids)])
-        newest = dict(zip(step.samples, new_token_ids, strict=True))  # of several, the last
+        newest: dict[Any, int] = dict(zip(step.samples, new_token_ids, strict=True))  # of several, the last
         self._drawn = [
             (seq, seq.num_known_tokens - 1, token_id)
             for seq, token_id in newest.items()

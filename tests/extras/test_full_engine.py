@@ -33,7 +33,7 @@ def make_engine(folder, overlap=False, late=None, **options):
     return engine
 
 
-WAYS = {"waiting": False, "overlap": True} if has_extra("overlap.py") else {"waiting": False}
+WAYS = {"waiting": False, "overlap": True} if has_extra("scheduling") else {"waiting": False}
 both_ways = pytest.mark.parametrize("overlap", WAYS.values(), ids=WAYS)
 
 

@@ -108,13 +108,13 @@ class NaiveModel(PrefixMisses):
 
     def cause_of_unusable(self, prompt, i):
         """Token `i` has a cached block in group 0, which cannot be used."""
-        if not hasattr(self.blocks, "num_groups"):
+        if getattr(self.blocks, "num_groups", 1) == 1:
             return "no_snapshot", None, None
         end = (i // self.size + 1) * self.size  # the prefix up to here is not found
         missing = []
         for stop in range(self.size, end + 1, self.size):  # blocks with a token that token `end` sees
             groups = {group for group, prefix in self.window_prefixes.values() if list(prefix) == prompt[:stop]}
-            if stop > end - self.blocks.window + 1 and len(groups) < self.blocks.num_groups - 1:
+            if stop > end - self.blocks.other_kind.window + 1 and len(groups) < self.blocks.num_groups - 1:
                 missing.append(self.window_evictions.get(tuple(prompt[:stop])))
         assert missing, "the prefix could be used"
         if None in missing:
