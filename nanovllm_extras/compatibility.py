@@ -57,8 +57,6 @@ def is_computed(speculative_config: Any) -> bool:
 
 # ---- features of options
 
-CACHE_OF_8_BITS = Feature("K and V in 8 bits", ("kv_cache_dtype",), lambda dtype: dtype in ("fp8", "int8"))
-INT8_CACHE = Feature("K and V in int8", ("kv_cache_dtype",), lambda dtype: dtype == "int8")
 GRAPHS = Feature("CUDA graphs", ("enable_cuda_graphs",), lambda value: value)
 EAGER = Feature("eager execution", ("enforce_eager",))
 OVERLAP = Feature("overlapping steps", ("enable_overlap",), lambda value: value)
@@ -84,7 +82,6 @@ OTHER_DRAFTS = Feature(
 
 STATES = Feature("recurrent states", (), lambda shape: shape.state_shape is not None)
 SHAPES = Feature("K and V of different shapes", (), lambda shape: shape.kv_groups)
-LATENTS = Feature("a cache of latents", (), lambda shape: shape.latent_rank is not None)
 WINDOWS = Feature("layers that all have a window", (), lambda shape: shape.widest_window is not None)
 EXPERTS = Feature("a mixture of experts", (), lambda shape: shape.num_experts > 0)
 
@@ -113,10 +110,6 @@ CONTRADICTIONS = (
     Row(GRAPHS, EAGER, "eager execution is kernel by kernel"),
     # ---- of an option and any model
     Row(GRAPHS, EXPERTS, "tokens are grouped by expert on the host", is_to_do=True),
-    Row(
-        INT8_CACHE, LATENTS, "int8 is for K and V only", is_to_do=True,
-        instead="take kv_cache_dtype='fp8' and attention_backend='torch'",
-    ),
     Row(
         DRAFT_MODEL, WINDOWS, "blocks behind the window are given back, and the draft model would read them",
         is_to_do=True, instead=ANY_NGRAM,

@@ -73,6 +73,10 @@ def with_small_cache(backend_class: type[TorchAttention], kv_cache_dtype: str) -
         from nanovllm_extras.fp8_kv import with_fp8_cache
 
         return with_fp8_cache(base)
+    if backend_class is not TorchAttention:
+        from nanovllm_extras.models.latent_attention import Int8LatentAttention
+
+        return Int8LatentAttention
     from nanovllm_extras.int8_kv import with_int8_cache
 
     return with_int8_cache(base)

@@ -20,8 +20,6 @@ NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
 DRAFT_MODEL = {"speculative_config": {"model": str(TINY_QWEN3), "num_speculative_tokens": 2}}
 CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
 EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
-    "K and V in 8 bits": {"kv_cache_dtype": "fp8"},
-    "K and V in int8": {"kv_cache_dtype": "int8"},
     "CUDA graphs": {"enable_cuda_graphs": True},
     "eager execution": {"enforce_eager": True},
     "overlapping steps": {"enable_overlap": True},
@@ -38,7 +36,6 @@ EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
     "drafts of n-grams or of your own": NGRAM,
     "recurrent states": "qwen3_5",
     "K and V of different shapes": "gemma4",
-    "a cache of latents": "deepseek_v2",
     "layers that all have a window": "mistral",
     "a mixture of experts": "mixtral",
 }

@@ -30,6 +30,10 @@ class CpuLatentAttention(CpuAttention):
             return f"kv_lora_rank + qk_rope_head_dim must be a multiple of {LANES}, it is {head_dim}"
         return super().why_not(device, dtype, 2 * LANES, block_size)  # whose heads may be longer
 
+    @classmethod
+    def why_no_kv_cache(cls, kv_cache_dtype: str, head_dim: int) -> str | None:
+        return f"it has no {kv_cache_dtype} KV cache for latents"
+
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         return (1, num_layers, num_blocks, self.block_size * self.head_dim)
 

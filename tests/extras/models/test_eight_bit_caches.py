@@ -1,4 +1,4 @@
-"""K and V in 8 bits in models with other memory beside or below them: recurrent states, and K and V of several shapes.
+"""K and V in 8 bits beside recurrent states, in several shapes, and as latents.
 
 The oracle is `transformers` with attention over K and V that are rounded before, and without a cache.
 """
@@ -8,10 +8,11 @@ import functools
 
 import pytest
 import torch
-from nanovllm_extras.roll_back import reset_prefix_cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
+from tests.extras.models.architectures import Checkpoints
 from tests.extras.models.gemma4_checkpoints import Gemma4Checkpoints
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, continue_greedily, logprobs_of
 
@@ -34,6 +35,10 @@ CASES = [
     ("gemma4", "fp8", {**STORE, "speculative_config": NGRAM}),
     ("gemma4", "int8", C),
     ("gemma4", "int8", {**SWAP, **STORE}),
+    ("deepseek_v3", "fp8", {}),
+    ("deepseek_v3", "int8", {}),
+    ("deepseek_v3", "int8", {"attention_backend": "auto", "block_size": 16, **STORE}),
+    ("deepseek_v3", "int8", SWAP),
 ]
 
 
@@ -50,31 +55,51 @@ def to_int8(x):
 ROUNDED = {"fp8": to_e4m3, "int8": to_int8}
 
 
+class OfLatents:
+    """As the others, for a model whose cache holds latents."""
+
+    def __init__(self, root):
+        self._checkpoints = Checkpoints(root)
+
+    def make(self):
+        return self._checkpoints.make("deepseek_v3", "plain")
+
+    def prompts(self):
+        return self._checkpoints.prompts("deepseek_v3", "plain")
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    roots = [tmp_path_factory.mktemp(name) for name in ("qwen", "lfm", "gemma")]
+    roots = [tmp_path_factory.mktemp(name) for name in ("qwen", "lfm", "gemma", "deepseek")]
     qwen, lfm = HybridCheckpoints(roots[0]), HybridCheckpoints(roots[1], "Lfm2")
-    return {"qwen3_5": qwen, "lfm2": lfm, "gemma4": Gemma4Checkpoints(roots[2])}
+    return {"qwen3_5": qwen, "lfm2": lfm, "gemma4": Gemma4Checkpoints(roots[2]), "deepseek_v3": OfLatents(roots[3])}
 
 
 @contextlib.contextmanager
-def rounds(dtype):
-    """Let `transformers` attend to rounded K and V."""
-    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+def rounds(model, dtype):
+    """Let `transformers` attend to rounded K and V, or to those that are computed from rounded latents."""
+    plain, rounded = ALL_ATTENTION_FUNCTIONS["sdpa"], ROUNDED[dtype]
 
     def attend(module, query, key, value, *arguments, **more):
-        return plain(module, query, ROUNDED[dtype](key), ROUNDED[dtype](value), *arguments, **more)
+        if not hasattr(module, "kv_a_layernorm"):
+            return plain(module, query, rounded(key), rounded(value), *arguments, **more)
+        latent, rotated = key.split((key.shape[-1] - module.qk_rope_head_dim, module.qk_rope_head_dim), -1)
+        return plain(module, query, torch.cat((latent, rounded(rotated)), -1), value, *arguments, **more)
 
+    latents = [module for name, module in model.named_modules() if name.endswith("kv_a_layernorm")]
+    hooks = [module.register_forward_hook(lambda _, inputs, output: rounded(output)) for module in latents]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
         yield
+    for hook in hooks:
+        hook.remove()
 
 
 @functools.cache
 def continuations(checkpoints, dtype):
     """For each prompt: tokens and log-probabilities with rounded K and V, and those of the same tokens without."""
     model = checkpoints.make()[1]
-    with rounds(dtype):
+    with rounds(model, dtype):
         rounded = [continue_greedily(model, prompt) for prompt in checkpoints.prompts()]
     pairs = zip(checkpoints.prompts(), rounded, strict=True)
     return rounded, [logprobs_of(model, prompt, token_ids) for prompt, (token_ids, _) in pairs]
@@ -88,7 +113,7 @@ def logprobs_in(output):
 def test_tokens_are_those_of_rounded_k_and_v(checkpoints, name, dtype, options):
     """Each prompt runs twice, so that the second time its first blocks are found in the cache or the store.
 
-    Also int8's queries and weights are rounded, to 16 bits.
+    Also the queries and weights of int8 are rounded, to 16 bits.
     """
     prompts, (rounded, plain) = checkpoints[name].prompts(), continuations(checkpoints[name], dtype)
     sizes = {"block_size": 4, "num_kv_blocks": 120, "max_num_seqs": 8, "max_num_batched_tokens": 29}

@@ -11,8 +11,14 @@ from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary import ApplyRotary
 from nanovllm_extras.fp8_kv import with_fp8_cache
+from nanovllm_extras.int8_kv import to_bytes
 from nanovllm_extras.kernels.choices import LATENT_BACKENDS, select_backend
-from nanovllm_extras.models.latent_attention import TorchLatentAttention, UpProjection, deinterleave
+from nanovllm_extras.models.latent_attention import (
+    Int8LatentAttention,
+    TorchLatentAttention,
+    UpProjection,
+    deinterleave,
+)
 from nanovllm_extras.records import Moves
 from tests.extras.attention_steps import LatentStep, attend_with_loops, random_lens
 from tests.extras.swap.test_host_blocks import Cache
@@ -114,6 +120,25 @@ def test_fp8_cache_is_close():
     fp8_backend = with_fp8_cache(TorchLatentAttention)(HEADS, 1, HEAD_DIM, 4, rank=RANK, kv_cache_dtype="fp8")
     error = (step.run(fp8_backend) - exact).norm() / exact.norm()
     assert 0 < error < 0.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_int8_cache_is_one_of_rounded_latents(seed):
+    """As if latents had come rounded, each part with its own scale, to a cache in float32. A key may be much larger."""
+    plain, sizes = make_backend(), (RANK, ROPE_DIM)
+    int8 = Int8LatentAttention(HEADS, 1, HEAD_DIM, 4, rank=RANK, kv_cache_dtype="int8")
+    step = LatentStep(plain, random_lens(4, seed), seed)
+    larger = torch.cat((torch.ones(RANK), torch.full((ROPE_DIM,), 50.0)))
+    k, old = step.k * larger, step.layer_cache * larger
+
+    def rounded(x):
+        scales = [part.abs().amax(-1, keepdim=True) / 127 for part in x.split(sizes, -1)]
+        return torch.cat([torch.round(part / s) * s for part, s in zip(x.split(sizes, -1), scales, strict=True)], -1)
+
+    cache = torch.cat([to_bytes(part) for part in old.split(sizes, -1)], -1)
+    expected = Attention(plain)(step.q, rounded(k), rounded(k)[..., :RANK], rounded(old), step.batch.metadata)
+    found = Attention(int8)(step.q, k, k[..., :RANK], cache, step.batch.metadata)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- which backends serve it
