@@ -140,7 +140,7 @@ def test_all_ranks_have_as_many_slots(hybrids, quick_ranks, monkeypatch):
 
     def num_blocks_that_fit(self):
         num_blocks = whole(self)
-        found.append((num_blocks, self.kv_cache.num_slots, self.config.max_num_seqs))
+        found.append((num_blocks, self.layout.pool.num_slots, self.config.max_num_seqs))
         return num_blocks
 
     def free_bytes(self, runner):

@@ -29,7 +29,7 @@ from nanovllm_extras.self_check.comparison import SelfCheckError
 from nanovllm_extras.self_check.state_check import StateCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
 from nanovllm_extras.speculation.mtp_layout import MtpLayout
-from nanovllm_extras.states.pool import StateKVCache, StateMetadata, with_states
+from nanovllm_extras.states.pool import StateMetadata, with_states
 from nanovllm_extras.states.state_graphs import StateInputs, needs_rounds
 from nanovllm_extras.states.state_layout import StateLayout
 from tests.extras.cuda import test_core_graphs, test_graphs
@@ -81,7 +81,7 @@ def all_hybrids(tmp_path_factory):
 def fill_with_garbage(engine):
     """In all blocks and slots but the null ones. A state that nobody has written is NaN, and would show."""
     engine.runner.kv_cache.tensor[:, :, 1:] = 50.0
-    for states in engine.runner.kv_cache.states:
+    for states in engine.runner.layout.pool.states:
         states[:, 1:] = torch.nan
 
 
@@ -100,7 +100,7 @@ def check_tokens(engine, hybrids, num_prompts=None):
             if i % every == 1:
                 engine.step()
         assert tokens_of(run(engine)) == expected
-    pool = engine.runner.kv_cache
+    pool = engine.runner.layout.pool
     for states in pool.states:
         written = {slot for slot in range(1, pool.num_slots + 1) if not states[:, slot].isnan().any()}
         assert written <= slots_in_use, "padding writes to the null slot only"
@@ -192,7 +192,7 @@ def test_replayed_steps_give_the_tokens_of_transformers(all_hybrids, monkeypatch
     folder, _ = hybrids.make()
     _, replaying = test_graphs.make_engines(monkeypatch, folder, max_num_seqs=5, **ENGINES[engine])
     assert needs_rounds(replaying.runner.model)
-    addresses = [states.data_ptr() for states in replaying.runner.kv_cache.states]
+    addresses = [states.data_ptr() for states in replaying.runner.layout.pool.states]
     check_tokens(replaying, hybrids)
     stats = replaying.get_stats()
     assert replaying.recorder.num_recorded == 4  # 1, 2, 4, 5
@@ -200,7 +200,7 @@ def test_replayed_steps_give_the_tokens_of_transformers(all_hybrids, monkeypatch
     assert (stats.num_preemptions > 0) == (ENGINES[engine]["num_kv_blocks"] < 30)
     assert stats.num_swaps == (stats.num_preemptions if "swap" in engine else 0)
     assert stats.prefix_cache_hit_tokens > 0 or stats.num_preemptions, "few blocks are kept where preemptions are"
-    assert [states.data_ptr() for states in replaying.runner.kv_cache.states] == addresses
+    assert [states.data_ptr() for states in replaying.runner.layout.pool.states] == addresses
 
 
 @pytest.mark.parametrize(("kind", "engine"), list(cases()))
@@ -308,12 +308,13 @@ def test_graphs_are_measured_before_the_pool_has_slots(all_hybrids, monkeypatch)
     """As in the profile of the memory: there are only the null block and the null slot."""
     engine, _ = test_graphs.make_engines(monkeypatch, all_hybrids["Qwen3_5"].make()[0], **POOL)
     runner, cuda = engine.runner, FakeCuda(monkeypatch)
-    runner.kv_cache.num_slots = 0
     runner.kv_cache.allocate(0)
+    runner.layout.pool.num_slots = 0
+    runner.layout.pool.allocate()
     arguments = (runner.network, runner.kv_cache.tensor, lambda logits, *_: logits.argmax(-1), 20, 32)
     expected = (107 << 20) + (len(graph_sizes(20)) - 1) * (7 << 20)
     assert measure_graph_bytes(*arguments, runner.more_inputs) == expected
-    assert all(states.isfinite().all() for states in runner.kv_cache.states)
+    assert all(states.isfinite().all() for states in runner.layout.pool.states)
     assert cuda.events
 
 
@@ -342,13 +343,13 @@ def make_runner_on_meta(kind, has_kernels):
     runner.model.model.rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # moves its table
     if has_kernels:
         backend.make_fast(runner.model, 128)
-    num_layers = shape.num_hidden_layers - shape.state_shape.num_layers
-    runner.kv_cache = StateKVCache(backend, num_layers, torch.bfloat16, META, shape.state_shape)
-    runner.kv_cache.num_slots = 40
-    runner.kv_cache.allocate(9)
     runner.config, runner.graphs, runner.device_setup = Config("model"), None, OneCopy(buffer)
     runner.layout = StateLayout(runner.config, shape)
-    runner.layer_inputs = runner.layout.make_layer_inputs(runner.kv_cache)
+    [runner.kv_cache] = caches = runner.layout.make_kv_caches((backend,), torch.bfloat16, META)
+    runner.kv_cache.allocate(9)
+    runner.layout.pool.num_slots = 40
+    runner.layout.pool.allocate()
+    runner.layer_inputs = runner.layout.make_layer_inputs(caches)
     return runner, buffer
 
 

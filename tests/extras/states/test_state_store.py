@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 
+from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.full_sequence import Sequence
@@ -18,7 +19,7 @@ from nanovllm_extras.kv_store.share import name_of_state
 from nanovllm_extras.prefix_misses import PrefixMisses
 from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.states.pool import StateKVCache, StateShape
+from nanovllm_extras.states.pool import StatePool, StateShape
 from nanovllm_extras.transfers import Transfers
 from nanovllm_extras.watching import Observers
 from tests.extras.fake_store import FakeStore
@@ -202,15 +203,16 @@ def test_an_earlier_snapshot_is_loaded_if_a_block_is_lost_meanwhile():
 # ---- memory
 
 
-def make_cache(dtype=torch.bfloat16, num_slots=4):
-    shape = StateShape(num_layers=3, conv=(3, 7), recurrent=(2, 4, 5))
+def make_memory(dtype=torch.bfloat16, num_slots=4):
+    shape = StateShape(num_layers=3, conv=(3, 7), recurrent=(2, 4, 5), hidden_size=6)
     backend = TorchAttention(num_heads=2, num_kv_heads=1, head_dim=4, block_size=2)
-    cache = StateKVCache(backend, 2, dtype, torch.device("cpu"), shape)
-    cache.num_slots = num_slots
+    cache, pool = KVCache(backend, 2, dtype, torch.device("cpu")), StatePool(shape, dtype, torch.device("cpu"))
+    pool.num_slots = num_slots
     cache.allocate(6)
-    for tensor in (cache.tensor, cache.conv, cache.recurrent):
+    pool.allocate()
+    for tensor in (cache.tensor, *pool.states):
         tensor.copy_(torch.randn(tensor.shape))
-    return cache
+    return cache, pool
 
 
 class Kept:
@@ -223,16 +225,17 @@ class Kept:
 
 
 def test_a_snapshot_comes_back_bit_by_bit_after_the_copies_of_the_step():
-    cache, saver = make_cache(), Kept()
-    conv, recurrent = cache.conv.clone(), cache.recurrent.clone()
-    transfers, moves = Transfers(cache), Moves()
+    (cache, pool), saver = make_memory(), Kept()
+    assert len(pool.states) == 3
+    all_before = [states.clone() for states in pool.states]
+    transfers, moves = Transfers([cache], pool), Moves()
     moves.state_saves = [("a", 1), ("b", 3)]
     transfers.save(moves, saver)
     # slot 4 is copied before it is loaded, and what an earlier step copies to slot 2 is replaced
     moves = Moves(state_copies=[(4, 1), (1, 2)], slots=[4, 2])
     moves.state_loads, moves.loaded = [("a", 4), ("b", 2)], saver.saved
     transfers.before(moves)
-    for states, before in ((cache.conv, conv), (cache.recurrent, recurrent)):
+    for states, before in zip(pool.states, all_before, strict=True):
         expected = [before[:, i] for i in (0, 4, 3, 3, 1)]
         assert torch.equal(states, torch.stack(expected, dim=1))
 

@@ -6,12 +6,13 @@ Random traffic is in `test_slots.py`, all schedules of few requests are in `test
 import pytest
 import torch
 
+from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.swap_space import SwapSpace
 from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.states.pool import StateKVCache, StateShape
+from nanovllm_extras.states.pool import StatePool, StateShape
 from nanovllm_extras.transfers import Transfers
 from tests.extras.states import state_traffic
 
@@ -120,14 +121,15 @@ def test_a_snapshot_is_dropped_for_a_sequence_that_comes_back():
 # ---- memory
 
 
-def make_cache(num_bytes, max_num_seqs=3, dtype=torch.float32, num_slots=4, num_blocks=6):
+def make_memory(num_bytes, max_num_seqs=3, dtype=torch.float32, num_slots=4, num_blocks=6):
     backend = TorchAttention(num_heads=2, num_kv_heads=1, head_dim=4, block_size=2)
-    cache = StateKVCache(backend, 2, dtype, torch.device("cpu"), SHAPE)
-    cache.num_slots = num_slots
+    cache, pool = KVCache(backend, 2, dtype, torch.device("cpu")), StatePool(SHAPE, dtype, torch.device("cpu"))
+    pool.num_slots = num_slots
     cache.allocate(num_blocks)
-    transfers = Transfers(cache, num_bytes, max_num_seqs)
+    pool.allocate()
+    transfers = Transfers([cache], pool, num_bytes, max_num_seqs)
     transfers.allocate()
-    return cache, transfers
+    return [cache.tensor, pool.conv, pool.recurrent], transfers
 
 
 def test_half_of_the_space_is_for_states():
@@ -140,27 +142,27 @@ def test_half_of_the_space_is_for_states():
         (5 * state, 3, 2, 3 * state // block),
         (100 * state, 3, 3, 97 * state // block),
     ]:
-        _, transfers = make_cache(num_bytes, max_num_seqs)
+        _, transfers = make_memory(num_bytes, max_num_seqs)
         assert (transfers.num_swap_slots, transfers.num_swap_blocks) == (num_slots, num_blocks)
         host = [one.tensor for one in (*transfers.host_blocks, *transfers.host_states)]
         assert sum(one.nbytes for one in host) == num_slots * state + num_blocks * block <= num_bytes
     with pytest.raises(ValueError, match=f"swap_space_bytes must be >= {state + block}, one state and one block"):
-        make_cache(state + block - 1)
+        make_memory(state + block - 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_and_both_parts_of_a_state_come_back_bit_by_bit(dtype):
-    cache, transfers = make_cache(1 << 14, dtype=dtype)
-    for tensor in (cache.tensor, cache.conv, cache.recurrent):
+    tensors, transfers = make_memory(1 << 14, dtype=dtype)
+    for tensor in tensors:
         tensor.copy_(torch.randn(tensor.shape))
-    before = [cache.tensor.clone(), cache.conv.clone(), cache.recurrent.clone()]
+    before = [tensor.clone() for tensor in tensors]
     transfers.before(Moves(swap_outs=[(2, 0), (3, 5)], state_copies=[(1, 2), (3, -2), (2, -1)], slots=[4]))
-    for tensor in (cache.tensor, cache.conv, cache.recurrent):
+    for tensor in tensors:
         tensor.zero_()
     transfers.before(Moves(swap_ins=[(5, 1), (0, 6)], state_copies=[(-1, 4), (-2, 1), (1, 3)], slots=[4]))
     expected = [torch.zeros_like(one) for one in before]
     expected[0][:, :, [1, 6]] = before[0][:, :, [3, 2]]
     for states, held in zip(expected[1:], before[1:], strict=True):
         states[:, 4], states[:, 1], states[:, 3] = held[:, 1], held[:, 3], held[:, 3]
-    for tensor, one in zip((cache.tensor, cache.conv, cache.recurrent), expected, strict=True):
+    for tensor, one in zip(tensors, expected, strict=True):
         assert torch.equal(tensor, one)
