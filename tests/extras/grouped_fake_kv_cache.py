@@ -67,10 +67,10 @@ def check_cached_windows(manager, cache):
     """What is found of a group with a window holds the tokens of the block that it is found with."""
     found, size = manager.prefix_cache, manager.block_size
     blocks_of = {known.serial: block_id for block_id, known in found._by_id.items()}
-    every = [block_id for blocks in found.windows.values() for block_id in blocks]
-    assert sorted(every) == sorted(found._serials_of), "a stale entry, or a block that is known twice"
-    for serial, blocks in found.windows.items():
-        assert [found._serials_of[block_id] for block_id in blocks] == [serial] * (manager.num_groups - 1)
+    every = [block_id for blocks in found.others.blocks_of.values() for block_id in blocks]
+    assert sorted(every) == sorted(found.others.serial_of), "a stale entry, or a block that is known twice"
+    for serial, blocks in found.others.blocks_of.items():
+        assert [found.others.serial_of[block_id] for block_id in blocks] == [serial] * (manager.num_groups - 1)
         for group, block_id in enumerate(blocks, 1):
             held = [cache.slots.get((block_id, i)) for i in range(size)]
             assert held == [(-group, *cache.slots[blocks_of[serial], i]) for i in range(size)], "of another prefix"

@@ -7,11 +7,9 @@ it sees. `test_schedule_search.py` searches all schedules of a few small request
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from nanovllm_extras.kv_groups.grouped_swap import GroupedSwapSpace
 
 from nanovllm_extras.invariants import check_invariants
 from nanovllm_extras.kv_groups.layer_groups import LayerGroups, LayerPlace, group_layers
-from nanovllm_extras.memory.block_manager import GroupedBlockManager
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
 from tests.conftest import examples
@@ -37,14 +35,11 @@ class GroupedRun(Run):
         self.group_window = group_window
         super().__init__(**options)
 
-    def make_manager(self, *arguments):
-        sizes = {"num_groups": self.num_groups, "window": self.group_window}
-        return GroupedBlockManager(*arguments, **sizes, max_chunk_len=self.threshold or self.max_chunk_len)
+    is_plain = keeps_all_blocks = False
 
-    def make_swap_space(self):
-        return GroupedSwapSpace(self.num_swap_blocks, self.manager.block_tables)
-
-    keeps_all_blocks = False
+    def held(self, block_size):
+        kinds = {"num_groups": self.num_groups, "other_kind": self.window_of(self.group_window, block_size)}
+        return super().held(block_size) | kinds
 
     def make_cache(self, block_size):
         return GroupedFakeKVCache(block_size, self.group_window, self.manager.block_tables)
@@ -63,7 +58,7 @@ class GroupedRun(Run):
     def num_needed(self, seq):
         num_missing = max(0, -(-seq.num_tokens // self.manager.block_size) - len(table_of(seq)))
         of_windows = [
-            min(num_missing, self.manager.max_held_blocks - self.num_unshared(one)) for one in self.tables(seq)
+            min(num_missing, self.manager.other_kind.max_held - self.num_unshared(one)) for one in self.tables(seq)
         ]
         return num_missing + sum(of_windows) + self.num_groups * seq.has_shared_tail
 
@@ -159,7 +154,7 @@ def test_the_example_of_the_docstring():
 def test_a_long_sequence_needs_one_block_for_each_of_its_own_and_a_window():
     """240 tokens in blocks of 4: 60 in the group that sees all, and at most 7 in the other."""
     run = GroupedRun(num_blocks=67, block_size=4, budget=16, max_model_len=241, group_window=9)
-    assert run.manager.max_held_blocks == 7
+    assert run.manager.other_kind.max_held == 7
     assert run.manager.capacity == 240
     seq = run.add(list(range(49)) * 4, max_tokens=44)
     run.finish()
@@ -189,7 +184,7 @@ def test_a_hit_needs_only_the_window_of_groups_with_one():
     run.add([*prompt, 1], max_tokens=2)
     run.finish()
     cache = run.manager.prefix_cache
-    first = [cache.windows[known.serial][0] for known in cache._by_id.values() if known.parent_serial == 0]
+    first = [cache.others.blocks_of[known.serial][0] for known in cache._by_id.values() if known.parent_serial == 0]
     assert len(first) == 1
     cache.forget(first[0])
     again = run.add([*prompt, 2], max_tokens=8)
@@ -206,13 +201,13 @@ def test_a_hit_ends_where_a_group_lacks_its_window():
     run.add([*prompt, 1], max_tokens=2)
     run.finish()
     cache = run.manager.prefix_cache
-    last = max(cache.windows)
-    cache.forget(cache.windows[last][0])
+    last = max(cache.others.blocks_of)
+    cache.forget(cache.others.blocks_of[last][0])
     again = run.add([*prompt, 2], max_tokens=8)
     run.step()
     assert again.num_cached_tokens == 20
     run.finish()
-    assert last in cache.windows, "what was computed again can be found again"
+    assert last in cache.others.blocks_of, "what was computed again can be found again"
 
 
 def test_one_evicted_block_makes_those_of_other_groups_useless():
@@ -220,9 +215,9 @@ def test_one_evicted_block_makes_those_of_other_groups_useless():
     run.add([1, 2, 3, 4, 5], max_tokens=1)
     run.finish()
     cache = run.manager.prefix_cache
-    (blocks,) = cache.windows.values()
+    (blocks,) = cache.others.blocks_of.values()
     cache.forget(blocks[1])
-    assert not cache.windows
+    assert not cache.others.blocks_of
     assert blocks[0] not in cache
     again = run.add([1, 2, 3, 4, 6], max_tokens=1)
     run.step()
@@ -235,11 +230,11 @@ def test_a_failed_step_leaves_no_block_of_a_window_that_it_should_have_filled():
     run.add([1, 2, 3, 4, 5], max_tokens=1)
     run.finish()
     cache = run.manager.prefix_cache
-    ((serial, (block_id,)),) = cache.windows.items()
+    ((serial, (block_id,)),) = cache.others.blocks_of.items()
     cache.forget(block_id)
     again = run.add([1, 2, 3, 4, 6], max_tokens=1)
     run.step(is_done=False)
-    assert serial not in cache.windows
+    assert serial not in cache.others.blocks_of
     run.finish()
     assert again.num_output_tokens == 1
 

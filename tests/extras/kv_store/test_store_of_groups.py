@@ -7,7 +7,6 @@ Random traffic over pools of a few blocks, with a store that fails, and engines 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from nanovllm_extras.kv_groups.grouped_store import GroupedStoreHooks
 
 from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine, OverlapMachine, SchedulerMachine
@@ -25,7 +24,7 @@ from tests.extras.kv_groups.test_grouped_layers import (
 from tests.extras.kv_store.test_store_traffic import serve_twice
 from tests.extras.models.gemma4_checkpoints import FULL, WINDOW, make_gemma4
 from tests.extras.models.hybrid_checkpoints import continue_greedily
-from tests.extras.store_traffic import FakeStore, Loading, WithStore
+from tests.extras.store_traffic import Loading, WithStore
 from tests.scheduling_traffic import SETTINGS
 
 
@@ -35,8 +34,6 @@ class LoadingGroupedCache(Loading, GroupedFakeKVCache):
 
 class WithGroupedStore(WithStore):
     def make_cache(self, block_size):
-        self.store = FakeStore(block_size, self.store_seed)
-        GroupedStoreHooks(self.store, self.manager)
         return LoadingGroupedCache(block_size, self.group_window, self.manager.block_tables)
 
 
