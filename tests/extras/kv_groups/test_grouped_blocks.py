@@ -97,12 +97,19 @@ class GroupedSpeculativeMachine(GroupedTraffic, SchedulerMachine):
     make_run = GroupedSpeculativeRun
 
 
+class OverlapGroupedSpeculativeMachine(GroupedTraffic, BeamMachine):
+    make_run = GroupedSpeculativeRun
+    overlap = True
+
+
 TestTraffic = pytest.mark.examples(GroupedMachine.TestCase)
 TestTraffic.settings = settings(SETTINGS, max_examples=examples(80))
 TestTrafficWithOverlap = pytest.mark.examples(OverlapGroupedMachine.TestCase)
 TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(60))
 TestTrafficWithDrafts = pytest.mark.examples(GroupedSpeculativeMachine.TestCase)
 TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(60))
+TestTrafficWithEverything = pytest.mark.examples(OverlapGroupedSpeculativeMachine.TestCase)
+TestTrafficWithEverything.settings = settings(SETTINGS, max_examples=examples(60))
 
 
 # ---- which layers form a group

@@ -64,12 +64,21 @@ class SpeculativeStoreMachine(StoreTraffic, SchedulerMachine):
     make_run = SpeculativeGroupedStoreRun
 
 
+class EverythingMachine(StoreTraffic, BeamMachine):
+    """Overlap, drafts, beams, swap and a store."""
+
+    make_run = SpeculativeGroupedStoreRun
+    overlap = True
+
+
 TestTraffic = pytest.mark.examples(StoreMachine.TestCase)
 TestTraffic.settings = settings(SETTINGS, max_examples=examples(30))
 TestTrafficWithOverlap = pytest.mark.slow(OverlapStoreMachine.TestCase)
 TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(60))
 TestTrafficWithDrafts = pytest.mark.slow(SpeculativeStoreMachine.TestCase)
 TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(60))
+TestTrafficWithEverything = pytest.mark.slow(EverythingMachine.TestCase)
+TestTrafficWithEverything.settings = settings(SETTINGS, max_examples=examples(60))
 
 
 OTHERS = [[50 + i] * 15 for i in range(12)]

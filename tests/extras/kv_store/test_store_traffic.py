@@ -36,12 +36,21 @@ class SpeculativeStoreMachine(SchedulerMachine):
         return super().draw_options(data) | {"store_seed": data.draw(st.sampled_from([None, 0, 1, 2]))}
 
 
+class EverythingMachine(StoreMachine):
+    """Overlap, drafts, beams, swap and a store."""
+
+    make_run = SpeculativeStoreRun
+    overlap = True
+
+
 TestTraffic = pytest.mark.examples(StoreMachine.TestCase)
 TestTraffic.settings = settings(SETTINGS, max_examples=examples(60))
 TestTrafficWithOverlap = pytest.mark.examples(OverlapStoreMachine.TestCase)
 TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(60))
 TestTrafficWithDrafts = pytest.mark.examples(SpeculativeStoreMachine.TestCase)
 TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(60))
+TestTrafficWithEverything = pytest.mark.examples(EverythingMachine.TestCase)
+TestTrafficWithEverything.settings = settings(SETTINGS, max_examples=examples(60))
 
 
 def serve_twice(run, prompt, others, **params):
