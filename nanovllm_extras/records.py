@@ -51,14 +51,6 @@ class Moves(list[Pair]):
         """Return `copies`, as moves if they are a plain list."""
         return copies if isinstance(copies, Moves) else cls(copies)
 
-    def then(self, later: "Moves") -> "Moves":
-        """Return moves with which `later` is done right after these, which no step has done."""
-        moves = Moves([*self, *later], slots=later.slots, sources=later.sources)
-        for name in ("swap_outs", "swap_ins", "state_copies", "loads", "saves", "state_loads", "state_saves"):
-            getattr(moves, name).extend([*getattr(self, name), *getattr(later, name)])
-        moves.loaded = self.loaded | later.loaded
-        return moves
-
 
 # ---- for `invariants.py`
 

@@ -59,7 +59,7 @@ class Store(Part, Protocol):
         """Add what the step that is scheduled loads and saves."""
 
     def put_back(self, moves: Moves) -> None:
-        """Save after a later step what this one, which has no chunks, was to save."""
+        """Let the next step load and save what this one, which has no chunks, was to."""
 
     def forget_step(self) -> None:
         """Forget what is to be loaded and saved."""
@@ -106,7 +106,6 @@ class BlockManager(block_manager.BlockManager):
         parts += [part for part in (states, store) if part is not None]
         self.prefix_cache.parts = tuple(parts)
         self._has_windows = self.kind.max_held is not None or num_groups > 1
-        self._carried: Moves | None = None  # of a step without chunks, which was not launched
 
     # ---- how much room there is
 
@@ -307,16 +306,12 @@ class BlockManager(block_manager.BlockManager):
             moves.state_copies = self.states.take_copies()
         if self.store is not None:
             self.store.take_moves(moves)
-        if self._carried is not None:
-            moves, self._carried = self._carried.then(moves), None
         return moves
 
     def complete(self, step: Step, moves: Moves) -> None:
         """Add the slots that the chunks of a step read and write, and the states that are saved after it."""
         if not step.chunks:  # it will not be launched
-            self._carried = moves
-            if self.store is not None:
-                self.store.put_back(moves)
+            self._put_back(moves)
         elif self.states is not None:
             seqs: list[Any] = [seq for seq, _, _ in step.chunks]
             if self.store is not None:
@@ -328,7 +323,6 @@ class BlockManager(block_manager.BlockManager):
     def forget_step(self, preempted: Collection[Sequence]) -> None:
         """Forget all copies that are to be done. preempted: by the steps that have failed"""
         super().take_copies()
-        self._carried = None
         if self.swap_space is not None:  # what was to be copied out may not have been
             for seq in [*self.swap_space.forget_step(), *preempted]:
                 if seq in self.swap_space:
@@ -337,6 +331,13 @@ class BlockManager(block_manager.BlockManager):
             self.states.forget_step()
         if self.store is not None:
             self.store.forget_step()
+
+    def _put_back(self, moves: Moves) -> None:
+        """Let the next step do these moves."""
+        self._copies = [*moves, *self._copies]
+        for part in (self.swap_space, self.states, self.store):
+            if part is not None:
+                part.put_back(moves)
 
     def _take_snapshot(self, seq: Sequence, moves: Moves | None) -> None:
         """Take a snapshot of `seq`, and have it saved, if one is due. moves: of the step that computes it, or None"""

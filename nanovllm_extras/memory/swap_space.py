@@ -22,7 +22,7 @@ from itertools import chain
 
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.kinds import NULL_BLOCK
-from nanovllm_extras.records import Pair, Pool
+from nanovllm_extras.records import Moves, Pair, Pool
 
 
 class SwapSpace:
@@ -110,6 +110,10 @@ class SwapSpace:
         self._outs, self._ins = [], []
         self._left, self._leaving = self._leaving, []
         return moves
+
+    def put_back(self, moves: Moves) -> None:
+        """Let the next step do the copies of one that is not launched."""
+        self._outs, self._ins = moves.swap_outs + self._outs, moves.swap_ins + self._ins
 
     def forget_step(self) -> list[Sequence]:
         """Forget the copies of a step that has failed. Returns the sequences that it was to copy out."""

@@ -57,7 +57,8 @@ def state_of_replay(replay):
 def state_of_engine(manager, seqs, running, host_block_ids):
     cached = {one.block_id: (f"{one.block_hash:016x}", one.serial) for one in manager.prefix_cache._by_id.values()}
     by_serial = {serial: (block_hash, serial) for block_hash, serial in cached.values()}
-    for block_id, serial in getattr(manager.prefix_cache, "_serials_of", {}).items():  # of groups of layers
+    beside = manager.blocks_beside() if hasattr(manager, "blocks_beside") else {}
+    for block_id, serial in beside.items():  # of groups of layers
         cached[block_id] = by_serial[serial]
     living = [seq for seq in seqs if seq.finish_reason is None]
     return {
@@ -68,7 +69,7 @@ def state_of_engine(manager, seqs, running, host_block_ids):
             (seq.request_id, seq.sample_index): (
                 "running" if seq in running else "waiting", seq.num_computed_tokens, seq.block_table.view().tolist(),
                 host_block_ids(seq), seq.token_ids.view().tolist(),
-                *(window_tables(manager.block_tables, seq) if hasattr(manager, "num_groups") else []),
+                *(window_tables(manager.block_tables, seq) if getattr(manager, "num_groups", 1) > 1 else []),
             )
             for seq in seqs if seq in living
         },

@@ -206,8 +206,8 @@ class Model:
         if self.space is not None:
             for seq, slot in self.space._slots.items():
                 assert self.pool[slot] == seq.token_ids.view(0, seq.num_computed_tokens).tolist()
-        pool, carried = list(self.pool), self.blocks._carried  # of a step without chunks
-        for source, destination in [*(() if carried is None else carried.state_copies), *self.states.copies_for_next]:
+        pool = list(self.pool)
+        for source, destination in self.states.copies_for_next:
             pool[destination] = pool[source]
         cached = {one.serial: one for one in self.blocks.prefix_cache._by_id.values()}
         for serial, slot in self.states.snapshots.items():

@@ -12,7 +12,7 @@ from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.scheduling.scheduler import Scheduler
 from nanovllm_extras.trace.recorder import Recorder
-from tests.extras.states import test_drafted_slots, test_slots
+from tests.extras.states.state_traffic import Traffic
 from tests.extras.trace_traffic import Lines, StrictObservers
 
 
@@ -40,48 +40,36 @@ class SlotRecorder(Recorder):
         return {} if self.space is None else {slot: self._seqs[seq] for seq, slot in self.space._slots.items()}
 
 
-class Recorded:
-    """A `Run` that is recorded."""
+class RecordedTraffic(Traffic):
+    """Traffic that is recorded. limit: bytes of a segment"""
 
-    def __init__(self, seed, limit, *arguments, **options):
+    def __init__(self, seed, limit, *features, **options):
         self.recorder = SlotRecorder()
         observers = StrictObservers(SchedulingStats(), [self.recorder])
-        super().__init__(random.Random(seed), *arguments, observer=observers, **options)
+        super().__init__(random.Random(seed), *features, observer=observers, **options)
         self.recorder.space = self.space
         observers.on_start(self.blocks)
         self.recorder.begin(Lines(limit), {"max_num_batched_tokens": self.scheduler.max_num_batched_tokens})
+
+    def act(self):
+        has_drafts = self.scheduler.drafter is not None
+        super().act() if not has_drafts or self.rng.random() < 0.5 else self.step()  # drafts need steps without waiting
 
     def step(self, fails=False):
         super().step(fails)
         self.recorder.flush()
 
 
-class RecordedSlots(Recorded, test_slots.Run):
-    pass
-
-
-class RecordedOverlap(Recorded, test_slots.OverlappedRun):
-    pass
-
-
-class RecordedDrafts(Recorded, test_drafted_slots.Run):
-    def act(self):
-        super().act() if self.rng.random() < 0.5 else self.step()  # drafts need steps in which no request waits
-
-
 def random_slots(seed, limit=10**9, kind="plain"):
     """Return the segments of a recording, and what was true at each of its steps.
 
-    kind: `plain`, `swap`, `drafts`, `overlap`, or one of the last two `and swap`
+    kind: `plain`, or features of `Traffic`, such as `drafts and swap`
     """
-    sizes = 4 + seed % 5, 6 + seed % 3, 9  # few blocks, so that sequences are preempted
-    if "drafts" in kind:
-        run = RecordedDrafts(seed, limit, *sizes, has_cache=True, has_swap="swap" in kind)
-    elif "swap" in kind or "overlap" in kind:
-        kind_of_run = RecordedOverlap if "overlap" in kind else RecordedSlots
-        run = kind_of_run(seed, limit, sizes, has_swap="swap" in kind)
-    else:
-        run = RecordedSlots(seed, limit)
+    if kind == "plain":
+        run = RecordedTraffic(seed, limit)
+    else:  # few blocks, so that sequences are preempted
+        sizes = 4 + seed % 5, 6 + seed % 3, 9
+        run = RecordedTraffic(seed, limit, *kind.split(" and "), sizes=sizes)
     for i in range(150):
         run.act()
         if i % 40 == 39:
