@@ -7,112 +7,153 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.block_tables import BlockTable
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.swap_space import SwapSpace
 from nanovllm_extras.request_params import SamplingParams
 
 
-def make_seq(num_tokens, block_ids, num_computed_tokens=None):
-    seq = Sequence("seq", list(range(num_tokens)), SamplingParams())
-    seq.num_computed_tokens = num_tokens if num_computed_tokens is None else num_computed_tokens
-    for block_id in block_ids:
-        seq.block_table.append(block_id)
-    return seq
+def make_seq():
+    return Sequence("seq", [1, 2, 3], SamplingParams())
 
 
-def give_table(seq, block_ids):
-    seq.block_table = BlockTable()
-    for block_id in block_ids:
-        seq.block_table.append(block_id)
-
-
-@pytest.mark.parametrize(("num_computed", "num_blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
-def test_blocks_that_hold_computed_tokens_are_copied_out(num_computed, num_blocks):
-    """And no more: blocks at the end of the table may have been given for tokens that were never computed."""
-    space = SwapSpace(10, 4)
-    seq = make_seq(12, [7, 3, 5], num_computed)
-    assert space.try_swap_out(seq)
+@pytest.mark.parametrize("tables", [[[7]], [[7, 3]], [[7, 3, 5]], [[7, 3, 5], [0, 0, 4], [0, 2, 6]]])
+def test_blocks_of_all_groups_are_copied_out(tables):
+    """But not the null blocks behind a window."""
+    space, seq = SwapSpace(10), make_seq()
+    assert space.try_swap_out(seq, tables)
     outs, ins = space.take_moves()
-    assert outs == list(zip([7, 3, 5][:num_blocks], space.host_block_ids(seq), strict=True))
+    sources = [block_id for table in tables for block_id in table if block_id]
+    assert outs == list(zip(sources, space.host_block_ids(seq), strict=True))
     assert ins == []
-    assert space.num_free_blocks == 10 - num_blocks
-    assert len(set(space.host_block_ids(seq))) == num_blocks
+    assert space.num_free_blocks == 10 - len(sources)
+    assert len(set(space.host_block_ids(seq))) == len(sources)
     assert set(space.host_block_ids(seq)) <= set(range(10))
 
 
-def test_copies_in_pair_up_with_the_first_blocks_of_the_new_table():
-    space = SwapSpace(10, 4)
-    seq = make_seq(9, [7, 3, 5])
-    assert space.try_swap_out(seq)
+@pytest.mark.parametrize(("num_computed", "num_blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_only_blocks_that_hold_computed_tokens_are_copied_out(num_computed, num_blocks):
+    """Blocks at the end of the table may have been given for tokens that were never computed."""
+    space = SwapSpace(10)
+    blocks, seq = BlockManager(5, 4, swap_space=space), Sequence("seq", list(range(12)), SamplingParams())
+    assert blocks.try_admit(seq)
+    assert blocks.try_allocate(seq, 12)
+    table, seq.num_computed_tokens = seq.block_table.view().tolist(), num_computed
+    blocks.preempt(seq)
+    moves = blocks.take_copies()
+    assert moves.swap_outs == list(zip(table[:num_blocks], space.host_block_ids(seq), strict=True))
+    assert (seq in space, seq.num_computed_tokens, blocks.num_used_blocks) == (True, num_computed, 0)
+    assert blocks.try_admit(seq)
+    assert blocks.take_copies().swap_ins == [
+        (host, block_id) for (_, host), block_id in zip(moves.swap_outs, seq.block_table.view().tolist(), strict=True)
+    ]
+    assert space.num_free_blocks == 10
+
+
+@pytest.mark.parametrize(
+    ("tables", "new_tables", "pairs"),
+    [
+        ([[7, 3, 5]], [[2, 9, 4]], [(0, 2), (1, 9), (2, 4)]),
+        # the blocks of a window are the last ones of its table
+        ([[7, 3, 5], [0, 0, 4]], [[2, 9, 8], [0, 0, 6]], [(0, 2), (1, 9), (2, 8), (3, 6)]),
+        # the second block has left the window meanwhile
+        ([[7, 3, 5], [0, 1, 4]], [[2, 9, 8], [0, 0, 6]], [(0, 2), (1, 9), (2, 8), (4, 6)]),
+    ],
+)
+def test_copies_in_pair_up_with_the_new_tables(tables, new_tables, pairs):
+    space, seq = SwapSpace(10), make_seq()
+    assert space.try_swap_out(seq, tables)
     space.take_moves()
     kept = list(space.host_block_ids(seq))
-    give_table(seq, [2, 9, 4, 1])  # the fourth is for later tokens
-    space.swap_in(seq)
-    assert space.take_moves() == ([], list(zip(kept, [2, 9, 4], strict=True)))
+    space.swap_in(seq, new_tables)
+    assert space.take_moves() == ([], [(kept[i], block_id) for i, block_id in pairs])
     assert space.host_block_ids(seq) == []
     assert space.num_free_blocks == 10
 
 
 def test_moves_are_taken_once():
-    space = SwapSpace(10, 4)
-    assert space.try_swap_out(make_seq(4, [1]))
+    space = SwapSpace(10)
+    assert space.try_swap_out(make_seq(), [[1]])
     assert len(space.take_moves()[0]) == 1
     assert space.take_moves() == ([], [])
 
 
-def test_sequence_that_does_not_fit_changes_nothing():
-    space = SwapSpace(3, 4)
-    small, large = make_seq(8, [1, 2]), make_seq(8, [3, 4])
-    assert space.try_swap_out(small)
+@pytest.mark.parametrize("num_slots", [0, 3])
+def test_sequence_that_does_not_fit_changes_nothing(num_slots):
+    space, has_state = SwapSpace(3, num_slots), num_slots > 0
+    small, large = make_seq(), make_seq()
+    assert space.try_swap_out(small, [[1, 2]], has_state)
     moves = space.take_moves()
-    assert not space.try_swap_out(large)
+    assert not space.try_swap_out(large, [[3, 4]], has_state)
     assert (space.host_block_ids(large), space.num_free_blocks, space.take_moves()) == ([], 1, ([], []))
+    assert space.num_free_slots == num_slots - has_state
     assert len(moves[0]) == 2
     space.drop(small)
-    assert space.try_swap_out(large)
+    assert space.num_free_slots == num_slots
+    assert space.try_swap_out(large, [[3, 4]], has_state)
+
+
+def test_sequence_whose_state_does_not_fit_changes_nothing():
+    space, first, second = SwapSpace(9, 1), make_seq(), make_seq()
+    assert space.try_swap_out(first, [[1, 2]], has_state=True)
+    assert space.slot_of(first) == -1
+    space.take_moves()
+    assert not space.try_swap_out(second, [[3, 4]], has_state=True)
+    assert (second in space, space.num_free_blocks, space.take_moves()) == (False, 7, ([], []))
 
 
 def test_the_last_block_is_given_too():
-    space = SwapSpace(2, 4)
-    assert space.try_swap_out(make_seq(8, [1, 2]))
+    space = SwapSpace(2)
+    assert space.try_swap_out(make_seq(), [[1, 2]])
     assert space.num_free_blocks == 0
 
 
 @pytest.mark.parametrize("num_blocks", [0, 5])
 def test_sequence_of_which_nothing_is_computed_is_not_swapped(num_blocks):
-    space = SwapSpace(num_blocks, 4)
-    assert not space.try_swap_out(make_seq(8, [1, 2], num_computed_tokens=0))
+    space = SwapSpace(num_blocks)
+    assert not space.try_swap_out(make_seq(), [[], []])
     assert space.num_free_blocks == num_blocks
 
 
 def test_dropping_is_harmless_where_nothing_is_kept():
-    space = SwapSpace(3, 4)
-    seq = make_seq(5, [1, 2])
+    space = SwapSpace(3)
+    seq = make_seq()
     space.drop(seq)
     assert space.num_free_blocks == 3
-    assert space.try_swap_out(seq)
+    assert space.try_swap_out(seq, [[1, 2]])
     space.drop(seq)
     space.drop(seq)
     assert space.num_free_blocks == 3
     assert space.host_block_ids(seq) == []
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_failed_step_names_the_sequences_that_it_was_to_copy_out(is_taken):
+    space, early, seq = SwapSpace(9), make_seq(), make_seq()
+    assert space.try_swap_out(early, [[1, 2]])
+    for _ in range(2):  # the step has run, and another one
+        space.take_moves()
+    assert space.try_swap_out(seq, [[3]])
+    if is_taken:
+        space.take_moves()
+    assert space.forget_step() == [seq]
+    assert space.take_moves() == ([], [])
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
 def test_what_comes_back_is_what_went_out(data):
     """Random traffic: each block of both memories is played by a dict, and each block's contents have a name."""
-    space = SwapSpace(data.draw(st.integers(0, 8)), 4)
+    space = SwapSpace(data.draw(st.integers(0, 8)))
     device, host, kept, next_block = {}, {}, {}, 1  # block 0 is the null block
     for step in range(data.draw(st.integers(1, 12))):
         if not kept or data.draw(st.booleans()):
-            num_tokens = data.draw(st.integers(1, 16))
-            blocks = list(range(next_block, next_block + -(-num_tokens // 4)))
+            blocks = list(range(next_block, next_block + data.draw(st.integers(1, 4))))
             next_block += len(blocks)
             device.update({block: f"{step}:{i}" for i, block in enumerate(blocks)})
-            seq = make_seq(num_tokens, blocks)
+            seq = make_seq()
             has_room = len(blocks) <= space.num_free_blocks
-            assert space.try_swap_out(seq) == has_room
+            assert space.try_swap_out(seq, [blocks]) == has_room
             if has_room:
                 kept[seq] = [device[block] for block in blocks]
         else:
@@ -123,8 +164,7 @@ def test_what_comes_back_is_what_went_out(data):
             else:
                 blocks = list(range(next_block, next_block + len(contents)))
                 next_block += len(blocks)
-                give_table(seq, blocks)
-                space.swap_in(seq)
+                space.swap_in(seq, [blocks])
                 _, ins = space.take_moves()
                 device.update({to: host[source] for source, to in ins})
                 assert [device[block] for block in blocks] == contents
