@@ -44,7 +44,7 @@ def test_a_block_of_a_smaller_draft_model_comes_back_bit_by_bit(checkpoints, tin
     """Its part of a block's data is behind that of the model."""
     draft = checkpoints.make(num_hidden_layers=1)[0]
     engine = LLMEngine(Config(tiny_checkpoint[0], **TORCH, **MEMORY, **drafts_of(draft)))
-    caches = [engine.runner.kv_cache, engine.scheduler.proposer.runner.kv_cache]
+    caches = [engine.runner.kv_cache, engine.scheduler.drafter.proposer.runner.kv_cache]
     found = []
     for name in ("computed", "loaded"):
         engine.add_request(name, list(range(30)), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))

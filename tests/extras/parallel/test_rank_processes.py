@@ -48,11 +48,11 @@ def test_the_bundled_model_with_drafts(nothing_left):
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     with LLM(TINY_QWEN3, dtype="float32", device="cpu", tensor_parallel_size=2, speculative_config=drafts) as llm:
         assert ", 2 ranks (" in llm.engine.description
-        assert llm.engine.scheduler.max_rows >= 1
-        llm.engine.scheduler.max_rows = 0
+        assert llm.engine.scheduler.drafter.max_rows >= 1
+        llm.engine.scheduler.drafter.max_rows = 0
         assert answers(llm) == expected
         assert llm.get_stats().num_draft_tokens == 0
-        llm.engine.scheduler.max_rows = 64
+        llm.engine.scheduler.drafter.max_rows = 64
         assert answers(llm) == expected
         assert llm.get_stats().num_draft_tokens > 0
 

@@ -129,7 +129,7 @@ def make_predicting_llm(folder, most=3, **options):
 
 def record_draws(engine):
     """Returns a list that gets (known tokens, drafts so far, next draft, hidden state of the head) of each draw."""
-    proposer, draws = engine.scheduler.proposer, []
+    proposer, draws = engine.scheduler.drafter.proposer, []
     draw = proposer._draw
 
     def recorded(growing, drafts):
