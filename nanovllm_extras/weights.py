@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,16 @@ def network_tensors(
     for stored_name, tensor in plain_tensors(iterate_checkpoint(folder, read), is_unused, folder):
         for name, one in [(stored_name, tensor)] if rename is None else rename(stored_name, tensor):
             yield name, part_of(name, one)
+
+
+def part_of_whole(cuts: Mapping[str, Any], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rank's part of a tensor that was read as a whole. Any other is a part already, or it does not fit.
+
+    cuts: name of a tensor -> its `Cut` (`parallel/cut.py`); without an entry, the rank has all of it
+    """
+    cut = cuts.get(name)
+    part: torch.Tensor = tensor if cut is None or tuple(tensor.shape) != cut.whole else cut.of(tensor)
+    return part
 
 
 def places_of_stored(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -210,9 +210,3 @@ def read_part(cuts: Mapping[str, Cut], file: Any, name: str) -> torch.Tensor:
     if tuple(tensor.get_shape()) != cut.whole:
         raise ValueError(f"tensor {name} is {tensor.get_shape()}, the model needs {list(cut.whole)}")
     return cut.of(tensor)
-
-
-def part_of_whole(cuts: Mapping[str, Cut], name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rank's part of a tensor that was read as a whole, because the checkpoint has it under another name."""
-    cut = cuts.get(name)
-    return tensor if cut is None or tuple(tensor.shape) != cut.whole else cut.of(tensor)

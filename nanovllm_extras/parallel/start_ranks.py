@@ -27,14 +27,14 @@ from nanovllm_extras.full_runner import MeasureDraft, ModelRunner, has_overlap_b
 from nanovllm_extras.layouts import Layout
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
-from nanovllm_extras.parallel.cut import Cut, Cutter, part_of_whole, read_part, share_of
+from nanovllm_extras.parallel.cut import Cut, Cutter, read_part, share_of
 from nanovllm_extras.parallel.driver import Driver
 from nanovllm_extras.parallel.joined import join
 from nanovllm_extras.parallel.meeting import Meeting, choose_kind, connect, make_meeting
 from nanovllm_extras.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
 from nanovllm_extras.runner_hooks import Draw, LapClock
 from nanovllm_extras.speculation.speculation_options import read_options
-from nanovllm_extras.weights import load_model
+from nanovllm_extras.weights import load_model, part_of_whole
 
 NOT_OF_WORKERS = (
     "scheduling_policy",

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from nanovllm_extras.quantization.quantised_linear import QuantisedWeight
+from nanovllm_extras.weights import part_of_whole
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,8 @@ class Share:
         return tuple(shape) if cut is None else cut.whole
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the rank's part of a whole tensor. Any other tensor is a part already, or it does not fit."""
-        cut = self.cuts.get(name)
-        return tensor if cut is None or tuple(tensor.shape) != cut.whole else cut.of(tensor)
+        """Return the rank's part of a whole tensor."""
+        return part_of_whole(self.cuts, name, tensor)
 
     def of_weight(self, name: str, weight: QuantisedWeight) -> QuantisedWeight:
         """Return the rank's part of a quantised weight: its rows, or whole groups of its columns (`check_groups`)."""

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from nanovllm.loader import checkpoint_files, fill, init_dummy_weights
+from nanovllm.loader import WEIGHT_DTYPES, checkpoint_files, fill, init_dummy_weights
 from nanovllm_extras.quantization.dummies import make_dummies
 from nanovllm_extras.quantization.formats import READERS, Format
 from nanovllm_extras.quantization.fp8_weights import KV_SCALES, Fp8, read_compressed_fp8, read_fp8
@@ -148,7 +148,10 @@ class StoredSource:
         if name not in self.checkpoint.files:
             raise ValueError(f"{name} is missing in {self.checkpoint.folder}")
         self.loaded.add(name)
-        return self.checkpoint.read(name)
+        tensor = self.checkpoint.read(name)
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"{name} in {self.checkpoint.folder} is {tensor.dtype}, but lacks {self.form.mark}")
+        return tensor
 
     def bias(self, part: str, num_outputs: int) -> Tensor:
         """Read a bias. Some tools write zeros for layers without a bias; other values raise ValueError."""

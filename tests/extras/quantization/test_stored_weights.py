@@ -316,6 +316,12 @@ def test_what_is_missing_or_does_not_fit_is_named(change, message, tmp_path):
         eager(tmp_path / "model")
 
 
+def test_integers_without_a_scale_are_not_taken_for_floats(tmp_path):
+    write(tmp_path / "model", *FORMATS["int-quantized"], change=without("k_proj.weight_scale"))
+    with pytest.raises(ValueError, match=r"k_proj\.weight in .* is torch\.int8, but lacks weight_scale"):
+        eager(tmp_path / "model")
+
+
 def test_a_format_that_no_tensor_has_is_refused(tmp_path):
     write(tmp_path / "model", AWQ, lambda weight: ({"weight": weight}, None))
     with pytest.raises(ValueError, match=r"config\.json says awq, but no projection in .* is quantised so"):
