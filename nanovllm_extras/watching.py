@@ -29,10 +29,11 @@ class Observers:
         self.explanation = explanation
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return the method for the event `name`. Python calls this for names that the class does not define."""
+        """Return the method for the event `name`. Python calls this when it finds no attribute of that name."""
         if not name.startswith("on_"):
             raise AttributeError(f"Observers has no attribute {name!r}")
-        return partial(self._pass_on, name)
+        vars(self)[name] = method = partial(self._pass_on, name)  # found by the next call
+        return method
 
     def _pass_on(self, event: str, *arguments: Any) -> None:
         getattr(self.stats, event)(*arguments)
