@@ -6,7 +6,7 @@ import random
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.prefix_misses import PrefixMisses
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
-from nanovllm_extras.trace.recorder import Recorder
+from nanovllm_extras.trace.recorder import Recorder, has_groups
 from nanovllm_extras.trace.recording import read_recording
 from nanovllm_extras.watching import Observers
 from tests.extras.full_traffic import Run
@@ -57,9 +57,9 @@ def state_of_replay(replay):
 def state_of_engine(manager, seqs, running, host_block_ids):
     cached = {one.block_id: (f"{one.block_hash:016x}", one.serial) for one in manager.prefix_cache._by_id.values()}
     by_serial = {serial: (block_hash, serial) for block_hash, serial in cached.values()}
-    beside = manager.blocks_beside() if hasattr(manager, "blocks_beside") else {}
-    for block_id, serial in beside.items():  # of groups of layers
-        cached[block_id] = by_serial[serial]
+    if has_groups(manager):
+        for serial, block_ids in manager.prefix_cache.others.blocks_of.items():
+            cached |= dict.fromkeys(block_ids, by_serial[serial])
     living = [seq for seq in seqs if seq.finish_reason is None]
     return {
         "ref_counts": manager._ref_counts[1:],
@@ -69,7 +69,7 @@ def state_of_engine(manager, seqs, running, host_block_ids):
             (seq.request_id, seq.sample_index): (
                 "running" if seq in running else "waiting", seq.num_computed_tokens, seq.block_table.view().tolist(),
                 host_block_ids(seq), seq.token_ids.view().tolist(),
-                *(window_tables(manager.block_tables, seq) if getattr(manager, "num_groups", 1) > 1 else []),
+                *(window_tables(manager.block_tables, seq) if has_groups(manager) else []),
             )
             for seq in seqs if seq in living
         },
