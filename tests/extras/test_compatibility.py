@@ -86,8 +86,8 @@ def test_each_row_is_refused(folder_of, nothing_loads, row):
 
 def test_each_option_with_a_value_is_named_once():
     with pytest.raises(ValueError, match=r"ranks \(tensor_parallel_size=2, nnodes=2\) do not go together") as error:
-        Config("a-model", tensor_parallel_size=2, nnodes=2, load_format="gguf")
-    assert str(error.value).endswith("leave out load_format, or leave out tensor_parallel_size and nnodes")
+        Config("a-model", tensor_parallel_size=2, nnodes=2, **EXAMPLES["a `Tier` of your own"])
+    assert str(error.value).endswith("leave out kv_transfer_config, or leave out tensor_parallel_size and nnodes")
 
 
 def test_a_draft_model_is_checked_too(folder_of):
