@@ -59,7 +59,7 @@ class Store(Part, Protocol):
         """Add what the step that is scheduled loads and saves."""
 
     def put_back(self, moves: Moves) -> None:
-        """Let the next step load and save what this one, which has no chunks, was to."""
+        """Save after a later step what this one, which has no chunks, was to save."""
 
     def forget_step(self) -> None:
         """Forget what is to be loaded and saved."""
@@ -320,6 +320,20 @@ class BlockManager(block_manager.BlockManager):
                 self._take_snapshot(seq, moves)
             moves.slots, moves.sources = self.states.rows_of(seqs)
 
+    def _put_back(self, moves: Moves) -> None:
+        """Let the next step do what a step without chunks was to do.
+
+        Only preemptions, forks and ends of sequences come without a chunk, so there are no blocks to fill. Blocks that
+        are to be saved may still be evicted, and then they must not be saved.
+        """
+        assert not (moves or moves.swap_ins or moves.loads or moves.state_loads)
+        if self.swap_space is not None:
+            self.swap_space.put_back(moves.swap_outs)
+        if self.states is not None:
+            self.states.put_back(moves.state_copies)
+        if self.store is not None:
+            self.store.put_back(moves)
+
     def forget_step(self, preempted: Collection[Sequence]) -> None:
         """Forget all copies that are to be done. preempted: by the steps that have failed"""
         super().take_copies()
@@ -331,13 +345,6 @@ class BlockManager(block_manager.BlockManager):
             self.states.forget_step()
         if self.store is not None:
             self.store.forget_step()
-
-    def _put_back(self, moves: Moves) -> None:
-        """Let the next step do these moves."""
-        self._copies = [*moves, *self._copies]
-        for part in (self.swap_space, self.states, self.store):
-            if part is not None:
-                part.put_back(moves)
 
     def _take_snapshot(self, seq: Sequence, moves: Moves | None) -> None:
         """Take a snapshot of `seq`, and have it saved, if one is due. moves: of the step that computes it, or None"""

@@ -65,7 +65,7 @@ from typing import Any
 from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock
 from nanovllm_extras.full_observer import Observer
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.records import Moves, Pair
+from nanovllm_extras.records import Pair
 
 NULL_SLOT = 0  # no sequence owns it
 
@@ -295,9 +295,9 @@ class Slots:
         self.copies_for_next, self._copies_for_this = [], []
         return copies
 
-    def put_back(self, moves: Moves) -> None:
-        """Let the next step do the copies of one that is not launched."""
-        self.copies_for_next = moves.state_copies + self.copies_for_next
+    def put_back(self, copies: list[Pair]) -> None:
+        """Let the next step do the copies of a step that is not launched."""
+        self.copies_for_next = copies + self.copies_for_next
 
     def forget_step(self) -> None:
         """Forget all copies, snapshots and owners of slots. An interrupt may have left a slot without either."""

@@ -121,10 +121,8 @@ class StoreLink:
         self._saves = {}
 
     def put_back(self, moves: Moves) -> None:
-        """Let the next step load and save what this one, which has no chunks, was to."""
+        """Let a later step save what this one, which has no chunks, was to save, except for blocks taken until then."""
         self._saves = {block_id: name for name, block_id in moves.saves} | self._saves
-        self._loads.loads[:0], self._loads.state_loads[:0] = moves.loads, moves.state_loads
-        self._loads.loaded |= moves.loaded
 
     def forget_step(self) -> None:
         """Forget what is to be loaded and saved."""

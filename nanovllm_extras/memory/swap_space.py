@@ -22,7 +22,7 @@ from itertools import chain
 
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.kinds import NULL_BLOCK
-from nanovllm_extras.records import Moves, Pair, Pool
+from nanovllm_extras.records import Pair, Pool
 
 
 class SwapSpace:
@@ -111,9 +111,10 @@ class SwapSpace:
         self._left, self._leaving = self._leaving, []
         return moves
 
-    def put_back(self, moves: Moves) -> None:
-        """Let the next step do the copies of one that is not launched."""
-        self._outs, self._ins = moves.swap_outs + self._outs, moves.swap_ins + self._ins
+    def put_back(self, outs: list[Pair]) -> None:
+        """Let the next step do the copies out of a step that is not launched."""
+        self._outs = outs + self._outs
+        self._left, self._leaving = [], self._left + self._leaving
 
     def forget_step(self) -> list[Sequence]:
         """Forget the copies of a step that has failed. Returns the sequences that it was to copy out."""
