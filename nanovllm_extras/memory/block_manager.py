@@ -326,7 +326,7 @@ class BlockManager(block_manager.BlockManager):
         Only preemptions, forks and ends of sequences come without a chunk, so there are no blocks to fill. Blocks that
         are to be saved may still be evicted, and then they must not be saved.
         """
-        assert not (moves or moves.swap_ins or moves.loads or moves.state_loads)
+        assert not any([moves, moves.swap_ins, moves.loads, moves.state_loads])
         if self.swap_space is not None:
             self.swap_space.put_back(moves.swap_outs)
         if self.states is not None:
