@@ -3,15 +3,19 @@
 What the messages recommend is tried in `test_recommendations.py`.
 """
 
+import dataclasses
 import functools
 
 import pytest
+import torch
 
-from nanovllm_extras import LLM, TINY_QWEN3, Config
+from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
 from nanovllm_extras.compatibility import CONTRADICTIONS
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kv_store.memory_tier import MemoryTier
 from nanovllm_extras.parallel import start_ranks
+from nanovllm_extras.speculation.draft_model import find_draft_model
+from nanovllm_extras.speculation.speculation_options import read_options
 from tests.extras.models.architectures import Checkpoints
 from tests.extras.models.gemma4_checkpoints import Gemma4Checkpoints
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
@@ -91,11 +95,25 @@ def test_each_option_with_a_value_is_named_once():
 
 
 def test_a_draft_model_is_checked_too(folder_of):
+    """With CUDA graphs, which a CPU refuses first: so they are asked for when the large model's runner has started."""
+    runner = LLM(folder_of("qwen3"), device="cpu", num_kv_blocks=20, max_num_seqs=2).engine.runner
+    runner.config = dataclasses.replace(runner.config, enable_cuda_graphs=True)
+    options = read_options({"model": str(folder_of("mixtral")), "num_speculative_tokens": 2})
+    refusal = r"^speculative_config\['model'\] .* and a mixture of experts do not go together"
+    with pytest.raises(ValueError, match=refusal):
+        find_draft_model(runner, options, 20)
+
+
+def test_a_draft_model_of_latents_has_an_int8_cache_too(folder_of):
+    """The drafts change no token."""
+    options = {"device": "cpu", "kv_cache_dtype": "int8", "num_kv_blocks": 20, "skip_tokenizer_init": True}
     draft = {"speculative_config": {"model": str(folder_of("deepseek_v2")), "num_speculative_tokens": 2}}
-    with pytest.raises(
-        ValueError, match=r"^speculative_config\['model'\] .* and a cache of latents do not go together"
-    ):
-        LLM(folder_of("qwen3"), device="cpu", kv_cache_dtype="int8", num_kv_blocks=20, max_num_seqs=2, **draft)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    plain, drafted = LLM(folder_of("qwen3"), **options), LLM(folder_of("qwen3"), **options, **draft)
+    expected, found = (llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0] for llm in (plain, drafted))
+    assert found.token_ids == expected.token_ids
+    assert drafted.get_stats().num_draft_tokens > 0
+    assert {cache.tensor.dtype for cache in drafted.engine.runner.transfers.caches} == {torch.int8}
 
 
 def test_no_row_repeats_another():
