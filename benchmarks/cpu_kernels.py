@@ -210,7 +210,7 @@ def numba_attend(dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
         return None
 
     @numba.njit(parallel=True, fastmath=True)
-    def kernel(q, k_cache, v_cache, block_tables, seq_lens, out, scale):  # type: ignore[no-untyped-def]
+    def kernel(q, k_cache, v_cache, block_tables, seq_lens, out, scale):
         num_seqs, num_heads, head_dim = q.shape
         num_kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
         for work in numba.prange(num_seqs * num_heads):

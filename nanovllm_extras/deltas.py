@@ -20,7 +20,7 @@ class DeltaCompletion(Completion):
         self._has_given_end = False
 
     @property
-    def has_news(self) -> bool:  # type: ignore[override]  # an attribute that is always True
+    def has_news(self) -> bool:  # an attribute that is always True
         is_finished = self.seq.finish_reason is not None
         return not self._has_given_end and (is_finished or len(self.token_ids) > self._num_given_tokens)
 

@@ -15,7 +15,7 @@ from nanovllm.layers.attention import AttentionMetadata
 def with_fp8_cache(backend_class: type[Any]) -> type[Any]:
     """Return `backend_class` with a cache in fp8. PyTorch cannot index fp8, so the cache is indexed as bytes."""
 
-    class Fp8Attention(backend_class):  # type: ignore[misc, valid-type]
+    class Fp8Attention(backend_class):
         def store_kv(
             self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor
         ) -> None:

@@ -93,7 +93,7 @@ class LLMEngine(engine.LLMEngine):
 
     # ---- the loop
 
-    def step(self) -> StepOutput:  # type: ignore[override]
+    def step(self) -> StepOutput:
         """Advance the unfinished requests by one forward pass, and return the outputs of those that advanced.
 
         If a step fails, its requests keep their tokens, wait, and are computed again. Requests that had ended before
@@ -137,7 +137,7 @@ class LLMEngine(engine.LLMEngine):
 
     def _can_launch_ahead(self) -> bool:
         scheduler: Any = self.scheduler
-        return self.parts.enable_overlap and scheduler.can_schedule_ahead()  # type: ignore[no-any-return]
+        return self.parts.enable_overlap and scheduler.can_schedule_ahead()
 
     def compute(self, step: Step) -> ArrivingTokens:
         clock = self._clock
@@ -155,7 +155,7 @@ class LLMEngine(engine.LLMEngine):
             from nanovllm_extras.processed_batch import build_batch as build
         return build(step, tables)
 
-    def complete(self, step: Step, tokens: Any) -> StepOutput:  # type: ignore[override]
+    def complete(self, step: Step, tokens: Any) -> StepOutput:
         """Wait for the tokens, append them to their sequences, and give them to their requests."""
         clock = self._clocks.popleft()
         clock.resume()  # with overlap, another step has been launched since
@@ -216,7 +216,7 @@ class LLMEngine(engine.LLMEngine):
 
     # ---- requests come and go
 
-    def add_request(  # type: ignore[override]
+    def add_request(
         self, request_id: str, prompt: Prompt, sampling_params: Any = None, priority: int = 0, stream: bool = True
     ) -> None:
         """Check and queue one request. With `stream=False` its only output is the last one.
@@ -240,7 +240,7 @@ class LLMEngine(engine.LLMEngine):
             request.queue(self.scheduler, self.config.max_num_seqs)
             self.requests[request_id] = request
 
-    def abort_request(self, request_id: str | list[str]) -> Any:  # type: ignore[override]
+    def abort_request(self, request_id: str | list[str]) -> Any:
         """End a request and free its blocks. Returns its output so far, or None if it is unknown or finished.
 
         During a step (a logits processor may call this) the request ends when the step does. A list of ids, as in vLLM,

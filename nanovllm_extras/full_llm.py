@@ -67,7 +67,7 @@ class LLM(llm.LLM):
         return start_engine(config, self._trace, self._on_shutdown, LLMEngine)
 
     @property
-    def engine(self) -> LLMEngine:  # type: ignore[override]
+    def engine(self) -> LLMEngine:
         if self._engine is None:
             raise RuntimeError("this LLM has been shut down; make a new one")
         return self._engine
@@ -89,7 +89,7 @@ class LLM(llm.LLM):
         embed = LazyMethod("embedding.pooling_params")
         get_metrics = LazyMethod("vllm.vllm_metrics")
 
-    def generate(  # type: ignore[override]
+    def generate(
         self,
         prompts: Prompt | Collection[Prompt],
         sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
@@ -110,7 +110,7 @@ class LLM(llm.LLM):
         translate_options(vllm_options, ("prompts", "sampling_params", "use_tqdm", "priority"), "request")
         return self._complete(self._check(prompts, sampling_params, priority), use_tqdm)
 
-    def stream(  # type: ignore[override]
+    def stream(
         self,
         prompts: Prompt | Collection[Prompt],
         sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
@@ -122,7 +122,7 @@ class LLM(llm.LLM):
         """
         return self._stream(self._check(prompts, sampling_params, priority))
 
-    def chat(  # type: ignore[override]
+    def chat(
         self,
         messages: Collection[Message] | Collection[Collection[Message]],
         sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
@@ -137,7 +137,7 @@ class LLM(llm.LLM):
         """
         return self.generate(self.render_chat(messages, **options), sampling_params, use_tqdm, priority)
 
-    def render_chat(  # type: ignore[override]
+    def render_chat(
         self, messages: Collection[Message] | Collection[Collection[Message]], **options: Any
     ) -> list[Prompt]:
         """Render conversations as prompts by the model's chat template. `options` are those of `chat`."""

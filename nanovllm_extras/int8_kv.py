@@ -35,7 +35,7 @@ SCORES = 1 << 24  # in memory at a time
 def with_int8_cache(backend_class: type[Any]) -> type[Any]:
     """Return `backend_class` with a cache in which each vector is followed by its scale, in one row of bytes."""
 
-    class Int8Attention(backend_class):  # type: ignore[misc, valid-type]
+    class Int8Attention(backend_class):
         def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
             *shape, head_dim = super().kv_cache_shape(num_layers, num_blocks)
             return (*shape, head_dim + SCALE_BYTES)

@@ -35,4 +35,4 @@ class Network:
 
 def metadata_of(metadata: Any, layer: int) -> AttentionMetadata:
     """Return what `layer` reads of the metadata that a model gets: its own, if each layer has some."""
-    return metadata[layer] if isinstance(metadata, list) else metadata  # type: ignore[no-any-return]
+    return metadata[layer] if isinstance(metadata, list) else metadata

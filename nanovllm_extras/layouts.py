@@ -98,7 +98,7 @@ class Layout:
     @property
     def num_cached_layers(self) -> int:
         """The layers for which a block of the KV cache has room."""
-        return self.shape.num_hidden_layers  # type: ignore[no-any-return]
+        return self.shape.num_hidden_layers
 
     def cache_dtype(self, backend: Any, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of K and V, for a network that computes in `dtype`."""

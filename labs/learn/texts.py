@@ -15,7 +15,7 @@ class Text(NamedTuple):
     def show(self, language: Language) -> str:
         return self.zh if language == "zh" else self.en
 
-    def format(self, **values: object) -> "Text":  # type: ignore[override]
+    def format(self, **values: object) -> "Text":
         """Return the text with `{name}` replaced by a value, in both languages."""
         return Text(self.en.format(**values), self.zh.format(**values))
 

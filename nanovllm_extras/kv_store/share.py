@@ -49,7 +49,7 @@ class Share:
     @property
     def bytes_per_state(self) -> int:
         """The size of a snapshot; 0 if the model has no recurrent states."""
-        return 0 if self.transfers.pool is None else self.transfers.pool.bytes_per_slot  # type: ignore[no-any-return]
+        return 0 if self.transfers.pool is None else self.transfers.pool.bytes_per_slot
 
     def save_step(self, copies: list[Pair]) -> None:
         """Copy the blocks that a step has filled to the host, and have them saved. copies: those of the step's batch"""

@@ -108,7 +108,7 @@ class CausalConv(nn.Module):
 class GatedRMSNorm(RMSNorm):
     """x, gate: [..., size] -> weight * x / sqrt(mean(x²) + eps) * silu(gate)"""
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return (super().forward(x) * F.silu(gate.float())).to(x.dtype)
 
 

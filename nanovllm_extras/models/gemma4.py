@@ -65,7 +65,7 @@ class Gemma4Model(DecoderModel):
             self.per_layer_projection_norm = OnceRoundedRMSNorm(self.size, config.rms_norm_eps)
         self.norm = OnceRoundedRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(  # type: ignore[override]  # its layers have caches of two shapes
+    def forward(  # its layers have caches of two shapes
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: tuple[Tensor, ...]
     ) -> Tensor:
         x = scaled(self.embed_tokens(input_ids), self.hidden_size)  # [num_tokens, hidden_size]

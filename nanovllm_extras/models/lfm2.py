@@ -163,7 +163,7 @@ class Lfm2Model(DecoderModel):
         self.types = config.layer_types
         self.places = [config.layer_types[:i].count(kind) for i, kind in enumerate(config.layer_types)]
 
-    def forward(  # type: ignore[override]  # its layers have caches of two kinds
+    def forward(  # its layers have caches of two kinds
         self, input_ids: Tensor, positions: Tensor, metadata: StateMetadata, caches: StateCaches
     ) -> Tensor:
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden_size]

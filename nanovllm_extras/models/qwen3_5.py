@@ -153,7 +153,7 @@ class Qwen3_5Model(DecoderModel):
         self.norm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.places = [config.layer_types[:i].count(kind) for i, kind in enumerate(config.layer_types)]
 
-    def forward(  # type: ignore[override]  # its layers have caches of two kinds
+    def forward(  # its layers have caches of two kinds
         self, input_ids: Tensor, positions: Tensor, metadata: StateMetadata, caches: StateCaches
     ) -> Tensor:
         x = self.embed_tokens(input_ids)  # [num_tokens, hidden_size]

@@ -134,7 +134,7 @@ class QuantisedFusedLinear(QuantisedLinear):
         super().__init__(weight, bias)
         self.parts = parts
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return super().forward(x).split(tuple(self.parts.values()), dim=-1)
 
 

@@ -98,4 +98,4 @@ class Metrics(Collector):
                 family.add_metric(values, list(metric.buckets.items()), metric.sum)
             elif isinstance(metric, Counter | Gauge):
                 family.add_metric(values, metric.value)
-        return family  # type: ignore[no-any-return]
+        return family

@@ -118,7 +118,7 @@ def field_at_fault(
 
 def to_seed(seed: int | None) -> int | None:
     """OpenAI's seeds are signed, the engine's are not. None for -1, as in vLLM."""
-    return None if seed in (None, -1) else seed % 2**64  # type: ignore[operator]
+    return None if seed in (None, -1) else seed % 2**64
 
 
 def to_token_id(key: str) -> int:

@@ -51,7 +51,7 @@ class HTTPProtocol(H11Protocol):
     """The parser's state that the timer limits. Arriving bytes do not restart the timer."""
     is_refused = False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         # a connection that sends nothing is closed without an answer, as one between two requests: a client could take
         # an answer that it has not asked for as that of its next request

@@ -51,7 +51,7 @@ class MtpHead:
     def run(self, batch: Batch, previous: Tensor) -> Tensor:
         """Return the head's hidden states: [num_tokens, hidden_size]. previous: those of the tokens before, as shape"""
         inputs = (batch.input_ids, batch.positions, previous, self._kv_cache.tensor, batch.metadata)
-        return self._model.predict(*inputs)  # type: ignore[no-any-return]
+        return self._model.predict(*inputs)
 
 
 class MtpLayout(StateLayout):

@@ -132,7 +132,7 @@ class CpuFusedLinear(CpuLinear):
         super().__init__(weight, bias, memory)
         self.rows = rows
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return super().forward(x).split(self.rows, dim=-1)
 
 

@@ -39,7 +39,7 @@ class TritonQuantisedFusedLinear(TritonQuantisedLinear):
         super().__init__(layer)
         self.parts = layer.parts
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return super().forward(x).split(tuple(self.parts.values()), dim=-1)
 
 

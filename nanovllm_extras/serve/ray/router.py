@@ -48,7 +48,7 @@ def router_options(max_num_seqs: int) -> dict[str, Any]:
     }
 
 
-class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
+class PrefixRouter(PrefixCacheAffinityRouter):
     """Ray's router with two changes: it falls back to routing by load, and routes requests one at a time.
 
     If Ray's router raises, the request waits forever. It raises if the tree contains a replica that this process does
