@@ -1,11 +1,14 @@
 """Write `docs/combinations.md` from the table of what does not go together (`nanovllm_extras/compatibility.py`).
 
+The page also names what tests try together (`tests/extras/feature_pairs.py`).
+
 python -m tools.combinations
 """
 
 from pathlib import Path
 
 from nanovllm_extras.compatibility import CONTRADICTIONS, Feature
+from tests.extras.feature_pairs import FACTORS
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 TEXT = """# What does not go together
@@ -27,12 +30,22 @@ for which `attention_backend="auto"` takes another kernel.
 Only the code is missing for these pairs, or a test.
 
 {to_do}
+
+## What is tried together
+
+[`test_pairs.py`](../tests/extras/test_pairs.py) tries every two values of two lines of this table in one engine, unless
+a table above refuses them. The long sweep of tests (`pytest -m slow`) tries every two values with every model. The
+tokens must be those of an engine without the features.
+
+{factors}
 """
 
 
 def make_page() -> str:
     """Return the text of the page."""
-    return TEXT.format(contradictions=as_table(is_to_do=False), to_do=as_table(is_to_do=True))
+    tables = {"contradictions": as_table(is_to_do=False), "to_do": as_table(is_to_do=True)}
+    lines = [f"| {factor} | {', '.join(levels)} |" for factor, levels in FACTORS.items()]
+    return TEXT.format(**tables, factors="\n".join(["| feature | values |", "|---|---|", *lines]))
 
 
 def as_table(is_to_do: bool) -> str:
