@@ -25,7 +25,7 @@ from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.kv_store.tier import BlockName
 from nanovllm_extras.parallel import start_ranks
 from nanovllm_extras.quantization.quantised_linear import QuantisedLinear
-from nanovllm_extras.roll_back import reset_prefix_cache
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.recording import read_recording
 from tests.extras import feature_pairs
