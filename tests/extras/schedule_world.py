@@ -549,7 +549,7 @@ class World:
             self.check_space(self.space)
 
     def check_space(self, space: SwapSpace) -> None:
-        """Host blocks and host slots hold what their sequences have computed, as soon as copies that are due are done."""
+        """Host blocks and host slots hold what their sequences have computed, once the due copies are done."""
         held = dict(self.cache.host_slots)
         for source, destination in space._outs:
             for i in range(BLOCK_SIZE):

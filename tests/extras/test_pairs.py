@@ -358,7 +358,7 @@ class Watched:
         self.num_ahead = 0
 
     def run(self, batch):
-        self.num_ahead += len(self._engine.scheduler.in_flight) == 2
+        self.num_ahead += len(self._engine.scheduler.pending.steps) == 2
         return self._run(batch)
 
 
