@@ -50,7 +50,7 @@ class Store(Part, Protocol):
         """Load what follows the computed tokens of `seq`, which are those of a hit, and count it as computed."""
 
     def note_state(self, seq: Sequence, states: Slots, moves: Moves | None) -> None:
-        """Note that the state of `seq`, for which a snapshot was due, is to be saved. moves: of a step to come"""
+        """Note that the state of `seq`, for which a snapshot was due, is to be saved. moves: as in `_take_snapshot`"""
 
     def save_late(self, moves: Moves, states: Slots) -> None:
         """Save the snapshots that were taken since the step before this one."""
@@ -111,7 +111,10 @@ class BlockManager(block_manager.BlockManager):
 
     @property
     def capacity(self) -> int:
-        """Tokens of one sequence that fit in the cache if it is the only one. Windows alone set no limit."""
+        """Tokens that one sequence can have in the cache if it is the only one.
+
+        There is no limit if all layers have windows, and the pool has room for one.
+        """
         num_held = (self.num_groups - 1) * (self.other_kind.max_held or 0)
         if self.kind.max_held is None:
             return max(self.num_blocks - num_held, self.num_blocks // self.num_groups) * self.block_size
