@@ -60,6 +60,7 @@ class Recorder(Observer):
         self._host_block_ids: dict[Sequence, list[int]] = {}  # of sequences that are swapped out
         self._host_slots: dict[Sequence, int] = {}  # the same for their recurrent states
         self._num_steps = 0
+        self._salts: dict[str, int] = {}  # each with a number
         self._flights: deque[tuple[int, list[Any]]] = deque()  # steps in flight, and the sequences they sample
         self._loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
         self._snapshots: dict[int, tuple[int, int]] = {}  # slot -> the block at whose end the state was, its tokens
@@ -149,7 +150,7 @@ class Recorder(Observer):
         state["seqs"] = [
             {
                 "number": number,
-                **describe_sequence(seq),
+                **self._describe_sequence(seq),
                 "arrived": self._arrivals[number],
                 "status": "running" if seq in running else "waiting",
                 "num_computed_tokens": seq.num_computed_tokens,
@@ -186,11 +187,27 @@ class Recorder(Observer):
 
     def _name(self, seq: Sequence) -> int:
         """Give `seq`, which has not been seen before, a number."""
-        number, now, about = self._next_number(seq), self._now(), describe_sequence(seq)
+        number, now, about = self._next_number(seq), self._now(), self._describe_sequence(seq)
         self._arrivals[number] = now
         self._new_ids.update(about["tokens"])
         self._events.append(["add", number, now, about])
         return number
+
+    def _describe_sequence(self, seq: Sequence) -> dict[str, Any]:
+        """Return what a new sequence is, and what its request asks for. Salts are secrets, so they get numbers."""
+        about = {
+            "request": seq.request_id,
+            "sample": seq.sample_index,
+            "tokens": seq.token_ids.view().tolist(),
+            "num_prompt_tokens": seq.num_prompt_tokens,
+            "max_num_tokens": seq.max_num_tokens,
+            "params": describe_params(seq.sampling_params),
+        }
+        if seq.priority:
+            about["priority"] = seq.priority
+        if seq.cache_salt is not None:
+            about["cache_salt"] = f"salt {self._salts.setdefault(seq.cache_salt, len(self._salts) + 1)}"
+        return about
 
     def _next_number(self, seq: Sequence) -> int:
         self._num_seqs += 1
@@ -450,23 +467,6 @@ def to_json(line: Mapping[str, Any]) -> str:
 def has_groups(blocks: Any) -> bool:
     """Return whether the model's layers form groups, each of which has block tables of its own."""
     return getattr(blocks, "num_groups", 1) > 1
-
-
-def describe_sequence(seq: Sequence) -> dict[str, Any]:
-    """Return what a new sequence is, and what its request asks for."""
-    about = {
-        "request": seq.request_id,
-        "sample": seq.sample_index,
-        "tokens": seq.token_ids.view().tolist(),
-        "num_prompt_tokens": seq.num_prompt_tokens,
-        "max_num_tokens": seq.max_num_tokens,
-        "params": describe_params(seq.sampling_params),
-    }
-    if seq.priority:
-        about["priority"] = seq.priority
-    if seq.cache_salt is not None:
-        about["cache_salt"] = seq.cache_salt
-    return about
 
 
 def describe_misses(misses: list[PrefixMiss]) -> list[dict[str, Any]]:

@@ -57,8 +57,8 @@ def assert_at_rest(engine):
 
 
 def space_of(engine):
-    """The blocks in host memory, if its scheduler swaps."""
-    return getattr(getattr(engine.scheduler, "preemption", None), "space", ())
+    """The blocks in host memory, if it swaps."""
+    return getattr(engine.scheduler.block_manager, "swap_space", None) or ()
 
 
 def ids(length, seed=0):

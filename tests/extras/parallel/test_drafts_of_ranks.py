@@ -104,7 +104,7 @@ def test_drafts_of_a_divided_head_are_those_of_the_reference(heads, request, nam
     assert stats.num_accepted_tokens / stats.num_draft_tokens > 0.3
     check_all_free(llm)
     one = make_llm(folder, speculative_config=predicting(), **OPTIONS[name]).engine.runner
-    assert 2 * llm.engine.runner.kv_cache.head.bytes_per_block == one.kv_cache.head.bytes_per_block
+    assert 2 * llm.engine.runner.kv_caches[1].bytes_per_block == one.kv_caches[1].bytes_per_block
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def two_machines(rank_threads, monkeypatch):
         thread.start()
         engine = LLMEngine(Config(folder, **options))
         yield engine
-        engine.runner.stop()
+        engine.runner.ranks.stop()
         thread.join(10)
         assert statuses == [0], "machine 1 ends with machine 0"
         assert [rank.wait(10) for rank in rank_threads] == [0] * len(rank_threads)

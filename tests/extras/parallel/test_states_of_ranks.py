@@ -109,12 +109,12 @@ def test_ranks_give_the_tokens_of_transformers_and_of_one(all_hybrids, request, 
         num_fast = sum(isinstance(module, CpuGatedDeltaNet) for module in runner.model.modules())
     assert isinstance(runner.layout, StateLayout)
     if kind == "Lfm2":
-        assert runner.kv_cache.recurrent.numel() == 0
-        assert runner.kv_cache.conv.shape[3] == 64 // size
+        assert runner.layout.pool.recurrent.numel() == 0
+        assert runner.layout.pool.conv.shape[3] == 64 // size
     else:
         assert num_fast == (3 if is_cpu else 0)
-        assert runner.kv_cache.recurrent.shape[2:] == (4 // size, 16, 32)
-        assert runner.kv_cache.conv.shape[3] == (192 if size == 2 else 256) // size
+        assert runner.layout.pool.recurrent.shape[2:] == (4 // size, 16, 32)
+        assert runner.layout.pool.conv.shape[3] == (192 if size == 2 else 256) // size
     assert stats.prefix_cache_hit_tokens > 0 or stats.num_preemptions, "few blocks are kept where preemptions are"
     assert (stats.num_preemptions > 0) == (options["num_kv_blocks"] < 30)
     assert stats.num_swaps == (stats.num_preemptions if "swap" in engine else 0)
@@ -150,7 +150,7 @@ def test_all_ranks_have_as_many_slots(hybrids, quick_ranks, monkeypatch):
     monkeypatch.setattr(ModelRunner, "num_blocks_that_fit", num_blocks_that_fit)
     monkeypatch.setattr(start.Device, "free_bytes", free_bytes)
     with make_llm(hybrids.make()[0], tensor_parallel_size=2, block_size=4, max_num_batched_tokens=13) as llm:
-        size = llm.engine.runner.kv_cache.bytes_per_slot
+        size = llm.engine.runner.layout.pool.bytes_per_slot
         assert size == 3 * 4 * (3 * 96 + 2 * 16 * 32), "half of the heads"
         assert found == [found[0]] * 2
         assert found[0][1:] == (100_000 // 2 // size - 1, llm.engine.scheduler.max_num_seqs) == (2, 2)

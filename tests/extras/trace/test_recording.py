@@ -175,7 +175,7 @@ def test_requests_can_be_repeated_with_other_options(with_tokenizer, tmp_path):
         requests[seq.request] = prompt, read_params(seq.params), seq.priority
     assert [time for _, _, time, _ in arrivals] == sorted(time for _, _, time, _ in arrivals)
     assert {name: one[1:] for name, one in requests.items()} == {name: one[1:] for name, one in asked.items()}
-    assert requests["C"][0]["cache_salt"] == "salt"
+    assert requests["C"][0]["cache_salt"] == "salt 1"
     other = {"num_kv_blocks": 64, "block_size": 2, "max_num_batched_tokens": 7, "enable_prefix_caching": False}
     with LLM(with_tokenizer, max_model_len=64, **OPTIONS | other) as llm:
         found = serve(llm, requests)
