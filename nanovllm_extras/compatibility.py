@@ -9,7 +9,7 @@ backend's own `why_not` (`kernels/choices.py`). `python -m tools.combinations` w
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -22,17 +22,9 @@ class Feature:
     """The default values of these options do not ask for it."""
     is_meant: Callable[[Any], Any] = lambda value: True
     """Whether another value of an option, or a model's `NetworkConfig`, is or has the feature."""
-    of: "Feature | None" = None
-    """Another feature that an engine must have."""
-
-    def __and__(self, other: "Feature") -> "Feature":
-        """Return the feature `other` of engines that also have this one."""
-        return replace(other, name=f"{self.name} with {other.name}", of=self)
 
     def is_in(self, config: Any, shape: Any) -> bool:
         """Return whether an engine has it. shape: the model's `NetworkConfig`, None until config.json is read"""
-        if self.of is not None and not self.of.is_in(config, shape):
-            return False
         if self.options:
             return any(self.is_meant(getattr(config, name)) for name in self.given(config))
         return shape is not None and bool(self.is_meant(shape))
@@ -50,17 +42,10 @@ class Feature:
         return f"leave out {' and '.join(self.given(config))}" if self.options else ""
 
 
-def is_computed(speculative_config: Any) -> bool:
-    """Return whether a network makes the drafts."""
-    return speculative_config.get("model") is not None or speculative_config["method"] == "mtp"
-
-
 # ---- features of options
 
 GRAPHS = Feature("CUDA graphs", ("enable_cuda_graphs",), lambda value: value)
 EAGER = Feature("eager execution", ("enforce_eager",))
-OVERLAP = Feature("overlapping steps", ("enable_overlap",), lambda value: value)
-SWAP = Feature("swap", ("preemption_mode", "swap_space_bytes"))
 NO_PREFIXES = Feature("no prefix cache", ("enable_prefix_caching",))
 STORE = Feature("a K/V store", ("kv_offloading_size", "kv_transfer_config"))
 HOST_TIER = Feature("a tier in host memory", ("kv_offloading_size",))
@@ -71,18 +56,12 @@ OWN_TIER = Feature(
     "a `Tier` of your own", ("kv_transfer_config",), lambda given: not isinstance(given["kv_connector"], str)
 )
 RANKS = Feature("several ranks", ("tensor_parallel_size", "nnodes"))
-SPECULATION = Feature("speculative decoding", ("speculative_config",))
 DRAFT_MODEL = Feature("a draft model", ("speculative_config",), lambda given: given.get("model") is not None)
-COMPUTED_DRAFTS = Feature("drafts of a draft model or of `mtp`", ("speculative_config",), is_computed)
-OTHER_DRAFTS = Feature(
-    "drafts of n-grams or of your own", ("speculative_config",), lambda given: not is_computed(given)
-)
 
 # ---- features of models
 
 STATES = Feature("recurrent states", (), lambda shape: shape.state_shape is not None)
 SHAPES = Feature("K and V of different shapes", (), lambda shape: shape.kv_groups)
-WINDOWS = Feature("layers that all have a window", (), lambda shape: shape.widest_window is not None)
 EXPERTS = Feature("a mixture of experts", (), lambda shape: shape.num_experts > 0)
 
 
@@ -98,27 +77,19 @@ class Row(NamedTuple):
     """What works, other than to leave one of them out."""
 
 
-NEWEST = "the next drafts follow the newest token, which the host does not know while its step is in flight"
 ANY_NGRAM = "take the method 'ngram'"
 CONTRADICTIONS = (
     # ---- of options
-    Row(OTHER_DRAFTS, OVERLAP, NEWEST),
-    Row(COMPUTED_DRAFTS, OVERLAP, NEWEST, is_to_do=True),  # a device could begin with the token that it has
     Row(STORE, NO_PREFIXES, "a store finds blocks by their prefix"),
     Row(OWN_TIER, RANKS, "other ranks are processes, which cannot use the object"),
     Row(HOST_TIER, CONNECTOR, "both are the same tier"),
     Row(GRAPHS, EAGER, "eager execution is kernel by kernel"),
     # ---- of an option and any model
     Row(GRAPHS, EXPERTS, "tokens are grouped by expert on the host", is_to_do=True),
-    Row(
-        DRAFT_MODEL, WINDOWS, "blocks behind the window are given back, and the draft model would read them",
-        is_to_do=True, instead=ANY_NGRAM,
-    ),
     # ---- of recurrent states
     Row(
         DRAFT_MODEL, STATES, "the pool of states leaves no memory for a draft model", is_to_do=True, instead=ANY_NGRAM
     ),
-    Row(SPECULATION, STATES & STORE, "states are stored without drafts", is_to_do=True),
     # ---- of several shapes of K and V
     Row(DRAFT_MODEL, SHAPES, "a draft model shares blocks of one shape only", is_to_do=True, instead=ANY_NGRAM),
 )  # fmt: skip

@@ -52,8 +52,12 @@ logger = logging.getLogger(__name__)
 class Follower(Protocol):
     """What runs after the model in each step."""
 
-    def follow(self, batch: Batch, computed: Computed) -> None:
-        """Compute the tokens of a step. batch: on the host; computed: the same step after the model's forward pass"""
+    def follow(self, batch: Batch, computed: Computed, newest_ids: Tensor) -> None:
+        """Compute the tokens of a step.
+
+        batch: on the host; computed: the same step after the model's forward pass; newest_ids: [num_samples], sampled
+        by the step before, which placeholders of `batch` stand for
+        """
 
 
 class DraftNeeds(NamedTuple):
@@ -212,7 +216,10 @@ class ModelRunner(model_runner.ModelRunner):
         """Copy blocks, and run the model."""
         self.unsampled = None
         self.transfers.before(batch.copies)
+        newest_ids = self.newest_ids
         if is_replayed and self.step_graphs is not None:
+            if self.followers and has_placeholders(batch):
+                newest_ids = newest_ids.clone()  # the graph may write its tokens to the same memory
             token_ids, hidden = self.step_graphs.replay(batch, self.newest_ids)
             computed = Computed(hidden, batch, token_ids)
         else:
@@ -220,7 +227,7 @@ class ModelRunner(model_runner.ModelRunner):
             hidden = self.graphs.replay(sent) if is_replayed and self.graphs is not None else self.forward(sent)
             computed = Computed(hidden, sent)
         for follower in self.followers:
-            follower.follow(batch, computed)
+            follower.follow(batch, computed, newest_ids)
         self.ranks.end_forward()
         self.unsampled = computed
         return computed

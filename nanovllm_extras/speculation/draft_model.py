@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.scheduler import Step
@@ -75,8 +76,9 @@ class DraftModel:
         step = Step([(seq, seq.num_known_tokens - 1, 1) for seq in seqs], count, count, [*seqs], [*range(count)])
         return build_batch(step, self._scheduler.block_manager.block_tables)
 
-    def follow(self, batch: Batch, computed: Computed) -> None:
-        """Compute the tokens of a step of the large model, for their K and V."""
+    def follow(self, batch: Batch, computed: Computed, newest_ids: Tensor) -> None:
+        """Compute the tokens of a step of the large model, for their K and V. Placeholders are tokens of that model."""
+        self.runner.newest_ids = newest_ids
         greedy = SamplingBatch(torch.zeros(len(batch.logits_indices)))  # a graph of whole steps samples, too
         batch = replace(batch, sampling=greedy, copies=[])  # the large model's runner has done them for both
         self.runner.compute_hidden(batch, self.runner.can_replay(batch))
@@ -126,7 +128,7 @@ def find_and_check(runner: ModelRunner, options: Speculation, num_kv_blocks: int
         max_model_len=runner.max_model_len,
         max_num_batched_tokens=runner.max_num_batched_tokens,
         num_kv_blocks=num_kv_blocks,
-        enable_overlap=False,
+        enable_overlap=runner.has_overlap,  # then there are placeholders
         speculative_config=None,
         tensor_parallel_size=1,  # it is whole, on rank 0, which has the scheduler
         nnodes=1,

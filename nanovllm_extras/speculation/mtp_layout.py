@@ -40,7 +40,7 @@ class MtpHead:
         """kv_cache: of the head; pool: with a hidden state in each slot"""
         self._model, self._kv_cache, self._pool = model, kv_cache, pool
 
-    def follow(self, batch: Batch, computed: Computed) -> None:
+    def follow(self, batch: Batch, computed: Computed, newest_ids: Tensor) -> None:
         """Run the head, and keep the model's hidden state of the last token of each chunk."""
         hidden, sent, _ = computed
         metadata: Any = sent.metadata  # a `StateMetadata`

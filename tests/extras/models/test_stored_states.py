@@ -26,6 +26,8 @@ from nanovllm_extras.trace.recording import read_recording
 from tests.extras.kv_store.test_faulty_stores import Forgetful
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, continue_greedily, logprobs_of
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, check_greedy, logprobs, make_llm
+from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
+from tests.extras.speculation.test_mtp import Heads, check_draws, predicting, record_draws
 
 pytest.importorskip("transformers.models.qwen3_5")
 MEMORY = {"kv_offloading_size": 0.01}
@@ -129,6 +131,88 @@ def test_tokens_do_not_depend_on_options(hybrids, options):
         check_greedy(llm, hybrids.prompts(), hybrids.greedy())
         check_greedy(llm, hybrids.prompts()[::-1], hybrids.greedy()[::-1])
         assert store_of(llm).saver.wait(5)
+
+
+# ---- drafts
+
+
+OVERLAP = {"enable_overlap": True}
+DRAFTED = {
+    "plain": {},
+    "overlap": OVERLAP,
+    "swap, overlap": {**OVERLAP, "preemption_mode": "swap", "swap_space_bytes": 100_000},
+    "chunks": {"max_num_batched_tokens": 13, "state_snapshot_interval": 1},
+    "cpu": {"attention_backend": "cpu", "block_size": 16, "num_kv_blocks": 5, "state_snapshot_interval": 1},
+}
+
+
+@pytest.mark.parametrize("share_right", [0.7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_after(DRAFTED, 2))
+def test_tokens_with_drafts_are_those_of_transformers(hybrids, name, share_right):
+    knowing = Knowing(texts_of(hybrids), share_right)
+    options = {**SMALL, **DRAFTED[name], "speculative_config": drafting(knowing)}
+    llm = make_llm(hybrids.make()[0], **options, **MEMORY)
+    stats = serve_each(llm, hybrids)
+    check_loaded(llm, stats)
+    for _ in range(2):
+        check_greedy(llm, hybrids.prompts(), hybrids.greedy())
+        check_greedy(llm, hybrids.prompts()[::-1], hybrids.greedy()[::-1])
+    all_stats = llm.get_stats()
+    assert 0 < all_stats.num_accepted_tokens <= all_stats.num_draft_tokens
+    assert (all_stats.num_accepted_tokens == all_stats.num_draft_tokens) == (share_right == 1)
+    check_all_free(llm)
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(OVERLAP, marks=pytest.mark.slow)], ids=str)
+def test_a_conversation_with_drafts_finds_its_earlier_turns_in_the_store(hybrids, options):
+    """Blocks and snapshots of outputs are saved after the step that verifies their drafts."""
+    folder, model = hybrids.make()
+    prompt, turns = hybrids.prompts()[2], []
+    for turn in range(3):
+        turns.append((prompt, continue_greedily(model, prompt)))
+        prompt = [*prompt, *turns[-1][1][0], turn, 7 * turn]
+    knowing = Knowing([[*prompt, *token_ids] for prompt, (token_ids, _) in turns])
+    options = {**SMALL, "state_snapshot_interval": 1, **options}
+    drafted = make_llm(folder, **options, **MEMORY, speculative_config=drafting(knowing))
+    hits = []
+    for llm in (make_llm(folder, **options, **MEMORY), drafted):
+        hits.append([])
+        for prompt, (token_ids, _) in turns:
+            output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+            assert output.outputs[0].token_ids == token_ids
+            hits[-1].append(output.num_cached_tokens)
+            serve_each(llm, hybrids, order=(5,))  # takes all blocks of the pool
+        assert llm.get_stats().kv_store.num_loaded_states > 2
+    assert hits[0] == hits[1]
+    assert all(hits[1][1:])
+    assert drafted.get_stats().num_accepted_tokens > 0
+
+
+@pytest.mark.slow
+def test_a_loaded_snapshot_has_the_hidden_state_for_the_head(tmp_path):
+    """The head drafts as the reference does after K, V and state of its own were loaded."""
+    heads = Heads(tmp_path)
+    folder, model, head = heads.make()
+    llm = make_llm(folder, **SMALL, **MEMORY, **OVERLAP, speculative_config=predicting())
+    draws = record_draws(llm.engine)
+    check_loaded(llm, serve_each(llm, heads.hybrids))
+    check_draws(model, head, draws)
+    assert llm.get_stats().num_accepted_tokens > 0
+    check_all_free(llm)
+
+
+def test_engines_with_and_without_a_head_share_no_snapshots(tmp_path):
+    tier, heads = MemoryTier(1 << 22), Heads(tmp_path)
+    folder = heads.make(is_trained=False)[0]
+    for config in (None, predicting(), None):
+        llm = make_llm(folder, kv_transfer_config={"kv_connector": tier}, speculative_config=config, **SMALL)
+        stats = serve_each(llm, heads.hybrids, order=(2,))
+        assert stats.num_failed_loads == 0
+    assert stats.num_loaded_states == 1, "the third engine finds what the first one has saved"
+    assert tier.stats.hits == stats.num_loaded_blocks + 1
+
+
+# ---- samples, salts, bytes
 
 
 def test_samples_continue_a_loaded_state(hybrids):

@@ -9,8 +9,10 @@ import random
 import pytest
 
 from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
+from nanovllm_extras.memory.kinds import AllTokens, Window
 from nanovllm_extras.runner_hooks import NO_TOKEN
 from nanovllm_extras.speculation.draft_model import DraftModel
+from tests.extras.models.architectures import MAX_TOKENS, Checkpoints
 from tests.extras.speculation.test_speculation import serve
 from tests.extras.test_full_engine import ids
 from tests.extras.test_overlap import visible
@@ -112,3 +114,49 @@ def test_the_pool_has_room_for_both_models(checkpoints, with_tokenizer):
     of_a_block = sum(caches) // (1 + runner.kv_cache.num_blocks)
     assert (1 << 20) - of_a_block < sum(caches) <= 1 << 20
     assert runner.draft_needs.weight_bytes == sum(weight.nbytes for weight in draft.model.parameters())
+
+
+# ---- a model whose layers all have a window
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 4},
+        {"num_kv_blocks": 24, "block_size": 4, "preemption_mode": "swap", "swap_space_bytes": 1 << 20},
+        pytest.param({"num_kv_blocks": 24, "block_size": 4, "enable_overlap": True}, marks=pytest.mark.slow),
+        pytest.param({"attention_backend": "cpu", "block_size": 16}, marks=pytest.mark.slow),
+        pytest.param({"block_size": 4, "kv_offloading_size": 0.01, "num_kv_blocks": 24}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("draft", ["short window", "no window"])
+def test_a_draft_model_of_a_model_with_windows_only(tmp_path, draft, options):
+    """All blocks are kept for the draft model, which may see more. The first draft model is the model itself."""
+    checkpoints, kind = Checkpoints(tmp_path), ("mistral", "short window")
+    folder = checkpoints.make(*kind)[0]
+    config = {"model": str(checkpoints.make("mistral", draft)[0]), "num_speculative_tokens": 3}
+    params, prompts = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), checkpoints.prompts(*kind)
+    base = {"attention_backend": "torch", "dtype": "float32", "device": "cpu", "max_num_seqs": 4}
+    plain = LLM(folder, **base).generate(prompts, params, use_tqdm=False)
+    expected = [one.outputs[0].token_ids for one in plain]
+    assert [token_ids[:MAX_TOKENS] for token_ids in expected] == checkpoints.greedy(*kind)
+    llm = LLM(folder, speculative_config={**config, "disable_by_batch_size": 4}, **{**base, **options})
+    for order in (1, -1):  # the second time prompts begin with hits
+        outputs = llm.generate(prompts[::order], params, use_tqdm=False)
+        assert [one.outputs[0].token_ids for one in outputs] == expected[::order]
+    stats = llm.get_stats()
+    assert stats.num_draft_tokens > 10
+    assert (stats.num_accepted_tokens == stats.num_draft_tokens) == (draft == "short window")
+    assert stats.prefix_cache_hit_tokens > 0
+    assert (stats.num_preemptions > 0) == ("num_kv_blocks" in options)
+    assert stats.num_window_blocks == 0
+    assert type(llm.engine.scheduler.block_manager.kind) is AllTokens
+
+
+def test_a_model_with_windows_only_gives_blocks_back_without_a_draft_model(tmp_path):
+    folder = Checkpoints(tmp_path).make("mistral", "short window")[0]
+    knowing = {"method": "ngram", "num_speculative_tokens": 2}
+    for config in (None, knowing):
+        llm = LLM(folder, device="cpu", attention_backend="torch", block_size=4, speculative_config=config)
+        assert type(llm.engine.scheduler.block_manager.kind) is Window
