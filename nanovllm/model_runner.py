@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.batch import Batch, largest_batch, to_device
 from nanovllm.config import Config, resolve_device, resolve_dtype
@@ -20,6 +20,7 @@ from nanovllm.layers.attention import BackendError, LoadedModel, TorchAttention
 from nanovllm.loader import allocate, init_dummy_weights, load_weights, read_json
 from nanovllm.models import find_architecture
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.plugins import choose_backends
 from nanovllm.sampler import sample_tokens
 
@@ -99,7 +100,7 @@ class ModelRunner:
 
     def sample(self, hidden: Tensor, batch: Batch) -> Tensor:
         """hidden: [num_samples, hidden_size] -> token ids [num_samples] int64"""
-        logits = self.model.compute_logits(hidden)  # type: ignore[operator]  # [num_samples, vocab_size]
+        logits = self.model.compute_logits(hidden)  # [num_samples, vocab_size]
         return sample_tokens(logits, **vars(batch.sampling), argmax=self.backend.argmax)  # the fields are arguments
 
     # ---- the start
@@ -124,7 +125,7 @@ class ModelRunner:
         """Make the best attention backend."""
         return next(self.make_backends())
 
-    def make_model(self) -> nn.Module:
+    def make_model(self) -> Qwen3ForCausalLM:
         """Make the network on the device, load its weights, and let the backend replace layers by faster ones."""
         with torch.device("meta"):
             model = self.model_class(self.shape, self.backend)

@@ -68,7 +68,7 @@ class LLMEngine(engine.LLMEngine):
     scheduler and block manager decide. ValueError or TypeError if the model cannot be loaded as the config says.
     """
 
-    from_engine_args = LazyMethod("vllm.engine_args")
+    from_engine_args = LazyMethod("vllm.engine_args", of_class=True)
     config: Config
     runner: ModelRunner
     requests: dict[str, Any]

@@ -4,7 +4,7 @@ Calls may interleave: a stream that pauses and another call advance each other's
 """
 
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -84,7 +84,7 @@ class LLM(llm.LLM):
         beam_search, embed = beam_params.beam_search, pooling_params.embed
         get_metrics = vllm_metrics.get_metrics
     else:
-        from_engine_args = LazyMethod("vllm.engine_args")
+        from_engine_args = LazyMethod("vllm.engine_args", of_class=True)
         beam_search = LazyMethod("beam_search.beam_params")
         embed = LazyMethod("embedding.pooling_params")
         get_metrics = LazyMethod("vllm.vllm_metrics")
@@ -115,7 +115,7 @@ class LLM(llm.LLM):
         prompts: Prompt | Collection[Prompt],
         sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
         priority: int | Collection[int] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Like `generate`, but yield each request's output whenever it has grown; `finished` is True on the last.
 
         Each `outputs[i].text` is a prefix of the next one. Closing the iterator early aborts the unfinished requests.
@@ -241,8 +241,8 @@ class LLM(llm.LLM):
         unfinished = set(requests)
         try:
             self._inboxes |= dict.fromkeys(requests, inbox)
-            for request_id, arguments in requests.items():
-                self.engine.add_request(request_id, *arguments, stream=stream)  # type: ignore[misc]
+            for request_id, (prompt, params, rank) in requests.items():
+                self.engine.add_request(request_id, prompt, params, rank, stream)
             while unfinished:
                 while not inbox:
                     self._step(unfinished)

@@ -21,6 +21,7 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import resolve_device
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.layers.attention import Attention, TorchAttention
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.alone import Alone, Whole
@@ -283,7 +284,7 @@ class ModelRunner(model_runner.ModelRunner):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]"""
         with self.ranks.logits(hidden):
-            return self.model.compute_logits(hidden)  # type: ignore[operator]
+            return self.model.compute_logits(hidden)
 
     # ---- the start
 
@@ -312,9 +313,9 @@ class ModelRunner(model_runner.ModelRunner):
 
         return begin(self, kind)
 
-    def make_model(self) -> nn.Module:
+    def make_model(self) -> Qwen3ForCausalLM:
         """Load the network, and keep its weights in fewer bits if the option `quantization` asks for that."""
-        model: nn.Module = self.part.load_network(self)
+        model = self.part.load_network(self)
         if self.config.quantization is not None:
             from nanovllm_extras.quantization.quantise import quantise
 
@@ -331,7 +332,7 @@ class ModelRunner(model_runner.ModelRunner):
         """What the network is made with: the attention backend, or one for each shape of K and V (`kv_groups/`)."""
         return self.layout.backend_of_layers(self.backends)
 
-    def load_network(self) -> nn.Module:
+    def load_network(self) -> Qwen3ForCausalLM:
         """Return the whole network on the device, with its weights."""
         config, load = self.config, load_model
         if self.shape.quantization_config is not None or config.load_format == "gguf":

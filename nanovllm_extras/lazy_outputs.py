@@ -5,7 +5,7 @@ core's with more fields; names are vLLM's.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import Field, InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanovllm import outputs
@@ -23,6 +23,7 @@ class LazyRecord:
     The value of the field must not depend on anything that changes later.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     _lazy_field: ClassVar[str]
     _recipe: tuple[Any, ...]
 
@@ -39,7 +40,7 @@ class LazyRecord:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all fields, including the lazy one, for copies and pickles."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 @dataclass

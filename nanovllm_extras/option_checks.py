@@ -9,23 +9,30 @@ from dataclasses import fields
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeVar
 
-Record = TypeVar("Record")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
 
 
 class LazyMethod:
-    """A method that is imported when it is used: `embed = LazyMethod("embedding.pooling_params")`."""
+    """A method that is imported when it is used: `embed = LazyMethod("embedding.pooling_params")`.
 
-    def __init__(self, module: str) -> None:
-        self.module = module
+    of_class: the method gets the class, as with `classmethod`.
+    """
+
+    def __init__(self, module: str, of_class: bool = False) -> None:
+        self.module, self.of_class = module, of_class
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
         method = getattr(import_module(f"nanovllm_extras.{self.module}"), self.name)
-        return method.__get__(instance, owner)
+        return MethodType(method, owner) if self.of_class else method.__get__(instance, owner)
 
 
 def check_in(name: str, value: Any, module: str) -> None:
@@ -77,7 +84,7 @@ def takes_vllm_options(kind: str) -> Callable[[type[Record]], type[Record]]:
 
     def decorate(cls: type[Record]) -> type[Record]:
         own_init = cls.__init__
-        names = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
+        names = tuple(field.name for field in fields(cls))
 
         @wraps(own_init)
         def __init__(self: Record, *args: Any, **options: Any) -> None:

@@ -24,8 +24,10 @@ def say(text: object = "", file: IO[str] | None = None) -> None:
 def escape_unprintable() -> None:
     """Print escape sequences for characters that the encoding of the output lacks, instead of raising an exception."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, ValueError, OSError):  # None, or not a stream of text with an encoding
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        reconfigure = getattr(stream, "reconfigure", None)  # None: no stream, or not a stream of text with an encoding
+        if reconfigure is not None:
+            with suppress(ValueError, OSError):
+                reconfigure(errors="backslashreplace")
 
 
 def flush_output() -> OSError | None:
@@ -46,8 +48,10 @@ def flush_output() -> OSError | None:
 
 def discard_output(stream: IO[str] | None) -> None:
     """Discard what is left of a stream, and all that is printed to it from now on."""
+    if stream is None:
+        return
     with suppress(AttributeError, OSError, ValueError):  # a stream without a file
-        number = stream.fileno()  # type: ignore[union-attr]
+        number = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, number)
         os.close(null)

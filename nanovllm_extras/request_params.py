@@ -91,7 +91,7 @@ class SamplingParams(sampling_params.SamplingParams):
     if TYPE_CHECKING:
         from_optional: ClassVar[Callable[..., "SamplingParams"]]
     else:
-        from_optional = LazyMethod("vllm.request_fields")
+        from_optional = LazyMethod("vllm.request_fields", of_class=True)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FIELD_CHECKS:

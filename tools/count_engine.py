@@ -47,7 +47,7 @@ PARTS = {  # the classes of the core that an engine is made of -> the module tha
 NOT_THE_ENGINE = {  # every other file of nanovllm_extras composes the engine
     "programs that use an engine, and their clients": (
         *("serve/", "terminal/", "trace/", "bench/", "cli/"),
-        *("__main__.py", "commands.py", "argument_types.py", "printing.py", "event_stream.py"),
+        *("__main__.py", "commands.py", "argument_types.py", "printing.py", "event_loop.py", "event_stream.py"),
     ),
     "networks, weights, and code that computes": (
         *("models/", "weights/", "quantization/", "kernels/", "self_check/", "assets/"),

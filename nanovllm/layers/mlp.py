@@ -20,7 +20,7 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_up_proj = FusedLinear(hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size})
-        self.activation = SiluAndMul()
+        self.activation: nn.Module = SiluAndMul()
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ class Qwen3Attention(nn.Module):
         kv_size = config.num_key_value_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, config.attention_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm: nn.Module = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm: nn.Module = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.rotate = ApplyRotary()
         self.attention = Attention(backend)
         self.o_proj = Linear(q_size, config.hidden_size, config.attention_bias)

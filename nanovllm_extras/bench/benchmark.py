@@ -18,13 +18,9 @@ from nanovllm_extras.bench.plot import plot
 from nanovllm_extras.bench.report import Options, print_report, summarize
 from nanovllm_extras.bench.results import Result, read_result
 from nanovllm_extras.bench.workloads import Work, make_prefix_repetition, make_random
+from nanovllm_extras.event_loop import run
 from nanovllm_extras.machine_limits import allow_open_files
 from nanovllm_extras.printing import say
-
-try:  # a streamed chunk costs a quarter less than in asyncio's event loop
-    from uvloop import run
-except ImportError:
-    from asyncio import run  # type: ignore[assignment]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,6 +7,8 @@ The forward passes are those of the core's Qwen3, except that each layer may hav
 the checkpoint.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
@@ -17,11 +19,12 @@ from nanovllm_extras.layer_inputs import metadata_of
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.rope import Rope, ScaledRotary
 
+LayerClass = Callable[..., nn.Module]
+"""Makes a layer: `layer_class(config, backend, number of the layer)`."""
+
 
 class DecoderModel(Qwen3Model):
-    """`layer_class` is called as `layer_class(config, backend, number of the layer)`."""
-
-    def __init__(self, config: NetworkConfig, backend: TorchAttention, layer_class: type[nn.Module]) -> None:
+    def __init__(self, config: NetworkConfig, backend: TorchAttention, layer_class: LayerClass) -> None:
         nn.Module.__init__(self)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         rope = config.rope or Rope(config.rope_theta)
@@ -40,7 +43,7 @@ class DecoderModel(Qwen3Model):
 class CausalLM(Qwen3ForCausalLM):
     """A network. A subclass names its layer, and has a static method `read_config`."""
 
-    layer_class: type[nn.Module]
+    layer_class: LayerClass
     model_class: type[DecoderModel] = DecoderModel
     is_length_scaled = False
     """Whether max_position_embeddings of config.json is the length after `rope_scaling`, whatever its type."""

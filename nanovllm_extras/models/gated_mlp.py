@@ -26,5 +26,5 @@ class GatedMLP(mlp.GatedMLP):
         nn.Module.__init__(self)
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = FusedLinear(hidden_size, parts, bias)
-        self.activation = GATES[activation]()  # type: ignore[assignment]
+        self.activation = GATES[activation]()
         self.down_proj = Linear(intermediate_size, hidden_size, bias)

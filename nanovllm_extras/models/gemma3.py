@@ -20,7 +20,7 @@ from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.config import refuse
 from nanovllm_extras.layer_inputs import metadata_of
-from nanovllm_extras.models.decoder import CausalLM, DecoderModel
+from nanovllm_extras.models.decoder import CausalLM, DecoderModel, LayerClass
 from nanovllm_extras.models.gated_mlp import GATES, GatedMLP
 from nanovllm_extras.models.llama import LlamaAttention
 from nanovllm_extras.models.network_config import NetworkConfig
@@ -146,7 +146,7 @@ class Gemma3DecoderLayer(nn.Module):
 
 
 class Gemma3Model(DecoderModel):
-    def __init__(self, config: Gemma3Config, backend: TorchAttention, layer_class: type[nn.Module]) -> None:
+    def __init__(self, config: Gemma3Config, backend: TorchAttention, layer_class: LayerClass) -> None:
         super().__init__(config, backend, layer_class)
         self.embed_scale = math.sqrt(config.hidden_size)
         self.local_rotary = ScaledRotary(config.head_dim, config.local_rope, config.max_position_embeddings)
@@ -163,14 +163,12 @@ class Gemma3Model(DecoderModel):
         return self.norm(x)  # [num_tokens, hidden_size]
 
 
-class Gemma3ForCausalLM(CausalLM):
-    read_config = staticmethod(read_gemma3_config)
-    override_positions = staticmethod(override_ropes)
-    layer_class = Gemma3DecoderLayer
-    model_class = Gemma3Model
+class SoftCappedLM(CausalLM):
+    """A network whose logits may be bounded, as those of Gemma 3 and 4."""
+
     is_length_scaled = True
 
-    def __init__(self, config: Gemma3Config, backend: TorchAttention) -> None:
+    def __init__(self, config: Any, backend: Any) -> None:
         super().__init__(config, backend)
         self.softcap = config.final_logit_softcapping
 
@@ -178,3 +176,10 @@ class Gemma3ForCausalLM(CausalLM):
         """Compute logits: [num_rows, hidden_size] -> [num_rows, vocab_size], bounded by the softcap if there is one"""
         logits = super().compute_logits(hidden)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+class Gemma3ForCausalLM(SoftCappedLM):
+    read_config = staticmethod(read_gemma3_config)
+    override_positions = staticmethod(override_ropes)
+    layer_class = Gemma3DecoderLayer
+    model_class = Gemma3Model

@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.linear import Embedding, Linear
 from nanovllm_extras.layer_inputs import metadata_of
-from nanovllm_extras.models.decoder import DecoderModel
-from nanovllm_extras.models.gemma3 import Gemma3ForCausalLM
+from nanovllm_extras.models.decoder import DecoderModel, LayerClass
+from nanovllm_extras.models.gemma3 import SoftCappedLM
 from nanovllm_extras.models.gemma4_config import Gemma4Config, override_ropes, read_gemma4_config
 from nanovllm_extras.models.gemma4_layers import Gemma4DecoderLayer
 from nanovllm_extras.models.gemma4_moe import Gemma4MoeDecoderLayer, split_experts
@@ -49,7 +49,7 @@ def make_layer(config: Gemma4Config, backends: tuple[Any, ...], layer: int) -> G
 class Gemma4Model(DecoderModel):
     local_rotary: ScaledRotary  # of layers with a window, if there are any
 
-    def __init__(self, config: Gemma4Config, backend: Any, layer_class: type[nn.Module]) -> None:
+    def __init__(self, config: Gemma4Config, backend: Any, layer_class: LayerClass) -> None:
         super().__init__(config, backend, layer_class)
         self.layer_types, self.kv_places = config.layer_types, config.kv_places
         self.hidden_size, self.size = config.hidden_size, config.hidden_size_per_layer_input
@@ -87,11 +87,11 @@ class Gemma4Model(DecoderModel):
         return both.transpose(0, 1).contiguous()
 
 
-class Gemma4ForCausalLM(Gemma3ForCausalLM):  # which has the soft-cap on logits
-    read_config = staticmethod(read_gemma4_config)  # type: ignore[assignment]
+class Gemma4ForCausalLM(SoftCappedLM):
+    read_config = staticmethod(read_gemma4_config)
     override_positions = staticmethod(override_ropes)
-    layer_class = staticmethod(make_layer)  # type: ignore[assignment]
-    model_class = Gemma4Model  # type: ignore[assignment]
+    layer_class = staticmethod(make_layer)
+    model_class = Gemma4Model
 
     def __init__(self, config: Any, backend: Any) -> None:
         super().__init__(config, backend)

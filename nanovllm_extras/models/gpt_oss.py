@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nanovllm.checks import check_number
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.norm import RMSNorm
-from nanovllm_extras.models.decoder import CausalLM, DecoderModel
+from nanovllm_extras.models.decoder import CausalLM, DecoderModel, LayerClass
 from nanovllm_extras.models.gated_mlp import GatedMLP
 from nanovllm_extras.models.llama import LlamaAttention
 from nanovllm_extras.models.masking import SinkAttention
@@ -87,7 +87,7 @@ class ClampedSwiGLU(nn.Module):
 class GptOssExpert(GatedMLP):
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__(config.hidden_size, config.moe_intermediate_size, bias=True)
-        self.activation = ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)  # type: ignore[assignment]
+        self.activation = ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)
 
 
 class GptOssBlock(nn.Module):
@@ -116,7 +116,7 @@ class GptOssDecoderLayer(nn.Module):
 
 
 class GptOssModel(DecoderModel):
-    def __init__(self, config: GptOssConfig, backend: TorchAttention, layer_class: type[nn.Module]) -> None:
+    def __init__(self, config: GptOssConfig, backend: TorchAttention, layer_class: LayerClass) -> None:
         super().__init__(config, backend, layer_class)
         self.norm = OnceRoundedRMSNorm(config.hidden_size, config.rms_norm_eps)
 

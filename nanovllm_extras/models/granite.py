@@ -8,12 +8,12 @@ Attention multiplies its scores by a fourth factor instead of 1 / sqrt(head_dim)
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.checks import check_bool, check_number
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm_extras.layer_inputs import metadata_of
-from nanovllm_extras.models.decoder import CausalLM, DecoderModel
+from nanovllm_extras.models.decoder import CausalLM, DecoderModel, LayerClass
 from nanovllm_extras.models.llama import LlamaDecoderLayer
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
@@ -55,7 +55,7 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
 
 
 class GraniteModel(DecoderModel):
-    def __init__(self, config: GraniteConfig, backend: TorchAttention, layer_class: type[nn.Module]) -> None:
+    def __init__(self, config: GraniteConfig, backend: TorchAttention, layer_class: LayerClass) -> None:
         super().__init__(config, backend, layer_class)
         self.embedding_multiplier = config.embedding_multiplier
 

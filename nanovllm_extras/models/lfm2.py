@@ -23,7 +23,7 @@ from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.config import refuse
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
-from nanovllm_extras.models.decoder import CausalLM, DecoderModel
+from nanovllm_extras.models.decoder import CausalLM, DecoderModel, LayerClass
 from nanovllm_extras.models.gated_delta import CausalConv, groups_of, read_states
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, refuse_partial_rotary
@@ -158,7 +158,7 @@ def make_layer(config: Lfm2Config, backend: TorchAttention, layer: int) -> nn.Mo
 
 
 class Lfm2Model(DecoderModel):
-    def __init__(self, config: Lfm2Config, backend: TorchAttention, layer_class: Any) -> None:
+    def __init__(self, config: Lfm2Config, backend: TorchAttention, layer_class: LayerClass) -> None:
         super().__init__(config, backend, layer_class)
         self.types = config.layer_types
         self.places = [config.layer_types[:i].count(kind) for i, kind in enumerate(config.layer_types)]
@@ -175,7 +175,7 @@ class Lfm2Model(DecoderModel):
 
 class Lfm2ForCausalLM(CausalLM):
     read_config = staticmethod(read_lfm2_config)
-    layer_class = staticmethod(make_layer)  # type: ignore[assignment]
+    layer_class = staticmethod(make_layer)
     model_class = Lfm2Model
 
     def rename_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

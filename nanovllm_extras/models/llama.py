@@ -48,7 +48,7 @@ class LlamaAttention(Qwen3Attention):
     def __init__(self, config: NetworkConfig, backend: TorchAttention, layer: int) -> None:
         super().__init__(config, backend)
         self.rotary_dim = config.rotary_dim or config.head_dim
-        self.q_norm = self.k_norm = nn.Identity()  # type: ignore[assignment]
+        self.q_norm = self.k_norm = nn.Identity()
         self.qkv_proj = FusedLinear(config.hidden_size, self.qkv_proj.parts, bias=config.qkv_bias)
         self.attention = make_attention(backend, config.options(layer))
         self.o_proj = Linear(self.o_proj.weight.shape[1], config.hidden_size, bias=config.o_bias)

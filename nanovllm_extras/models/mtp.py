@@ -27,9 +27,7 @@ from nanovllm_extras.states.pool import StateCaches
 class HeadAttention(TorchAttention):
     """PyTorch's attention, in which only position 0 itself sees position 0."""
 
-    def attend(
-        self, q: Tensor, layer_cache: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
+    def attend(self, q: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         return super().attend(q, layer_cache, metadata, attend_without_first)
 
 

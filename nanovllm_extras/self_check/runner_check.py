@@ -179,7 +179,7 @@ class SelfCheck(Unchecked):
         vocab_size, generator = self.runner.shape.vocab_size, torch.Generator().manual_seed(0)
         drawn = torch.randint(vocab_size, (NUM_USED - 1,), generator=generator).tolist()
         used, model = sorted({*drawn, vocab_size - 1}), self.runner.model
-        return [self.expect_group(chosen, used) for chosen in choose_layers(model.model.layers)]  # type: ignore
+        return [self.expect_group(chosen, used) for chosen in choose_layers(model.model.layers)]
 
     @torch.inference_mode()
     def expect_group(self, chosen: list[int], used: list[int]) -> Callable[[], None]:

@@ -6,7 +6,7 @@ and `http_request_duration_seconds`. Here, `status` is the exact status, so that
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -28,14 +28,14 @@ class HTTPCounts:
     def __init__(self) -> None:
         self.num_requests: Counter[tuple[str, str, int]] = Counter()  # by handler, method and status
         self._buckets: dict[tuple[str, str], list[int]] = {}  # by handler and method: number up to each of BOUNDS
-        self._seconds: Counter[tuple[str, str]] = Counter()
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def note(self, handler: str, method: str, status: int, seconds: float) -> None:
         """Count a request that has been answered."""
         self.num_requests[handler, method, status] += 1
         buckets = self._buckets.setdefault((handler, method), [0] * (len(BOUNDS) + 1))
         buckets[bisect_left(BOUNDS, seconds)] += 1
-        self._seconds[handler, method] += seconds  # type: ignore[assignment]
+        self._seconds[handler, method] += seconds
 
     def families(self) -> Iterator[Family]:
         """Yield the metrics."""

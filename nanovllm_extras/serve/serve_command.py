@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from nanovllm_extras.event_loop import run
 from nanovllm_extras.full_engine import LLMEngine
 from nanovllm_extras.machine_limits import allow_open_files
 from nanovllm_extras.printing import say
@@ -27,11 +28,6 @@ from nanovllm_extras.serve.state import ServerOptions
 from nanovllm_extras.serve.ui import LiveLines
 from nanovllm_extras.trace.recording import Sinks, TraceFile
 from nanovllm_extras.vllm.engine_args import EngineArgs
-
-try:  # a streamed chunk costs a quarter less than in asyncio's event loop
-    from uvloop import run
-except ImportError:
-    from asyncio import run  # type: ignore[assignment]
 
 
 def main(arguments: list[str]) -> int:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -46,7 +46,7 @@ class Answerer(Protocol):
 
     name: str
 
-    def answer(self, messages: list[Message]) -> Iterator[Answer]:
+    def answer(self, messages: list[Message]) -> Generator[Answer, None, None]:
         """Yield the answer while it grows. Raises AnswerError."""
 
     def describe(self) -> dict[str, str]:
@@ -72,7 +72,7 @@ class LocalAnswerer:
         needed = sampling_fields(reasoning_parser, self._llm.get_tokenizer())
         self._params = dataclasses.replace(default, **{"max_tokens": None, **needed, **sampling})
 
-    def answer(self, messages: list[Message]) -> Iterator[Answer]:
+    def answer(self, messages: list[Message]) -> Generator[Answer, None, None]:
         start = time.perf_counter()
         try:
             prompts: Any = self._llm.render_chat([without_reasoning(one) for one in messages])
@@ -80,7 +80,7 @@ class LocalAnswerer:
         except ValueError as error:  # for example, the conversation is too long
             raise AnswerError(str(error)) from error
         reader, ttft = ReasoningReader(self._parser, self._llm.get_tokenizer(), prompts[0]), None
-        with contextlib.closing(stream):  # type: ignore[type-var]  # a generator
+        with contextlib.closing(stream):
             for output in stream:
                 duration = time.perf_counter() - start
                 ttft = ttft or duration
@@ -118,7 +118,7 @@ class ServerAnswerer:
         self._sampling = sampling
         self.name = model or self._first_model()
 
-    def answer(self, messages: list[Message]) -> Iterator[Answer]:
+    def answer(self, messages: list[Message]) -> Generator[Answer, None, None]:
         sent = [without_reasoning(one) for one in messages]
         body = {"model": self.name, "messages": sent, **self._sampling}
         body |= {"stream": True, "stream_options": {"include_usage": True}}

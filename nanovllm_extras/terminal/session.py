@@ -1,7 +1,7 @@
 """Handle the typed lines of a chat: a line that begins with a slash is a command, any other line is a question."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Protocol
 
 from nanovllm_extras.terminal.answerers import Answer, Answerer, AnswerError
@@ -74,9 +74,9 @@ class Session:
         """Show the answer while it grows. Ctrl-C stops it; the conversation keeps the part that was shown."""
         last = Answer("", None)
 
-        def texts() -> Iterator[str]:
+        def texts() -> Generator[str, None, None]:
             nonlocal last
-            with contextlib.closing(self._answerer.answer(self.conversation.ask(question))) as answers:  # type: ignore[type-var]
+            with contextlib.closing(self._answerer.answer(self.conversation.ask(question))) as answers:
                 for last in answers:
                     yield last.text
 
@@ -84,7 +84,7 @@ class Session:
         try:
             self._screen.show(growing)
         except KeyboardInterrupt:
-            growing.close()  # type: ignore[attr-defined]  # a generator: closing it aborts the request now
+            growing.close()  # this aborts the request now
             self._screen.note("interrupted")
         except AnswerError as error:
             self._screen.warn(str(error))

@@ -19,8 +19,8 @@ def describe_params(params: Any) -> dict[str, Any]:
     for one in fields(params):
         value = getattr(params, one.name)
         if one.name in LIMITS or value != one.default:
-            if is_dataclass(value):
-                value = {name: part for name, part in asdict(value).items() if part is not None}  # type: ignore[arg-type]
+            if is_dataclass(value) and not isinstance(value, type):
+                value = {name: part for name, part in asdict(value).items() if part is not None}
             if is_plain_json(value):
                 described[one.name] = value
     return described

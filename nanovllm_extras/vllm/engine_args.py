@@ -78,7 +78,6 @@ class AsyncEngineArgs(EngineArgs):
     """The options of an `AsyncLLM`."""
 
 
-@classmethod  # type: ignore[misc]
 def from_engine_args(cls: Any, engine_args: EngineArgs) -> Any:
     """Create an `LLM` or an `LLMEngine`. This is a class method of both."""
     if issubclass(cls, LLMEngine):

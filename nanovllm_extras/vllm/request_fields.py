@@ -7,7 +7,6 @@ from typing import Any
 from nanovllm_extras.request_params import SamplingParams
 
 
-@classmethod  # type: ignore[misc]
 def from_optional(cls: type[SamplingParams], **values: Any) -> SamplingParams:
     """Create `SamplingParams` from the fields of a request's body.
 

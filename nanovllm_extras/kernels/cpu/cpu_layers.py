@@ -179,14 +179,14 @@ class CpuRotary(nn.Module):
         return on_one_thread(self.rotary, *arguments)
 
 
-class CpuApplyRotary(nn.Module):
+class CpuApplyRotary(ApplyRotary):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.library = load_library(dtype)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         if cos.shape[-1] % LANES:
-            return ApplyRotary.forward(self, x, cos, sin)  # type: ignore[arg-type]
+            return super().forward(x, cos, sin)
         return norm_and_rotate(self.library, x, None, cos, sin)
 
 
