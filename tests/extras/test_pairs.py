@@ -333,7 +333,9 @@ def test_tokens_are_those_without_the_features(models, quick_ranks, tmp_path, ro
             for name, (prompt, params) in requests.items():
                 checker.check(name, prompt, params, outputs[name])
             check_explained(row, requests, outputs, engine.get_stats())
-        assert checker.num_others <= checker.num_samples / 4
+        # a rank rounds the activations of its own inputs in groups, and has fewer inputs than a group
+        has_own_groups = row["ranks"] == "2" and row["weights"] != "plain"
+        assert checker.num_others <= checker.num_samples * (0.75 if has_own_groups else 0.25)
         stats = engine.get_stats()
         assert stats.num_free_blocks == stats.num_kv_blocks
         check_acted(row, engine, stats, late, num_steps, quick_ranks)
@@ -412,6 +414,8 @@ def check_acted(row, engine, stats, late, num_steps, ranks):
         "K and V": "int8" if any("Int8" in type(one).__name__ for one in runner.backends) else "plain",
         "ranks": str(1 + len(ranks)),
     }
+    if row["speculation"] != "none":  # no step is launched ahead while a sequence could get drafts
+        del acted["overlap"]
     assert acted == {factor: row[factor] for factor in acted}
     if tiers:
         assert {name: one.loaded_bytes > 0 for name, one in store.tiers.items()} == dict.fromkeys(tiers, True)
