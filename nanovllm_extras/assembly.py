@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from nanovllm.block_manager import BlockManager as CoreBlockManager
 from nanovllm.config import DTYPES, resolve_dtype
@@ -19,9 +19,7 @@ from nanovllm_extras.compatibility import check_combinations
 from nanovllm_extras.full_observer import Observer, SchedulingStats
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.layouts import Layout
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_engine import Parts
+from nanovllm_extras.parts import Parts
 
 
 def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
@@ -109,7 +107,7 @@ def with_own_cache_dtype(config: Config, checkpoint_dtype: str) -> Config:
     return replace(config, kv_cache_dtype="auto")
 
 
-def make_block_manager(parts: "Parts", observer: Observer) -> CoreBlockManager:
+def make_block_manager(parts: Parts, observer: Observer) -> CoreBlockManager:
     """Return the core's block manager, unless the model or an option needs more."""
     config, sizes = parts.config, (parts.num_kv_blocks, parts.block_size)
     if not needs_full_scheduler(parts):
@@ -148,7 +146,7 @@ def make_block_manager(parts: "Parts", observer: Observer) -> CoreBlockManager:
     return BlockManager(*sizes, config.enable_prefix_caching, observer, **held)
 
 
-def needs_full_scheduler(parts: "Parts") -> bool:
+def needs_full_scheduler(parts: Parts) -> bool:
     """Return whether the core's scheduler and block manager lack what the model or an option needs."""
     config, shape, runner = parts.config, parts.model_config, cast(Any, parts.runner)
     return any(
@@ -166,7 +164,7 @@ def needs_full_scheduler(parts: "Parts") -> bool:
     )
 
 
-def make_scheduler(parts: "Parts", blocks: CoreBlockManager, requests: Mapping[str, Any]) -> CoreScheduler:
+def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str, Any]) -> CoreScheduler:
     """Return an empty scheduler: the core's, if `blocks` is the core's. requests: the engine's"""
     config = parts.config
     sizes = (config.max_num_seqs, parts.max_num_batched_tokens, parts.max_model_len)

@@ -7,7 +7,7 @@ changes. Called by `LLM`, and by `LLMEngine` when requests are added.
 import time
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nanovllm import sampling_params
 from nanovllm.checks import checks_of
@@ -15,16 +15,14 @@ from nanovllm.request import Prompt, check_prompt_len, encode_prompt, make_seed
 from nanovllm_extras.full_detokenizer import TokenDecoder
 from nanovllm_extras.full_request import Completion, Request
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.parts import Parts
 from nanovllm_extras.request_params import RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_engine import Parts
 
 
 class OtherParams(Protocol):
     """What other kinds of request ask for, such as an embedding. They bring their own class of request."""
 
-    def checked(self, parts: "Parts") -> "OtherParams":
+    def checked(self, parts: Parts) -> "OtherParams":
         """Return a copy, checked again. Raises ValueError for what this engine can never serve."""
 
     def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> Request: ...
@@ -47,7 +45,7 @@ class InputProcessor:
     `capacity`: tokens that one sequence can have in the cache when no other has any.
     """
 
-    def __init__(self, parts: "Parts", capacity: int) -> None:
+    def __init__(self, parts: Parts, capacity: int) -> None:
         self.parts = parts
         self.capacity = capacity
         self.vocab_size = parts.model_config.vocab_size

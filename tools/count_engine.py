@@ -57,7 +57,7 @@ NOT_THE_ENGINE = {  # every other file of nanovllm_extras composes the engine
     "what a request may contain or ask for": (
         *("structured/", "sampling/", "answer_parts/", "beam_search/", "embedding/", "vllm/"),
         *("request_params.py", "token_limits.py", "stop_options.py", "special_tokens.py", "surrogates.py"),
-        *("prompt_forms.py", "prompt_truncation.py", "prompt_logprobs.py", "chat_options.py"),
+        *("llm_methods.py", "prompt_forms.py", "prompt_truncation.py", "prompt_logprobs.py", "chat_options.py"),
         *("logits.py", "logits_processors.py", "logprobs.py"),
     ),
     "the machine and the process": ("machine_limits.py", "torch_defaults.py", "dead.py", "forks.py"),

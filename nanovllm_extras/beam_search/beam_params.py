@@ -2,18 +2,16 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.request import Prompt
 from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput
+from nanovllm_extras.full_request import Request
+from nanovllm_extras.input_processor import InputProcessor
+from nanovllm_extras.llm_methods import CallsEngine
 from nanovllm_extras.option_checks import takes_vllm_options, translate_options
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_engine import Parts
-    from nanovllm_extras.full_llm import LLM
-    from nanovllm_extras.full_request import Request
-    from nanovllm_extras.input_processor import InputProcessor
+from nanovllm_extras.parts import Parts
 
 
 @takes_vllm_options("beam search")
@@ -36,7 +34,7 @@ class BeamSearchParams:
         check_bool("ignore_eos", self.ignore_eos)
         check_number("length_penalty", self.length_penalty, -100, 100)
 
-    def checked(self, parts: "Parts") -> "BeamSearchParams":
+    def checked(self, parts: Parts) -> "BeamSearchParams":
         """Return checked parameters. Raises ValueError if this engine cannot serve `beam_width` beams."""
         # each step ranks this many continuations of a beam, so the vocabulary must have as many tokens
         candidates_per_beam = max(2, 1 + len(parts.eos_token_ids))
@@ -48,14 +46,14 @@ class BeamSearchParams:
             )
         return self
 
-    def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> "Request":
+    def make_request(self, processor: InputProcessor, request_id: str, prompt: Prompt, priority: int) -> Request:
         from nanovllm_extras.beam_search.search import make_beam_search
 
         return make_beam_search(processor, request_id, prompt, self, priority)
 
 
 def beam_search(
-    self: "LLM",
+    self: CallsEngine,
     prompts: Prompt | Collection[Prompt],
     params: BeamSearchParams,
     use_tqdm: bool = False,

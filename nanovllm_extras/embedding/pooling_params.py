@@ -3,18 +3,16 @@
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.checks import check_bool, check_choice
 from nanovllm.request import Prompt
 from nanovllm_extras.embedding.embedding_outputs import EmbeddingRequestOutput
+from nanovllm_extras.full_request import Request
+from nanovllm_extras.input_processor import InputProcessor
+from nanovllm_extras.llm_methods import CallsEngine
 from nanovllm_extras.option_checks import takes_vllm_options, translate_options
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_engine import Parts
-    from nanovllm_extras.full_llm import LLM
-    from nanovllm_extras.full_request import Request
-    from nanovllm_extras.input_processor import InputProcessor
+from nanovllm_extras.parts import Parts
 
 POOLINGS = ("last", "mean")
 
@@ -33,13 +31,13 @@ class PoolingParams:
         check_choice("pooling", self.pooling, POOLINGS)
         check_bool("normalize", self.normalize)
 
-    def checked(self, parts: "Parts") -> "PoolingParams":
+    def checked(self, parts: Parts) -> "PoolingParams":
         """Return an equal object, checked again, because fields may have been assigned."""
         checked = copy.copy(self)
         checked.__post_init__()
         return checked
 
-    def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> "Request":
+    def make_request(self, processor: InputProcessor, request_id: str, prompt: Prompt, priority: int) -> Request:
         from nanovllm_extras.embedding.embedding_request import EmbeddingRequest
 
         text, token_ids = processor.encode(prompt)
@@ -47,7 +45,7 @@ class PoolingParams:
 
 
 def embed(
-    self: "LLM",
+    self: CallsEngine,
     prompts: Prompt | Collection[Prompt],
     pooling_params: PoolingParams | Collection[PoolingParams] | None = None,
     use_tqdm: bool | Callable[..., Any] = True,

@@ -7,21 +7,19 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from nanovllm.batch import build_batch
 from nanovllm.block_tables import BlockTables
 from nanovllm.scheduler import Chunk, Step
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.parts import Parts
 from nanovllm_extras.records import Moves
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.scheduling.drafter import Drafter, Proposer
 from nanovllm_extras.speculation.ngram import NGrams
 from nanovllm_extras.speculation.speculation_options import MAX_DRAFTED_ROWS, Speculation, read_options
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_engine import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ class Ready(NamedTuple):
     max_rows: int
 
 
-def make_drafter(parts: "Parts", requests: Mapping[str, Any]) -> Drafter:
+def make_drafter(parts: Parts, requests: Mapping[str, Any]) -> Drafter:
     """Return who decides on drafts for a new scheduler. requests: the engine's"""
     keeper: Any = parts.runner
     ready: Ready | None = getattr(keeper, "speculation", None)
@@ -56,7 +54,7 @@ def make_drafter(parts: "Parts", requests: Mapping[str, Any]) -> Drafter:
     )
 
 
-def get_ready(parts: "Parts") -> Ready:
+def get_ready(parts: Parts) -> Ready:
     assert parts.config.speculative_config is not None
     options = read_options(parts.config.speculative_config)
     proposer = make_proposer(parts, options)  # first: what a draft model computes along is part of a step
@@ -70,7 +68,7 @@ def get_ready(parts: "Parts") -> Ready:
     return Ready(options, proposer, max_rows)
 
 
-def make_proposer(parts: "Parts", options: Speculation) -> Proposer:
+def make_proposer(parts: Parts, options: Speculation) -> Proposer:
     if options.method == "ngram":
         return NGrams(*options.lookup)
     if options.method == "draft_model":

@@ -9,13 +9,10 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from nanovllm_extras.engine_stats import EngineStats
+from nanovllm_extras.llm_methods import HasStats
 from nanovllm_extras.observations import LADDER, Observations
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_llm import LLM
 
 # upper bounds of the buckets, in seconds or tokens. They have at most two digits, because they must be in `LADDER`
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -190,6 +187,6 @@ def store_metrics(stats: EngineStats) -> list[Metric]:
     return metrics
 
 
-def get_metrics(self: "LLM") -> list[Metric]:
+def get_metrics(self: HasStats) -> list[Metric]:
     """Return counters, gauges and histograms, with vLLM's names and the prefix `nanovllm:`. A method of `LLM`."""
     return make_metrics(self.engine.get_stats(), self.engine.observed)

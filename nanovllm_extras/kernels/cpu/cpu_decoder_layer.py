@@ -6,19 +6,16 @@ the time of Python between 17 operations, in each of 28 layers (Qwen3-0.6B). `Cp
 """
 
 from ctypes import Structure, byref, c_float, c_long, c_void_p, cast
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.kernels.cpu.cpu_layers import CpuGate, CpuLinear, CpuRMSNorm
-from nanovllm_extras.kernels.cpu.library import LANES, load_library, masking
+from nanovllm_extras.kernels.cpu.library import LANES, Library, load_library, masking
 from nanovllm_extras.kernels.dense_layers import DenseParts, dense_parts
 from nanovllm_extras.models.masking import PLAIN
-
-if TYPE_CHECKING:
-    from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention  # it imports this file
 
 
 class Layer(Structure):
@@ -55,10 +52,23 @@ class Ranks(Protocol):
         """Raise CommunicationError if a C function returned a non-zero `status`."""
 
 
+class AttentionInC(Protocol):
+    """What a decoder layer reads of `CpuAttention`, whose file imports this one."""
+
+    cache_library: Library
+    """Writes and reads the KV cache."""
+    dtype: torch.dtype
+    scale: float
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+
 class CpuDecoderLayer(nn.Module):
     """Computes all parts of a decoder layer in one call of C."""
 
-    def __init__(self, layer: nn.Module, parts: DenseParts, backend: "CpuAttention") -> None:
+    def __init__(self, layer: nn.Module, parts: DenseParts, backend: AttentionInC) -> None:
         super().__init__()
         self.layer = layer
         self.library = load_library(backend.dtype)
@@ -113,7 +123,7 @@ class CpuDecoderLayer(nn.Module):
         return x
 
 
-def fuse_layers(model: nn.Module, backend: "CpuAttention") -> None:
+def fuse_layers(model: nn.Module, backend: AttentionInC) -> None:
     """Replace every supported decoder layer of the model by `CpuDecoderLayer`."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
