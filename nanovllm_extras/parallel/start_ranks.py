@@ -291,7 +291,7 @@ def as_json(config: Config) -> dict[str, Any]:
         options = read_options(config.speculative_config)
         method = "mtp" if options.method == "mtp" else "ngram"  # which they take no part in
         values["speculative_config"] = {"method": method, "num_speculative_tokens": options.num_speculative_tokens}
-        if options.method == "draft_model":  # all layers have one block table, on every rank
+        if options.model is not None:  # so all layers of rank 0 have one block table (`why_one_table`)
             values["disable_hybrid_kv_cache_manager"] = True
     if config.kv_transfer_config is not None:
         from nanovllm_extras.kv_store.store_options import as_json as transfer_as_json
