@@ -1,7 +1,7 @@
 """What does not go together: one table of pairs of features, with the reason for each.
 
 Every feature works with every other feature, unless a row of `CONTRADICTIONS` names both. A feature is what options ask
-for, such as swap, or what a model has, such as recurrent states. `Config` checks its options against each other when it
+for, such as swap, or what a model has, such as experts. `Config` checks its options against each other when it
 is made. `assembly.start_runner` checks them against the model when config.json has been read, before it loads weights.
 
 A value that is wrong by itself is refused where it is read. What a kernel cannot compute on this machine is the
@@ -56,12 +56,9 @@ OWN_TIER = Feature(
     "a `Tier` of your own", ("kv_transfer_config",), lambda given: not isinstance(given["kv_connector"], str)
 )
 RANKS = Feature("several ranks", ("tensor_parallel_size", "nnodes"))
-DRAFT_MODEL = Feature("a draft model", ("speculative_config",), lambda given: given.get("model") is not None)
 
 # ---- features of models
 
-STATES = Feature("recurrent states", (), lambda shape: shape.state_shape is not None)
-SHAPES = Feature("K and V of different shapes", (), lambda shape: shape.kv_groups)
 EXPERTS = Feature("a mixture of experts", (), lambda shape: shape.num_experts > 0)
 
 
@@ -71,13 +68,8 @@ class Row(NamedTuple):
     first: Feature
     second: Feature
     reason: str
-    is_to_do: bool = False
-    """Whether only the code is missing. Otherwise the features contradict each other."""
-    instead: str = ""
-    """What works, other than to leave one of them out."""
 
 
-ANY_NGRAM = "take the method 'ngram'"
 CONTRADICTIONS = (
     # ---- of options
     Row(STORE, NO_PREFIXES, "a store finds blocks by their prefix"),
@@ -85,13 +77,10 @@ CONTRADICTIONS = (
     Row(HOST_TIER, CONNECTOR, "both are the same tier"),
     Row(GRAPHS, EAGER, "eager execution is kernel by kernel"),
     # ---- of an option and any model
-    Row(GRAPHS, EXPERTS, "tokens are grouped by expert on the host", is_to_do=True),
-    # ---- of recurrent states
     Row(
-        DRAFT_MODEL, STATES, "the pool of states leaves no memory for a draft model", is_to_do=True, instead=ANY_NGRAM
+        GRAPHS, EXPERTS,
+        "tokens are grouped by expert on the host, when the layer's router has run, and a graph cannot wait for that",
     ),
-    # ---- of several shapes of K and V
-    Row(DRAFT_MODEL, SHAPES, "a draft model shares blocks of one shape only", is_to_do=True, instead=ANY_NGRAM),
 )  # fmt: skip
 """The first row that holds is the one that an error names."""
 
@@ -103,7 +92,7 @@ def check_combinations(config: Any, shape: Any = None) -> None:
     """
     for row in CONTRADICTIONS:
         if row.first.is_in(config, shape) and row.second.is_in(config, shape):
-            ways = [row.instead, row.first.way_out(config), row.second.way_out(config)]
+            ways = [row.first.way_out(config), row.second.way_out(config)]
             raise ValueError(
                 f"{row.first.describe(config)} and {row.second.describe(config)} do not go together: {row.reason}; "
                 f"{', or '.join([way for way in ways if way])}"

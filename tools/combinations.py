@@ -13,28 +13,20 @@ from tests.extras.feature_pairs import FACTORS
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 TEXT = """# What does not go together
 
-Every option works with every other option and with every model, except for the pairs in these tables. The engine
+Every option works with every other option and with every model, except for the pairs in this table. The engine
 refuses such a pair when it starts, before it loads weights. The ValueError names both and recommends what works. A
-feature without an option in parentheses is a model's. The tables do not have what a kernel cannot compute on a machine,
+feature without an option in parentheses is a model's. The table does not have what a kernel cannot compute on a machine,
 for which `attention_backend="auto"` takes another kernel.
 
 `python -m tools.combinations` writes this page from the table of the code,
 [`compatibility.py`](../nanovllm_extras/compatibility.py).
 
-## Contradictions
-
 {contradictions}
-
-## Not written yet
-
-Only the code is missing for these pairs, or a test.
-
-{to_do}
 
 ## What is tried together
 
 [`test_pairs.py`](../tests/extras/test_pairs.py) tries every two values of two lines of this table in one engine, unless
-a table above refuses them. The long sweep of tests (`pytest -m slow`) tries every two values with every model. The
+the table above refuses them. The long sweep of tests (`pytest -m slow`) tries every two values with every model. The
 tokens must be those of an engine without the features.
 
 {factors}
@@ -43,15 +35,10 @@ tokens must be those of an engine without the features.
 
 def make_page() -> str:
     """Return the text of the page."""
-    tables = {"contradictions": as_table(is_to_do=False), "to_do": as_table(is_to_do=True)}
+    rows = [f"| {with_options(row.first)} | {with_options(row.second)} | {row.reason} |" for row in CONTRADICTIONS]
+    contradictions = "\n".join(["| this | and this | why not |", "|---|---|---|", *rows])
     lines = [f"| {factor} | {', '.join(levels)} |" for factor, levels in FACTORS.items()]
-    return TEXT.format(**tables, factors="\n".join(["| feature | values |", "|---|---|", *lines]))
-
-
-def as_table(is_to_do: bool) -> str:
-    rows = [row for row in CONTRADICTIONS if row.is_to_do == is_to_do]
-    lines = [f"| {with_options(row.first)} | {with_options(row.second)} | {row.reason} |" for row in rows]
-    return "\n".join(["| this | and this | why not |", "|---|---|---|", *lines])
+    return TEXT.format(contradictions=contradictions, factors="\n".join(["| feature | values |", "|---|---|", *lines]))
 
 
 def with_options(feature: Feature) -> str:

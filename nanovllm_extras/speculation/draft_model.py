@@ -3,7 +3,8 @@
 The small model has a KV cache of its own, with as many blocks of the same size, and shares the block tables: the block
 that holds a token's K and V in one cache holds them in the other. So prefix hits, forks and preemption need no second
 bookkeeping. It only has to compute each token that the large model computes, in the same step (`follow`); what it
-computed while it proposed is among these tokens once more.
+computed while it proposed is among these tokens once more. The large model may have recurrent states or several KV
+caches, too. If it has windows, all layers have one block table, whose blocks are kept (`assembly.py`).
 
     the step runs   t6                    large model and small model; t7 is drawn
     proposals       t7 -> d1 -> d2        small model, a step for each draft

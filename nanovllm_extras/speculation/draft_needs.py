@@ -3,6 +3,8 @@
 The draft model is loaded when the KV cache has been allocated, and needs as many blocks of its own. So before that:
 
     number of blocks = (free memory - the draft model's weights and graphs) / (bytes of a block in both models)
+
+If the large model has recurrent states, their slots are allocated from this memory first (`states/state_layout.py`).
 """
 
 from typing import Any

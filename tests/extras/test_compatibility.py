@@ -17,10 +17,8 @@ from nanovllm_extras.parallel import start_ranks
 from nanovllm_extras.speculation.draft_model import find_draft_model
 from nanovllm_extras.speculation.speculation_options import read_options
 from tests.extras.models.architectures import Checkpoints
-from tests.extras.models.gemma4_checkpoints import Gemma4Checkpoints
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 
-DRAFT_MODEL = {"speculative_config": {"model": str(TINY_QWEN3), "num_speculative_tokens": 2}}
 CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
 EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
     "CUDA graphs": {"enable_cuda_graphs": True},
@@ -31,9 +29,6 @@ EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
     "a `Tier` of your own": {"kv_transfer_config": {"kv_connector": MemoryTier(1 << 20)}},
     "a K/V store": {"kv_offloading_size": 0.01},
     "several ranks": {"tensor_parallel_size": 2},
-    "a draft model": DRAFT_MODEL,
-    "recurrent states": "qwen3_5",
-    "K and V of different shapes": "gemma4",
     "a mixture of experts": "mixtral",
 }
 
@@ -44,12 +39,9 @@ def folder_of(tmp_path_factory):
 
     @functools.cache
     def make(name):
-        if name == "gemma4":
-            return Gemma4Checkpoints(root).make()[0]
         if name == "qwen3_5":
             return HybridCheckpoints(root).make()[0]
-        variants = {"mistral": "short window", "qwen3": "yarn"}
-        return Checkpoints(root).make(name, variants.get(name, "plain"))[0]
+        return Checkpoints(root).make(name, "yarn" if name == "qwen3" else "plain")[0]
 
     return make
 

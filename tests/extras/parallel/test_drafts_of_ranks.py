@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from nanovllm_extras import Config, LLMEngine
+from nanovllm_extras import LLM, Config, LLMEngine
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.isolation import IsolatingEngine
 from nanovllm_extras.parallel import start_ranks as start
@@ -17,6 +17,7 @@ from nanovllm_extras.parallel.driver import Driver
 from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, check_greedy, make_llm
+from tests.extras.speculation import test_drafts_beside_layouts as layouts
 from tests.extras.speculation.test_draft_model import requests
 from tests.extras.speculation.test_mtp import Heads, check_draws, predicting, record_draws
 from tests.extras.speculation.test_speculation import serve
@@ -57,6 +58,26 @@ def test_a_draft_model_of_two_ranks(with_tokenizer, request, name):
     assert stats.num_swaps == (stats.num_preemptions if "preemption_mode" in options else 0)
     if "kv_offloading_size" in options:  # blocks of rank 0 have the draft model's K and V, too
         assert stats.kv_store.num_loaded_blocks > 0
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    return layouts.Pairs(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.mark.parametrize("name", slow_but(layouts.MODELS, ("qwen3_5", "gemma3")))
+def test_a_draft_model_beside_other_layouts_on_two_ranks(pairs, quick_ranks, name):
+    """Rank 0 has the draft model beside its share of states, or of K and V of several shapes.
+
+    Gemma 3 and 4 mix windows, so that all ranks must know of the draft model: with it, all layers have one block table.
+    """
+    folder, small, _, draft = pairs.make(name)
+    llm = LLM(folder, **layouts.options_for(small, **layouts.TIGHT, **SWAP, **TWO))
+    draws = layouts.record_draws(llm.engine)
+    assert layouts.tokens_of(llm, pairs.prompts(name)) == [[token_ids] for token_ids in pairs.greedy(name)]
+    layouts.check_draws(draft, draws)
+    assert llm.get_stats().num_accepted_tokens > 0
+    assert llm.get_stats().num_swaps > 0
 
 
 @pytest.mark.parametrize("memory", [{"kv_cache_memory_bytes": 1 << 20}, {}])

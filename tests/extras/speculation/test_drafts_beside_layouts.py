@@ -1,0 +1,221 @@
+"""A draft model for models that keep more than K and V of one shape: states, several shapes, windows.
+
+The large models answer as in `transformers`, in float32. The draft model is a small Qwen3 that was trained on these
+answers, so most drafts are right. Each draft is compared with that of `transformers`, which computes all tokens again:
+it differs if the draft model's cache lacks the K and V of a token, or has those of a rejected draft.
+
+Broken by hand, and seen here: a draft model that does not follow the large one; swap and a K/V store without its K and
+V; blocks behind the large model's window that are given back; memory that is not divided.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from nanovllm_extras import LLM, Config, SamplingParams
+from nanovllm_extras.invariants import check_invariants
+from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
+from tests.extras.failing_request import serve_beside_a_failing_one
+from tests.extras.models.architectures import SHAPE, Checkpoints
+from tests.extras.models.gemma4_checkpoints import Gemma4Checkpoints
+from tests.extras.models.hybrid_checkpoints import HybridCheckpoints, continue_greedily
+
+pytest.importorskip("transformers.models.qwen3_5")
+pytest.importorskip("transformers.models.gemma4")
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+SMALL = {**SHAPE, "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}
+TIGHT = {"num_kv_blocks": 19, "max_num_batched_tokens": 64}
+"""One prompt fits, not all of them."""
+OF_STATES = ("qwen3_5", "lfm2")
+PLAIN = {"gemma3": "plain", "mistral": "short window"}
+"""Of `Checkpoints`: models with K and V of one shape, and their variants. Gemma 3 mixes windows."""
+MODELS = (*OF_STATES, "gemma4", *PLAIN)
+
+
+class Pairs:
+    """Large models, and for each a draft model. `make` returns (folder, folder of the draft model, and both models)."""
+
+    def __init__(self, root):
+        self._root = root
+        kinds = {"qwen3_5": HybridCheckpoints, "gemma4": Gemma4Checkpoints, **dict.fromkeys(PLAIN, Checkpoints)}
+        kinds["lfm2"] = functools.partial(HybridCheckpoints, kind="Lfm2")
+        for name in kinds:
+            (root / name).mkdir()
+        self._large = {name: kind(root / name) for name, kind in kinds.items()}
+
+    @staticmethod
+    def variant(name):
+        return (name, PLAIN[name]) if name in PLAIN else ()
+
+    def prompts(self, name):
+        return self._large[name].prompts(*self.variant(name))
+
+    def greedy(self, name):
+        answers = self._large[name].greedy(*self.variant(name))
+        return answers if name in PLAIN else [token_ids for token_ids, _ in answers]
+
+    @functools.cache  # noqa: B019 (lives as long as the module's tests)
+    def make(self, name):
+        folder, model = self._large[name].make(*self.variant(name))
+        texts = [[*prompt, *ids] for prompt, ids in zip(self.prompts(name), self.greedy(name), strict=True)]
+        torch.manual_seed(0)
+        draft = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, bos_token_id=None, eos_token_id=None))
+        train(draft, texts)
+        draft.eval().save_pretrained(self._root / f"draft of {name}")
+        return folder, self._root / f"draft of {name}", model, draft
+
+
+def train(draft, texts, num_last=9):
+    """Fit the draft model to the answers at the ends of texts, so that most drafts are right."""
+    rows, ends = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64), []
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = torch.tensor(text)  # attention is causal, so tokens behind a text change nothing
+        ends.append(torch.arange(len(text) - num_last - 1, len(text) - 1))
+    which, before = torch.arange(len(texts))[:, None], torch.stack(ends)  # [num_texts, 1], [num_texts, num_last]
+    optimizer = torch.optim.Adam(draft.parameters(), lr=1e-2)
+    for _ in range(60):
+        logits = draft(rows, use_cache=False).logits[which, before]
+        optimizer.zero_grad()
+        F.cross_entropy(logits.flatten(0, 1), rows[which, before + 1].flatten()).backward()
+        optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    return Pairs(tmp_path_factory.mktemp("pairs"))
+
+
+def options_for(draft=None, **options):
+    sizes = {"block_size": 4, "num_kv_blocks": 120, "max_num_seqs": 8, "attention_backend": "torch"}
+    if draft is not None:
+        drafting = {"model": str(draft), "num_speculative_tokens": 3, "disable_by_batch_size": 64}
+        sizes["speculative_config"] = drafting
+    return {"dtype": "float32", "device": "cpu", **sizes, **options}
+
+
+def record_draws(engine):
+    """Return a list that gets (tokens, drafts included, and the next draft) of each draw."""
+    proposer, draws = engine.scheduler.drafter.proposer, []
+    draw = proposer._draw
+
+    def recorded(growing, drafts):
+        before = [[*seq.token_ids.view().tolist(), *drafts[i]] for i, seq in growing]
+        token_ids = draw(growing, drafts)
+        draws.extend(zip(before, token_ids, strict=True))
+        return token_ids
+
+    proposer._draw = recorded
+    return draws
+
+
+def check_draws(draft, draws):
+    assert draws
+    for tokens, token_id in draws:
+        with torch.no_grad():
+            assert draft(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax() == token_id
+
+
+def tokens_of(llm, prompts, params=GREEDY):
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    check_invariants(llm.engine)
+    assert llm.engine.scheduler.block_manager.num_used_blocks == 0
+    return [[one.token_ids for one in output.outputs] for output in outputs]
+
+
+CASES = {
+    "small budget": {"max_num_batched_tokens": 7},
+    "preemption": TIGHT,
+    "swap": {**TIGHT, **SWAP},
+    "a store": {"kv_offloading_size": 0.01},
+    "snapshots": {"state_snapshot_interval": 1},
+    "kernels": {"attention_backend": "cpu", "block_size": 16},
+    "no prefix cache": {"enable_prefix_caching": False, "max_num_seqs": 2},
+}
+
+
+def cases():
+    """(model, case). States are not stored with drafts, and only models with states have snapshots."""
+    quick = {"qwen3_5": ("swap", "snapshots"), "lfm2": ("small budget",), "gemma4": ("swap", "a store"),
+             "gemma3": (), "mistral": ("preemption",)}  # fmt: skip
+    for name in MODELS:
+        for case in CASES:
+            if case != ("a store" if name in OF_STATES else "snapshots"):
+                yield pytest.param(name, case, marks=[] if case in quick[name] else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("name", "case"), list(cases()))
+def test_drafts_are_those_of_the_draft_model(pairs, name, case):
+    """The second time prompts begin with hits. The outputs are those of `transformers`."""
+    folder, small, _, draft = pairs.make(name)
+    llm = LLM(folder, **options_for(small, **CASES[case]))
+    draws = record_draws(llm.engine)
+    prompts, expected = pairs.prompts(name), [[token_ids] for token_ids in pairs.greedy(name)]
+    assert tokens_of(llm, prompts) == expected
+    if case == "a store":
+        llm.engine.parts.kv_store.saver.wait(5)
+        reset_prefix_cache(llm.engine.scheduler)  # of the pool, not of the store
+    num_first = len(draws)
+    assert tokens_of(llm, prompts[::-1]) == expected[::-1]
+    assert 0 < num_first < len(draws)
+    check_draws(draft, draws)
+    stats = llm.get_stats()
+    assert stats.num_accepted_tokens / stats.num_draft_tokens > 0.3
+    assert (stats.num_preemptions > 0) == ("num_kv_blocks" in CASES[case])
+    assert (stats.num_swaps > 0) == (case == "swap")
+    if case == "a store":
+        assert stats.kv_store.num_loaded_blocks > 0
+    elif case != "no prefix cache" and "num_kv_blocks" not in CASES[case]:
+        assert stats.prefix_cache_hit_tokens > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_samples_are_those_without_drafts(pairs, name):
+    folder, small, _, _ = pairs.make(name)
+    params = [SamplingParams(n=3, temperature=0.7, seed=i, max_tokens=12, ignore_eos=True) for i in range(4)]
+    prompts = pairs.prompts(name)[2:]
+    llm = LLM(folder, **options_for(small, max_num_seqs=12))
+    assert tokens_of(llm, prompts, params) == tokens_of(LLM(folder, **options_for()), prompts, params)
+    assert 0 < llm.get_stats().num_accepted_tokens < llm.get_stats().num_draft_tokens
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("lfm2", marks=pytest.mark.slow)])
+def test_a_conversation_has_the_drafts_of_the_draft_model(pairs, name):
+    """Each prompt is found as far as a snapshot, and drafts end where one is due."""
+    folder, small, model, draft = pairs.make(name)
+    llm, prompt = LLM(folder, **options_for(small, state_snapshot_interval=2)), pairs.prompts(name)[2]
+    draws = record_draws(llm.engine)
+    for turn in range(3):
+        output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+        assert output.outputs[0].token_ids == continue_greedily(model, prompt)[0]
+        assert (output.num_cached_tokens > 0) == (turn > 0)
+        prompt = [*prompt, *output.outputs[0].token_ids, turn, 7 * turn]
+    check_draws(draft, draws)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4"])
+def test_a_request_that_fails_beside_drafts(pairs, name):
+    """Its step runs again, in both models."""
+    folder, small, _, draft = pairs.make(name)
+    engine = IsolatingEngine(Config(folder, **options_for(small)))
+    draws = record_draws(engine)
+    assert serve_beside_a_failing_one(engine, pairs.prompts(name), GREEDY) == pairs.greedy(name)
+    check_draws(draft, draws)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_is_divided_between_both_models(pairs, name):
+    """Blocks of both models and slots of states fill it, but for less than one block."""
+    folder, small, _, _ = pairs.make(name)
+    sizes = {"num_kv_blocks": None, "kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 2}
+    runner = LLM(folder, **options_for(small, **sizes)).engine.runner
+    of_draft = runner.speculation.proposer.runner.kv_cache
+    pool, caches = runner.layout.pool, [*runner.kv_caches, of_draft]
+    assert {cache.num_blocks for cache in caches} == {of_draft.num_blocks}
+    num_bytes = sum(tensor.nbytes for tensor in (cache.tensor for cache in caches))
+    num_bytes += sum(states.nbytes for states in (() if pool is None else pool.states))
+    assert (1 << 20) - sum(cache.bytes_per_block for cache in caches) < num_bytes <= 1 << 20
