@@ -67,7 +67,8 @@ def main() -> None:
     plain, speculating = LLM(TINY_QWEN3), LLM(TINY_QWEN3, speculative_config=options)
     print(describe_machine("cpu"))
     print(f"{speculating.engine.description}; {speculating.engine.parts.block_size} tokens a block")
-    max_rows = speculating.engine.scheduler.drafter.max_rows
+    scheduler: Any = speculating.engine.scheduler
+    max_rows = scheduler.drafter.max_rows
     print(f"{options}, at most {max_rows} tokens a step")
     columns = f"{'tokens':>7} {'tokens/s':>9} {'with drafts':>12} {'ratio':>6} {'drafts':>7} {'accepted':>9}"
     print(f"{'kind':<12} {'question':<40} {columns}")

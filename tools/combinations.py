@@ -15,8 +15,8 @@ TEXT = """# What does not go together
 
 Every option works with every other option and with every model, except for the pairs in this table. The engine
 refuses such a pair when it starts, before it loads weights. The ValueError names both and recommends what works. A
-feature without an option in parentheses is a model's. The table does not have what a kernel cannot compute on a machine,
-for which `attention_backend="auto"` takes another kernel.
+feature without an option in parentheses is a model's. What a kernel cannot compute on a machine is not in the table:
+`attention_backend="auto"` takes another kernel then.
 
 `python -m tools.combinations` writes this page from the table of the code,
 [`compatibility.py`](../nanovllm_extras/compatibility.py).
