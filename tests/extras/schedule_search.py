@@ -7,7 +7,7 @@ tokens (`schedule_world.py`).
     add i             queue a request of `Setting.requests`: a prompt, and the number of its samples
     step              schedule, compute, update; a request for two samples forks in the step of its last prompt token.
                       With overlap, the step after it is scheduled and computed before the update
-    fail              a step fails, and with it the one that was launched ahead
+    fail n            a step fails, and with it the one that was launched ahead; while it is scheduled, unless n is 0
     fork r i          fork sample i of request r between two steps, as a beam search does
     finish r i        end one sample of several, as a stop string does
     abort r           end a request
@@ -22,12 +22,9 @@ import traceback
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from nanovllm_extras.full_observer import SchedulingStats
 from nanovllm_extras.trace.recorder import Recorder
 from nanovllm_extras.trace.recording import TraceFile
-from nanovllm_extras.watching import Observers
 from tests.extras.schedule_world import MAX_MODEL_LEN, MAX_NUM_SEQS, Action, Setting, World
 
 
@@ -49,7 +46,9 @@ def describe_action(setting: Setting, action: Action) -> str:
         return f"add a request: prompt {list(prompt)}" + f", {n} samples" * (n > 1)
     if name == "abort":
         return f"abort request {arguments[0]}"
-    return name if name in ("step", "fail") else f"{name} sample {arguments[1]} of request {arguments[0]}"
+    if name == "fail":
+        return "a step that fails" + f", in scheduling, after {arguments[0]} events" * (arguments[0] > 0)
+    return name if name == "step" else f"{name} sample {arguments[1]} of request {arguments[0]}"
 
 
 @dataclass
@@ -114,8 +113,7 @@ def record(counterexample: Counterexample, path: Path) -> None:
     """Write the run of a counterexample, up to what fails, as a recording."""
     setting = counterexample.setting
     recorder = Recorder()
-    observer: Any = Observers(SchedulingStats(), [recorder])
-    world = World(setting, observer)
+    world = World(setting, recorder)
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": setting.budget, "max_model_len": MAX_MODEL_LEN}
     recorder.begin(TraceFile(path), limits | {"description": str(counterexample)})
     with closing(recorder):

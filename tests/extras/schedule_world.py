@@ -8,6 +8,7 @@ action later. A drafter guesses tokens, and is wrong now and then.
 
 import pickle
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.scheduling.drafter import Drafter
 from nanovllm_extras.scheduling.roll_back import roll_back
 from nanovllm_extras.scheduling.scheduler import Scheduler, fork_anytime
+from nanovllm_extras.watching import Observers
 from tests import scheduling_traffic
 from tests.extras.full_fake_kv_cache import FullFakeKVCache
 from tests.extras.grouped_fake_kv_cache import (
@@ -46,6 +48,8 @@ NUM_GROUPS, NUM_BLOCKS_OF_GROUPS = 3, 12  # of layers: one sees all tokens, two 
 WINDOW_OF_GROUPS = 4  # so that a hit may need two blocks of a window
 MAX_STEPS_WITHOUT_TOKEN = 40  # more than all tokens of all sequences, computed one by one
 MAX_DRAFTS = 2
+BREAKS = ("on_preempt", "on_swap_out", "on_load_blocks", "on_admit", "on_wait", "on_schedule", "on_snapshot")
+MAX_EVENTS = 4  # of these, of a step that fails half-way
 NUM_STORED = 6  # of the store, in each group: it loses what was saved first
 ROOT_KEY = bytes(32)
 
@@ -161,6 +165,7 @@ class Setting:
     max_forks: int = 0  # between two steps; not with "core", whose queues keep no order for such children
     max_failures: int = 0  # steps that fail
     snapshot_interval: int = 1
+    num_blocks: int | None = None  # None for `NUM_BLOCKS`, or `NUM_BLOCKS_OF_GROUPS`
 
     @property
     def parts(self) -> Parts:
@@ -172,7 +177,8 @@ class Setting:
 
     def make_scheduler(self, observer: Any) -> scheduler.Scheduler:
         """Return an empty scheduler, put together as in `nanovllm_extras/assembly.py`."""
-        parts, arguments = self.parts, (NUM_BLOCKS, BLOCK_SIZE, True, observer)
+        parts, num_blocks = self.parts, NUM_BLOCKS_OF_GROUPS if self.parts.has_groups else NUM_BLOCKS
+        arguments = (self.num_blocks or num_blocks, BLOCK_SIZE, True, observer)
         limits = (MAX_NUM_SEQS, self.budget, MAX_MODEL_LEN)
         if self.kind == "core":
             made = scheduler.Scheduler(block_manager.BlockManager(*arguments), *limits)
@@ -182,7 +188,6 @@ class Setting:
         if parts.has_window:
             held["kind"] = Window(WINDOW, self.budget, BLOCK_SIZE)
         if parts.has_groups:
-            arguments = (NUM_BLOCKS_OF_GROUPS, *arguments[1:])
             held |= {"num_groups": NUM_GROUPS, "other_kind": Window(WINDOW_OF_GROUPS, self.budget, BLOCK_SIZE)}
         if parts.has_states:
             held["states"] = Slots(NUM_SLOTS, BLOCK_SIZE, observer, snapshot_interval=self.snapshot_interval)
@@ -237,11 +242,28 @@ class Flight:
     changed_slots: set[int] = field(default_factory=set)  # of states
 
 
+class BreakingOffError(Exception):
+    """Scheduling breaks off, as if a line of it had failed."""
+
+
+class Breaking(Observers):
+    """Raises after `num_left` events of `BREAKS`. 0 raises nothing."""
+
+    num_left = 0
+
+    def _pass_on(self, event: str, *arguments: Any) -> None:
+        super()._pass_on(event, *arguments)
+        if self.num_left and event in BREAKS:
+            self.num_left -= 1
+            if not self.num_left:
+                raise BreakingOffError
+
+
 class World:
     """A scheduler, its block manager, what the model would have stored, and the sequences that have not ended."""
 
-    def __init__(self, setting: Setting, observer: Any = None) -> None:
-        observer = observer or (SchedulingStats() if setting.max_failures else Observer())
+    def __init__(self, setting: Setting, *watchers: Any) -> None:
+        observer = Breaking(SchedulingStats(), watchers) if watchers or setting.max_failures else Observer()
         self.setting = setting
         self.scheduler: Any = setting.make_scheduler(observer)
         self.manager: Any = self.scheduler.block_manager
@@ -287,7 +309,7 @@ class World:
         yield ("step",)
         running, waiting = self.scheduler.running, self.scheduler.waiting
         if self.num_failures < self.setting.max_failures:
-            yield ("fail",)
+            yield from [("fail", i) for i in range(1 + MAX_EVENTS)]
         if self.num_added < self.setting.max_requests:
             yield from [("add", i) for i in range(len(self.setting.requests))]
         names = [seq.request_id for seq in self.seqs]
@@ -304,6 +326,8 @@ class World:
         """Take an action and check the state after it. Raises whatever fails."""
         name, *arguments = action
         getattr(self, name)(*arguments)
+        for seq in self.seqs:
+            assert not seq.finish_reason or seq.num_tokens == seq.token_ids.length, "it counts tokens that never come"
         self.seqs = [seq for seq in self.seqs if seq.finish_reason is None]
         self.drop_unused()
         self.check()
@@ -350,10 +374,13 @@ class World:
         if self.flights:
             self.update(self.flights.pop(0))
 
-    def fail(self) -> None:
-        """Lose all steps that are not updated."""
+    def fail(self, num_events: int) -> None:
+        """Lose all steps that are not updated. Scheduling breaks off after `num_events` events, unless they are 0."""
         self.num_failures += 1
-        self.launch_steps()
+        self.manager.observer.num_left = num_events
+        with suppress(BreakingOffError):
+            self.launch_steps()
+        self.manager.observer.num_left = 0
         for flight in reversed(self.flights):
             for is_host, slot, before in reversed(flight.journal):
                 memory = self.cache.host_slots if is_host else self.cache.slots
@@ -380,6 +407,7 @@ class World:
         assert step.chunks or self.flights or not self.seqs, "a deadlock: there are requests, and none is computed"
         if not step.chunks:
             return
+        assert not (self.flights and step.preempted), "a sequence loses blocks that a step in flight writes to"
         planned, drafts = self.planned(step)
         self.check_chunks(step, planned, drafts)
         writes = [(seq, start, start + num_new) for seq, start, num_new in planned.chunks]
@@ -428,7 +456,8 @@ class World:
         """Return the names and contents that are saved. A name must be that of the contents."""
         saved: list[tuple[Any, Any]] = []
         for name, block_id in moves.saves:
-            held = tuple(self.cache.slots.get((block_id, i)) for i in range(BLOCK_SIZE))
+            held = tuple(self.cache.slots.get((block_id, i), GARBAGE) for i in range(BLOCK_SIZE))
+            assert GARBAGE not in held, "a half-filled block is saved"
             group, tokens = (0, held[-1]) if held[-1][0] >= 0 else (-held[-1][0], held[-1][1:])
             assert name == name_in_group(self.name_of_tokens(tokens), group), "a block is saved under a wrong name"
             prefixes = [tokens[: len(tokens) - i] for i in reversed(range(BLOCK_SIZE))]
@@ -458,6 +487,7 @@ class World:
         lens = [num_new for _, _, num_new in planned.chunks]
         assert sum(lens) == step.num_scheduled_tokens <= self.setting.budget, "more than the budget"
         assert len({seq for seq, _, _ in planned.chunks}) == len(lens), "a sequence has two chunks"
+        assert all(start + num < seq.max_num_tokens for seq, start, num in planned.chunks), "a step computes in vain"
         lens = [num_new for _, _, num_new in step.chunks]
         assert all(num_new == 1 for num_new in lens[: step.num_decodes])
         assert all(num_new > 1 for num_new in lens[step.num_decodes :])
@@ -540,16 +570,28 @@ class World:
         check_cached_blocks(self.manager, self.cache)
         for seq in running:
             self.cache.check(seq, seq.num_computed_tokens)
+            self.check_given_back(seq)
         expecting = {seq for flight in self.flights for seq in flight.samples}
         for seq in self.seqs:
+            ids = seq.token_ids.data[: seq.num_tokens].tolist()
+            assert -min(ids) <= len(self.cache.newest), "a placeholder of a row that is not there"
             assert seq in expecting or seq.num_tokens == seq.token_ids.length, "a token that no step brings"
         if self.states is not None:
             self.check_states(self.states)
         if self.space is not None:
             self.check_space(self.space)
 
+    def check_given_back(self, seq: Sequence) -> None:
+        """A sequence owns no block that was behind the window when its newest chunk began."""
+        if self.setting.kind == "core" or seq not in self.cache.starts:
+            return
+        kinds = [self.manager.kind] + [self.manager.other_kind] * (self.manager.num_groups - 1)
+        for kind, (entries, *_) in zip(kinds, self.manager.tables_of(seq), strict=True):
+            num_behind = min(kind.num_behind(self.cache.starts[seq]), len(entries))
+            assert not any(entries[:num_behind]), f"{name_of(seq)} owns blocks behind the window"
+
     def check_space(self, space: SwapSpace) -> None:
-        """Host blocks and host slots hold what their sequences have computed, once the due copies are done."""
+        """Host memory holds what its sequences have computed, as soon as the copies that are due are done."""
         held = dict(self.cache.host_slots)
         for source, destination in space._outs:
             for i in range(BLOCK_SIZE):
@@ -645,7 +687,7 @@ class World:
     def describe_blocks_in_flight(self, names: "Names") -> tuple:
         if self.num_failures >= self.setting.max_failures:
             return ()
-        flights = self.manager.observer._in_flight
+        flights = self.manager.observer.stats._in_flight
         return tuple(tuple(sorted(map(names.block, blocks))) for *_, blocks in flights)
 
     def describe_states(self, names: "Names") -> tuple:

@@ -11,7 +11,7 @@ from nanovllm.prefix_cache import hash_block
 from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
 from nanovllm_extras.invariants import check_invariants, name_of
 from tests.extras.full_traffic import Run
-from tests.extras.schedule_search import OTHER_TEXT, TEXT, Setting, World
+from tests.extras.schedule_world import OTHER_TEXT, TEXT, Setting, World
 from tests.extras.speculative_traffic import Guesser
 from tests.extras.states.test_drafted_slots import start_one
 from tests.fake_kv_cache import table_of
@@ -187,8 +187,9 @@ def a_sequence_that_has_ended_runs(world):
 
 def a_block_that_the_window_sees_is_given_back(world):
     seq = first(world)
-    num_behind = world.manager.num_behind(seq.num_computed_tokens)
-    world.manager._give_back(seq, num_behind + 1)
+    kind, size = world.manager.kind, world.manager.block_size
+    num_behind = kind.num_behind(seq.num_computed_tokens)
+    world.manager.give_back(seq, (num_behind + 1) * size + kind.window - 1)
     return f"{num_behind + 1} null blocks, but only {num_behind} are behind the window; sample 0 of request 'seq-0'"
 
 
@@ -197,12 +198,12 @@ def blocks_behind_the_window_are_kept(world):
     for i in range(table_of(seq).count(0)):
         seq.block_table.data[i] = block_id = manager._take(seq)
         manager._ref_counts[block_id] = 1
-    return f"keeps more than {manager.max_held_blocks} blocks of a window; block {table_of(seq)[0]}"
+    return f"keeps more than {manager.kind.max_held} blocks of a window; block {table_of(seq)[0]}"
 
 
 def a_block_of_one_group_is_not_freed(world):
     manager, seq = world.manager, first(world)
-    windows = manager.block_tables.windows_of(seq.block_table)
+    windows = manager.tables.windows_of(seq.block_table)
     windows[1, -1] = 0
     return "block table 2 has a null block behind other blocks; block 0"
 
@@ -215,58 +216,56 @@ def a_window_is_found_without_its_block(world):
 
 
 def a_block_is_found_in_two_groups(world):
-    cache, known = world.manager.prefix_cache, entry(world)
-    cache._serials_of[known.block_id] = known.serial
+    others, known = world.manager.prefix_cache.others, entry(world)
+    others.serial_of[known.block_id] = known.serial
     return f"found in two groups; block {known.block_id}"
 
 
 def a_block_of_a_window_is_cached_at_another_place(world):
-    cache = world.manager.prefix_cache
+    others = world.manager.prefix_cache.others
     one, other = entry(world, 0), entry(world, 1)
-    block_id = int(world.manager.block_tables.windows_of(first(world).block_table)[0, 1])
-    assert cache._serials_of[block_id] == other.serial
-    cache._serials_of[block_id] = one.serial
+    block_id = int(world.manager.tables.windows_of(first(world).block_table)[0, 1])
+    assert others.serial_of[block_id] == other.serial
+    others.serial_of[block_id] = one.serial
     return f"cached for place 0 and for place 1; block {block_id}; sample 0 of request '0'"
 
 
 def a_slot_has_two_owners(world):
-    manager, (seq, other, *_) = world.manager, world.scheduler.running
-    manager.prefix_cache.free_slots.append(manager._slots[seq])
-    manager._slots[seq] = manager._slots[other]
-    return f"it has two owners; slot {manager._slots[seq]}"
+    states, (seq, other, *_) = world.states, world.scheduler.running
+    states.free_slots.append(states.owned[seq])
+    states.owned[seq] = states.owned[other]
+    return f"it has two owners; slot {states.owned[seq]}"
 
 
 def a_slot_is_leaked(world):
-    cache = world.manager.prefix_cache
-    serial, slot = cache.snapshots.popitem()
+    _, slot = world.states.snapshots.popitem()
     return f"leaked: neither free nor owned; slot {slot}"
 
 
 def the_null_slot_is_free(world):
-    world.manager.prefix_cache.free_slots.append(0)
+    world.states.free_slots.append(0)
     return "not of the pool, but free or owned; slot 0"
 
 
 def a_running_sequence_has_no_slot(world):
-    manager, seq = world.manager, first(world)
-    manager.prefix_cache.free_slots.append(manager._slots.pop(seq))
+    world.states.free_slots.append(world.states.owned.pop(first(world)))
     return "a running sequence has no slot; sample 0 of request '0'"
 
 
 def a_snapshot_outlives_its_block(world):
-    cache = world.manager.prefix_cache
-    cache.snapshots[99] = cache.snapshots.popitem()[1]
+    snapshots = world.states.snapshots
+    snapshots[99] = snapshots.popitem()[1]
     return "beside a block that is not cached, of serial 99"
 
 
 def a_host_block_is_free_and_in_use(world):
-    seq, held = next(iter(world.space._held.items()))
+    seq, (held,) = next(iter(world.space._held.items()))
     world.space._free.append(held[0])
     return f"free and owned; host block {held[0]}; {name_of(seq)}"
 
 
 def a_host_block_is_lost(world):
-    seq, held = next(iter(world.space._held.items()))
+    seq, (held,) = next(iter(world.space._held.items()))
     world.space._free.append(held.pop())
     return f"{len(held)} host blocks keep {seq.num_computed_tokens} tokens in 1 tables; {name_of(seq)}"
 
@@ -322,14 +321,15 @@ def test_a_planted_fault_is_named(kind, plant):
 
 
 def test_slots_of_drafts_belong_to_their_sequence():
-    scheduler, seq = start_one(Guesser(1))
-    while seq not in scheduler.block_manager._draft_slots:
+    run, seq = start_one(Guesser(1))
+    scheduler, states = run.scheduler, run.scheduler.block_manager.states
+    while seq not in states.drafts:
         step = scheduler.schedule()
-        if seq not in scheduler.block_manager._draft_slots:
+        if seq not in states.drafts:
             scheduler.update(step, [7] * len(step.samples))
-    assert len(scheduler.block_manager.slots_of(seq)) > 1
+    assert len(states.slots_of(seq)) > 1
     check_invariants(scheduler)
-    scheduler.block_manager.prefix_cache.free_slots.append(scheduler.block_manager.slots_of(seq)[-1])
+    states.free_slots.append(states.slots_of(seq)[-1])
     with pytest.raises(AssertionError, match="free and owned; slot"):
         check_invariants(scheduler)
 
