@@ -46,22 +46,22 @@ class Pairs:
         kinds["lfm2"] = functools.partial(HybridCheckpoints, kind="Lfm2")
         for name in kinds:
             (root / name).mkdir()
-        self._large = {name: kind(root / name) for name, kind in kinds.items()}
+        self.large = {name: kind(root / name) for name, kind in kinds.items()}
 
     @staticmethod
     def variant(name):
         return (name, PLAIN[name]) if name in PLAIN else ()
 
     def prompts(self, name):
-        return self._large[name].prompts(*self.variant(name))
+        return self.large[name].prompts(*self.variant(name))
 
     def greedy(self, name):
-        answers = self._large[name].greedy(*self.variant(name))
+        answers = self.large[name].greedy(*self.variant(name))
         return answers if name in PLAIN else [token_ids for token_ids, _ in answers]
 
     @functools.cache  # noqa: B019 (lives as long as the module's tests)
     def make(self, name):
-        folder, model = self._large[name].make(*self.variant(name))
+        folder, model = self.large[name].make(*self.variant(name))
         texts = [[*prompt, *ids] for prompt, ids in zip(self.prompts(name), self.greedy(name), strict=True)]
         torch.manual_seed(0)
         draft = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, bos_token_id=None, eos_token_id=None))

@@ -47,6 +47,7 @@ from tests.extras.cuda.test_host_waits import (  # flash_attn and kernels are fi
 from tests.extras.failing_request import FailingError, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, make_config
 from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
+from tests.extras.speculation import test_drafts_beside_layouts as layouts
 from tests.extras.speculation.test_mtp import Heads, check_draws, predicting, record_draws
 from tests.extras.test_full_engine import greedy, run, tokens_of
 
@@ -287,6 +288,21 @@ def test_the_head_for_drafts_runs_behind_replayed_forward_passes(tmp_path, monke
     check_tokens(replaying, heads.hybrids, 4)
     assert sum(graph.num_replays for _, graph in recorded) > 5
     check_draws(model, head, draws)
+
+
+def test_steps_of_a_draft_model_are_replayed_too(tmp_path, monkeypatch):
+    """It has graphs of its own, without states."""
+    pairs, replayed, replay = layouts.Pairs(tmp_path), [], CudaGraphs.replay
+    folder, small, _, draft = pairs.make("qwen3_5")
+    monkeypatch.setattr(CudaGraphs, "replay", lambda *args: replayed.append(args[0]) or replay(*args))
+    options = {**POOL, "speculative_config": layouts.options_for(small)["speculative_config"]}
+    _, replaying = test_graphs.make_engines(monkeypatch, folder, max_num_seqs=5, **options)
+    draws = layouts.record_draws(replaying)
+    check_tokens(replaying, pairs.large["qwen3_5"], 4)
+    layouts.check_draws(draft, draws)
+    runners = (replaying.runner, replaying.scheduler.drafter.proposer.runner)
+    assert all(runner.step_graphs in replayed for runner in runners)
+    assert replaying.get_stats().num_accepted_tokens > 0
 
 
 def test_graphs_of_whole_steps_have_no_head():
