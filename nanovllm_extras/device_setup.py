@@ -13,6 +13,7 @@ from nanovllm import model_runner
 from nanovllm.kv_cache import KVCache
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.runner_hooks import Draw, untouched_zeros
+from nanovllm_extras.runner_protocol import Runner
 
 
 class Device:
@@ -27,7 +28,7 @@ class Device:
         """Return the function that draws tokens: this device's, or `default`."""
         return self.draw or default
 
-    def prepare(self, runner: Any) -> None:
+    def prepare(self, runner: Runner) -> None:
         """Prepare the runner. The runner calls this before the first forward pass."""
 
     def send(self, record: Any) -> Any:
@@ -42,7 +43,7 @@ class Device:
         """Return a context for what allocates memory."""
         return nullcontext()
 
-    def free_bytes(self, runner: Any) -> int:
+    def free_bytes(self, runner: Runner) -> int:
         """Return the memory for the KV cache, if the options do not set it: 1 GiB, or half of the free memory.
 
         The smaller of the two is taken. The other half is for activations and for other programs.
@@ -62,7 +63,7 @@ class Device:
         for cache in caches:
             cache.tensor = untouched_zeros(cache.tensor, num_blocks + 1)
 
-    def record(self, runner: Any) -> None:
+    def record(self, runner: Runner) -> None:
         """Record CUDA graphs. The runner calls this last, after allocating the KV cache."""
 
 

@@ -3,6 +3,8 @@
 import functools
 import os
 
+from nanovllm_extras.dead import forked
+
 first_process = functools.cache(os.getpid)  # the process that called it first: forked processes inherit the result
 
 
@@ -12,6 +14,4 @@ def check_process() -> None:
     A forked process has none of its parent's threads, but OpenMP waits for them, so a step would never end.
     """
     if first_process() != os.getpid():
-        from nanovllm_extras.dead import forked
-
         raise forked(first_process())

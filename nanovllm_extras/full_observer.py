@@ -15,7 +15,7 @@ from nanovllm_extras.full_sequence import Sequence
 
 if TYPE_CHECKING:
     from nanovllm.block_manager import BlockManager
-    from nanovllm_extras.prefix_misses import PrefixMiss
+    from nanovllm_extras.prefix_miss import PrefixMiss
 
 
 class Observer(observer.Observer):

@@ -12,7 +12,7 @@ from nanovllm import outputs
 
 if TYPE_CHECKING:
     from nanovllm_extras.logprobs import Logprob
-    from nanovllm_extras.prefix_misses import PrefixMiss
+    from nanovllm_extras.prefix_miss import PrefixMiss
 else:  # imported late; names that `typing.get_type_hints` and pydantic resolve
     Logprob = PrefixMiss = Any
 

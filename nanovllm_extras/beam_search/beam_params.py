@@ -7,6 +7,7 @@ from typing import Any
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.request import Prompt
 from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput
+from nanovllm_extras.beam_search.search import BeamSearch
 from nanovllm_extras.full_request import Request
 from nanovllm_extras.input_processor import InputProcessor
 from nanovllm_extras.llm_methods import CallsEngine
@@ -47,9 +48,10 @@ class BeamSearchParams:
         return self
 
     def make_request(self, processor: InputProcessor, request_id: str, prompt: Prompt, priority: int) -> Request:
-        from nanovllm_extras.beam_search.search import make_beam_search
-
-        return make_beam_search(processor, request_id, prompt, self, priority)
+        text, token_ids = processor.encode(prompt)
+        eos_token_ids = frozenset() if self.ignore_eos else processor.eos_token_ids
+        limits = (self.beam_width, self.max_tokens, self.length_penalty)
+        return BeamSearch(request_id, text, token_ids, *limits, eos_token_ids, processor.tokenizer, priority)
 
 
 def beam_search(

@@ -16,23 +16,18 @@ with the token that the search chooses for them.
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
 from nanovllm_extras.cache_salt import salt
 from nanovllm_extras.full_request import Request
 from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.input_processor import InputProcessor
 from nanovllm_extras.logits_processors import ProcessorRow
 from nanovllm_extras.request_params import SamplingParams
 from nanovllm_extras.runner_hooks import StepTokens
 from nanovllm_extras.scheduling.ordered_queues import order_queues
 from nanovllm_extras.scheduling.scheduler import fork_anytime
-
-if TYPE_CHECKING:
-    from nanovllm_extras.beam_search.beam_params import BeamSearchParams
 
 
 @dataclass
@@ -79,21 +74,23 @@ class BeamSearch(Request):
         request_id: str,
         prompt: str | None,
         prompt_token_ids: list[int],
-        params: "BeamSearchParams",
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float,
         eos_token_ids: frozenset[int],
         tokenizer: Any,
         priority: int,
     ) -> None:
         # enough that beam_width survive when the rest are end tokens
-        self._num_candidates = max(2, 1 + len(eos_token_ids)) * params.beam_width
-        self._seq_params = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=self._num_candidates)
+        self._num_candidates = max(2, 1 + len(eos_token_ids)) * beam_width
+        self._seq_params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=self._num_candidates)
         self._priority = priority
         self._num_seqs_made = 0
-        seqs = [self._new_sequence(request_id, prompt_token_ids) for _ in range(params.beam_width)]
+        seqs = [self._new_sequence(request_id, prompt_token_ids) for _ in range(beam_width)]
         seqs[0].children = [*seqs[1:]]
         super().__init__(prompt, prompt_token_ids, seqs, False, None, time.monotonic())
         self.tokenizer = tokenizer
-        self.params = params
+        self.beam_width, self.length_penalty = beam_width, length_penalty
         self.eos_token_ids = eos_token_ids
         self.beams = [Beam(seqs[0], len(prompt_token_ids), 0.0)]
         self.spare_seqs = seqs[1:]  # they have begun beside the first, and are nobody's yet
@@ -156,7 +153,7 @@ class BeamSearch(Request):
 
     def _choose(self, num_output_tokens: int, is_last: bool) -> list[tuple[float, Beam, int]]:
         """Rank the continuations of all beams; note those that end, return the best that go on."""
-        width = self.params.beam_width
+        width = self.beam_width
         ranked = [
             (beam.cum_logprob + logprob, beam, token_id)
             for beam in self.beams
@@ -168,7 +165,7 @@ class BeamSearch(Request):
             if not is_last and token_id not in self.eos_token_ids:
                 going_on.append((cum_logprob, beam, token_id))
             elif place < width:  # an ending that ranks lower is dropped
-                score = cum_logprob / num_output_tokens**self.params.length_penalty
+                score = cum_logprob / num_output_tokens**self.length_penalty
                 output_token_ids = beam.token_ids[len(self.prompt_token_ids) :]
                 self.ended.append(Finished(score, cum_logprob, [*output_token_ids, token_id]))
         self.ended = sorted(self.ended, key=lambda one: one.score, reverse=True)[:width]
@@ -176,9 +173,9 @@ class BeamSearch(Request):
 
     def _can_improve(self, best_cum_logprob: float, num_output_tokens: int) -> bool:
         """Return whether the best growing beam, if it ended here, would beat the worst of enough finished ones."""
-        if len(self.ended) < self.params.beam_width:
+        if len(self.ended) < self.beam_width:
             return True
-        return best_cum_logprob / num_output_tokens**self.params.length_penalty > self.ended[-1].score
+        return best_cum_logprob / num_output_tokens**self.length_penalty > self.ended[-1].score
 
     def _go_on(self, going_on: list[tuple[float, Beam, int]], scheduler: Scheduler) -> None:
         """Give each chosen token a sequence: the beam's own for the first, a fork of it for any other."""
@@ -227,12 +224,3 @@ class BeamSearch(Request):
 def end(scheduler: Scheduler, seq: Sequence) -> None:
     if seq.finish_reason is None:
         scheduler.finish(seq, "stop")
-
-
-def make_beam_search(
-    processor: InputProcessor, request_id: str, prompt: Prompt, params: "BeamSearchParams", priority: int
-) -> BeamSearch:
-    """Make the search of one prompt, for `BeamSearchParams.make_request`."""
-    text, token_ids = processor.encode(prompt)
-    eos_token_ids = frozenset() if params.ignore_eos else processor.eos_token_ids
-    return BeamSearch(request_id, text, token_ids, params, eos_token_ids, processor.tokenizer, priority)

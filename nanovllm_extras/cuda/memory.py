@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +11,7 @@ from nanovllm_extras.all_options import Config
 from nanovllm_extras.cuda.graphs import StepSizes, measure_graph_bytes
 from nanovllm_extras.cuda.warm_up import draws, null_batch
 from nanovllm_extras.processed_batch import ProcessedSampling, values_of
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.runner_protocol import Runner
 
 
 @contextmanager
@@ -31,7 +28,7 @@ def advice_on_start_memory() -> Iterator[None]:
         ) from error
 
 
-def measure_free_bytes(runner: "ModelRunner", config: Config, sizes: StepSizes, replayed: str | None) -> int:
+def measure_free_bytes(runner: Runner, config: Config, sizes: StepSizes, replayed: str | None) -> int:
     """Measure the memory that weights, the largest forward pass and CUDA graphs leave for the KV cache, in bytes."""
     device = runner.device
     release_unused_memory()  # of an engine that is gone: it would count as memory that this engine needs

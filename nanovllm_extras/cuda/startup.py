@@ -6,7 +6,7 @@
 import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,10 +21,7 @@ from nanovllm_extras.device_setup import Device
 from nanovllm_extras.kernels.backend import KernelBackend
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.runner_hooks import Draw
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_runner import ModelRunner
-
+from nanovllm_extras.runner_protocol import Runner
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -52,7 +49,7 @@ class CudaDevice(Device):
         has_draw = self.draw is not None
         self.replayed, self.note = choose_graphs(config, backend, has_draw, device, shape.num_experts)
 
-    def prepare(self, runner: "ModelRunner") -> None:
+    def prepare(self, runner: Runner) -> None:
         self.buffer = InputBuffer(self.device, 1 << 16)
 
     def send(self, record: Any) -> Any:
@@ -77,14 +74,14 @@ class CudaDevice(Device):
     def advice(self) -> AbstractContextManager[None]:
         return advice_on_start_memory()
 
-    def free_bytes(self, runner: "ModelRunner") -> int:
+    def free_bytes(self, runner: Runner) -> int:
         return measure_free_bytes(runner, self.config, self.sizes, self.replayed)
 
     def allocate(self, caches: list[KVCache], num_blocks: int) -> None:
         for cache in caches:
             cache.allocate(num_blocks)
 
-    def record(self, runner: "ModelRunner") -> None:
+    def record(self, runner: Runner) -> None:
         """Compile what requests will run, and record CUDA graphs."""
         warm_up(runner, self.sizes)
         if self.replayed == "step":

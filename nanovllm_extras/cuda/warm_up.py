@@ -5,7 +5,6 @@ All slots are in the null block, which no sequence reads.
 """
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,16 +12,14 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.cuda.graphs import StepSizes
 from nanovllm_extras.runner_hooks import draw_arguments
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.runner_protocol import Runner
 
 CONTEXT = 1024  # tokens: long enough to be split
 CHUNK = 32  # tokens: more than `few_tokens.py` takes
 MANY = 65  # tokens: more than a tile of `cuda_quantised.py` has
 
 
-def warm_up(runner: "ModelRunner", sizes: StepSizes) -> None:
+def warm_up(runner: Runner, sizes: StepSizes) -> None:
     """Run decodes, chunks of prefill with nothing before them, and a short one late in its sequence."""
     most = min(sizes.max_num_batched_tokens, sizes.max_model_len)
     context = min(CONTEXT, sizes.max_model_len)
@@ -40,7 +37,7 @@ def warm_up(runner: "ModelRunner", sizes: StepSizes) -> None:
 
 
 @torch.inference_mode()
-def draw_from_both(runner: "ModelRunner") -> None:
+def draw_from_both(runner: Runner) -> None:
     """Compute the logits of many rows, as for a prompt's log-probabilities, and draw from logits in both dtypes.
 
     Logits that a request has changed are float32.

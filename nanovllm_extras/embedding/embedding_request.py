@@ -6,7 +6,7 @@ computes its last token draws a token too, as every step does; this token ends t
 """
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from nanovllm_extras.full_request import Request
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.request_params import SamplingParams
 
-if TYPE_CHECKING:
-    from nanovllm_extras.embedding.pooling_params import PoolingParams
-
 
 class EmbeddingRequest(Request):
     """One prompt's embedding."""
@@ -26,11 +23,18 @@ class EmbeddingRequest(Request):
     gives_tokens = False
 
     def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: "PoolingParams", priority: int
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        pooling: str,
+        is_normalized: bool,
+        priority: int,
     ) -> None:
+        """pooling, is_normalized: as in `PoolingParams`"""
         sampling_params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-        self.params = params
-        self.pooled = Pooling(params.pooling)
+        self.is_normalized = is_normalized
+        self.pooled = Pooling(pooling)
         seq = Sequence(request_id, prompt_token_ids, sampling_params, priority=priority, readers=(self.pooled,))
         super().__init__(prompt, prompt_token_ids, [seq], False, None, time.monotonic())
 
@@ -49,6 +53,6 @@ class EmbeddingRequest(Request):
         pooled = self.pooled
         assert pooled.num_pooled == (len(self.prompt_token_ids) if pooled.pooling == "mean" else 1)
         embedding = pooled.sum / pooled.num_pooled  # [hidden_size]
-        if self.params.normalize:
+        if self.is_normalized:
             embedding = embedding / max(float(np.linalg.norm(embedding)), 1e-12)
         return embedding.tolist()

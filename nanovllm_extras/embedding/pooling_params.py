@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm.checks import check_bool, check_choice
 from nanovllm.request import Prompt
 from nanovllm_extras.embedding.embedding_outputs import EmbeddingRequestOutput
+from nanovllm_extras.embedding.embedding_request import EmbeddingRequest
 from nanovllm_extras.full_request import Request
 from nanovllm_extras.input_processor import InputProcessor
 from nanovllm_extras.llm_methods import CallsEngine
@@ -38,10 +39,8 @@ class PoolingParams:
         return checked
 
     def make_request(self, processor: InputProcessor, request_id: str, prompt: Prompt, priority: int) -> Request:
-        from nanovllm_extras.embedding.embedding_request import EmbeddingRequest
-
         text, token_ids = processor.encode(prompt)
-        return EmbeddingRequest(request_id, text, token_ids, self, priority)
+        return EmbeddingRequest(request_id, text, token_ids, self.pooling, self.normalize, priority)
 
 
 def embed(

@@ -6,7 +6,7 @@ when the prompt comes. `conversations.py` has the files.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,12 +18,10 @@ from nanovllm_extras.kv_store.conversations import (
     save_conversation,
 )
 from nanovllm_extras.kv_store.disk_tier import DiskTier
+from nanovllm_extras.kv_store.store import KVStore
 from nanovllm_extras.kv_store.store_options import NEEDS_FOLDER
 from nanovllm_extras.kv_store.tier import BlockName, Chain
 from nanovllm_extras.request_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm_extras.kv_store.store import KVStore
 
 MAX_WAIT_S = 10.0  # until blocks are saved that the engine has computed before
 
@@ -48,7 +46,7 @@ class Slots:
     The methods raise ValueError for a name that could leave the folder, UnknownNameError, and OSError.
     """
 
-    def __init__(self, store: "KVStore | None") -> None:
+    def __init__(self, store: KVStore | None) -> None:
         tiers = () if store is None else store.tiers.tiers
         on_disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
         if store is None or on_disk is None:

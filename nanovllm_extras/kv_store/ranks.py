@@ -11,8 +11,8 @@ each one has a folder of this path, and shared memory of this name. If the tiers
 them has lost a block or has not saved it yet, the block is computed and saved again.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,14 +22,18 @@ from nanovllm_extras.kv_store.tier import BlockName, Chain, Tier
 from nanovllm_extras.parallel.messages import LOAD, LOAD_STATE, MATCH, pack_names, unpack_names
 from nanovllm_extras.records import Moves
 
-if TYPE_CHECKING:
-    from nanovllm_extras.parallel.driver import Driver
+
+class AsksRanks(Protocol):
+    """A `Driver` (`parallel/driver.py`)."""
+
+    def ask(self, message: np.ndarray, answer: Callable[[], int]) -> int:
+        """Send a message that each rank answers with a number, rank 0 by `answer`. Returns the least of the answers."""
 
 
 class AllRanks(Chain):
     """The tiers of all ranks, as rank 0 sees them. What it saves is its own share: each rank saves for itself."""
 
-    def __init__(self, tiers: Sequence[Tier], driver: "Driver", bytes_per_state: int = 0) -> None:
+    def __init__(self, tiers: Sequence[Tier], driver: AsksRanks, bytes_per_state: int = 0) -> None:
         super().__init__(tiers)
         self._driver = driver
         self._bytes_per_state = bytes_per_state

@@ -4,18 +4,17 @@ An engine of one rank has one share. With several ranks, each rank has one (`ran
 """
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm_extras.kv_store.keys import KEY_BYTES
+from nanovllm_extras.kv_store.make_tiers import make_tiers
 from nanovllm_extras.kv_store.saver import Saver
-from nanovllm_extras.kv_store.store_options import has_users_tier, make_tiers, role_of
+from nanovllm_extras.kv_store.store_options import has_users_tier, role_of
 from nanovllm_extras.kv_store.tier import BlockName, Chain
 from nanovllm_extras.records import Moves, Pair
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.runner_protocol import Runner
 
 MAX_SAVE_S = 10.0  # how long a step of a producer waits until its blocks are saved
 
@@ -31,7 +30,7 @@ class Loaded(NamedTuple):
 class Share:
     """The tiers of one runner. After each step it saves the blocks that the step's moves name."""
 
-    def __init__(self, runner: "ModelRunner") -> None:
+    def __init__(self, runner: Runner) -> None:
         config = runner.config
         self.transfers: Any = runner.transfers  # `Transfers`, because the options ask for a store
         self.is_pinned = runner.kv_cache.tensor.is_cuda

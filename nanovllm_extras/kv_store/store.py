@@ -6,17 +6,16 @@ blocks, and snapshots of recurrent states, which have another size.
 
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from nanovllm_extras.kv_store.keys import digest_model, make_root_key, names_of
+from nanovllm_extras.kv_store.ranks import AllRanks
 from nanovllm_extras.kv_store.share import Loaded, Share, name_of_state
 from nanovllm_extras.kv_store.store_options import is_private, option_of, role_of, smallest_size
 from nanovllm_extras.kv_store.tier import BlockName, Tier, TierStats
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.runner_protocol import Runner
 
 MAX_LOOKUPS = 256
 
@@ -45,7 +44,7 @@ class KVStore(Share):
     Raises ValueError if a tier is smaller than one block, and a snapshot if the model has recurrent states.
     """
 
-    def __init__(self, runner: "ModelRunner") -> None:
+    def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
         config = runner.config
         self.block_size = runner.backend.block_size
@@ -60,12 +59,10 @@ class KVStore(Share):
             facts = [shape.num_layers, shape.conv, shape.recurrent, dtypes]
             self.root_key = make_root_key({"blocks": self.root_key.hex(), "states": facts})
         if config.tensor_parallel_size > 1:
-            from nanovllm_extras.kv_store.ranks import AllRanks
-
             ranked: Any = runner
             self.tiers = AllRanks(self.tiers.tiers, ranked.ranks, self.bytes_per_state)
 
-    def add_draft(self, draft: "ModelRunner") -> None:
+    def add_draft(self, draft: Runner) -> None:
         """Let each block also have the K and V of a draft model, which shares the block tables."""
         check_holds(draft.config, *self._smallest_content())
         facts = facts_of(draft, has_digest=not is_private(draft.config))
@@ -143,7 +140,7 @@ def check_holds(config: Any, what: str, num_bytes: int) -> None:
         raise ValueError(f"{option} must hold at least {what} of {num_bytes} bytes, got {given}")
 
 
-def facts_of(runner: "ModelRunner", has_digest: bool) -> dict[str, Any]:
+def facts_of(runner: Runner, has_digest: bool) -> dict[str, Any]:
     """Return what shapes the K and V of this runner's model.
 
     has_digest: include the contents of the model's files. Host memory that ends with the engine does not need them.

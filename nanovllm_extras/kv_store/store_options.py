@@ -12,14 +12,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.checks import check_int
+from nanovllm_extras.all_options import Config
 from nanovllm_extras.kv_store.tier import Tier
 from nanovllm_extras.option_checks import check_optional_str
-
-if TYPE_CHECKING:
-    from nanovllm_extras.all_options import Config
 
 GIB = 1 << 30
 DEFAULT_TIER_BYTES = 10 * GIB
@@ -105,47 +103,19 @@ def read_transfer(given: Mapping[str, Any]) -> Transfer:
     return Transfer(**given)
 
 
-def option_of(config: "Config") -> str:
+def option_of(config: Config) -> str:
     """Return the name of the option that gives an engine its store."""
     return "kv_transfer_config" if config.kv_offloading_size is None else "kv_offloading_size"
 
 
-def check_folder(config: "Config") -> None:
+def check_folder(config: Config) -> None:
     """Raise ValueError if the options of a command line do not give a store in a folder, for saved conversations."""
     transfer = config.kv_transfer_config
     if transfer is None or read_transfer(transfer).kv_connector != "SharedStorageConnector":
         raise ValueError(NEEDS_FOLDER)
 
 
-def make_tiers(config: "Config") -> list[Tier]:
-    """Return the tiers of one rank, from fast to slow. Each is imported where it is needed.
-
-    Each rank has its part of the host memory. A folder and shared memory are used by all ranks.
-    """
-    from nanovllm_extras.kv_store.memory_tier import MemoryTier
-
-    tiers: list[Tier] = []
-    if config.kv_offloading_size is not None:
-        tiers.append(MemoryTier(int(config.kv_offloading_size * GIB) // config.tensor_parallel_size))
-    if config.kv_transfer_config is None:
-        return tiers
-    transfer = read_transfer(config.kv_transfer_config)
-    connector, extra = transfer.kv_connector, transfer.kv_connector_extra_config
-    if isinstance(connector, Tier):
-        return [*tiers, connector]
-    if connector == "OffloadingConnector":
-        return [MemoryTier(extra["cpu_bytes_to_use"] // config.tensor_parallel_size)]
-    max_bytes = extra.get("max_bytes", DEFAULT_TIER_BYTES)
-    if connector == "SharedStorageConnector":
-        from nanovllm_extras.kv_store.disk_tier import DiskTier
-
-        return [*tiers, DiskTier(extra["shared_storage_path"], max_bytes)]
-    from nanovllm_extras.kv_store.shared_tier import SharedTier
-
-    return [*tiers, SharedTier(extra["name"], max_bytes)]
-
-
-def role_of(config: "Config") -> str:
+def role_of(config: Config) -> str:
     return "kv_both" if config.kv_transfer_config is None else read_transfer(config.kv_transfer_config).kv_role
 
 
@@ -156,19 +126,19 @@ def as_json(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "kv_connector_extra_config": extra}
 
 
-def has_users_tier(config: "Config") -> bool:
+def has_users_tier(config: Config) -> bool:
     """Return whether the last tier is the user's own object, which the engine does not close."""
     transfer = config.kv_transfer_config
     return transfer is not None and isinstance(read_transfer(transfer).kv_connector, Tier)
 
 
-def is_private(config: "Config") -> bool:
+def is_private(config: Config) -> bool:
     """Return whether no other engine can use the store, so that its keys need not identify the model's weights."""
     transfer = config.kv_transfer_config
     return transfer is None or read_transfer(transfer).kv_connector == "OffloadingConnector"
 
 
-def smallest_size(config: "Config") -> int:
+def smallest_size(config: Config) -> int:
     """Return the bytes of one rank in the smallest tier whose size the options set."""
     sizes = [] if config.kv_offloading_size is None else [int(config.kv_offloading_size * GIB)]
     if config.kv_transfer_config is not None:

@@ -40,25 +40,21 @@ because tokens became known later, the next step may change the state in that sl
 from the pool's copy, which that step makes first. One that has no slot in the pool is not saved.
 """
 
-from typing import TYPE_CHECKING
-
 from nanovllm.prefix_cache import CachedBlock
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kv_store.share import Loaded, name_in_group, name_of_state
+from nanovllm_extras.kv_store.store import KVStore
 from nanovllm_extras.kv_store.tier import BlockName
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.prefix_cache import PrefixCache
 from nanovllm_extras.memory.slots import Slots
 from nanovllm_extras.records import Moves, Named
 
-if TYPE_CHECKING:
-    from nanovllm_extras.kv_store.store import KVStore
-
 
 class StoreLink:
     """A part of the prefix cache (`prefix_cache.py`), which notes the blocks that are registered, to be saved."""
 
-    def __init__(self, store: "KVStore") -> None:
+    def __init__(self, store: KVStore) -> None:
         self._store = store
         self._is_loading = False  # blocks that are registered are not new
         self._saves: dict[int, BlockName] = {}  # block id -> name, of blocks that are full after the next step

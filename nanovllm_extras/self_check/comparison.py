@@ -11,7 +11,6 @@ constant or an uninitialised value change some rows by tenths.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,10 +18,8 @@ from torch import Tensor
 from nanovllm.layers.attention import BackendError
 from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm_extras.kernels.backend import KernelBackend
+from nanovllm_extras.runner_protocol import Runner
 from nanovllm_extras.self_check.steps import MIN_MODEL_LEN
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_runner import ModelRunner
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 TIMES_PLAIN = 8  # other orders of summation, and other points of rounding
@@ -58,7 +55,7 @@ def memory_errors() -> Iterator[None]:
         raise MemoryError(str(error)) from error
 
 
-def has_kernels(runner: "ModelRunner") -> bool:
+def has_kernels(runner: Runner) -> bool:
     """Return whether anything but PyTorch attends, and sequences are long enough for the steps of a check."""
     return isinstance(runner.backend, KernelBackend | FlashAttention) and runner.max_model_len >= MIN_MODEL_LEN
 

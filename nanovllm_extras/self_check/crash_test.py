@@ -18,24 +18,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.kernels.backend import AttentionBackend
 from nanovllm_extras.kernels.cpu.library import QUANTISED, load_library
+from nanovllm_extras.runner_protocol import Runner
 from nanovllm_extras.self_check.comparison import has_kernels
 from nanovllm_extras.self_check.networks import run_attention
 from nanovllm_extras.self_check.own_process import FAILED, TIMEOUTS, CrashTest, call_in_own_process
 from nanovllm_extras.self_check.random_layers import SHARE_OF_MEMORY, RandomLayers, describe_model
 from nanovllm_extras.self_check.steps import MIN_MODEL_LEN, draw_vectors, make_steps
 
-if TYPE_CHECKING:
-    from nanovllm_extras.full_runner import ModelRunner
 
-
-def start_crash_test(runner: "ModelRunner", kind: Device) -> CrashTest:
+def start_crash_test(runner: Runner, kind: Device) -> CrashTest:
     """Start the test of a runner's attention backend, and of a kernel that draws. No weights need be loaded."""
     shape, backend = runner.shape, runner.backend
     if hasattr(backend, "library"):
@@ -56,7 +54,7 @@ def path_of(definition: Any) -> str:
     return f"{definition.__module__}.{definition.__qualname__}"
 
 
-def of_c_kernels(runner: "ModelRunner") -> list[str]:
+def of_c_kernels(runner: Runner) -> list[str]:
     """Return the command that calls the C kernels, with those of 8 and 4 bits if the runner uses them."""
     config, shape, backend = runner.config, runner.shape, runner.backend
     sizes = {

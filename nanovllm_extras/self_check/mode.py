@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.checks import check_choice
 from nanovllm.layers.attention import BackendError
 from nanovllm_extras.device_setup import Device, Unchecked
+from nanovllm_extras.runner_protocol import Runner
 from nanovllm_extras.self_check.comparison import SelfCheckError, has_kernels
 from nanovllm_extras.self_check.stored_results import StoredResult
 
 if TYPE_CHECKING:
     from nanovllm_extras.all_options import Config
-    from nanovllm_extras.full_runner import ModelRunner
 
 FIELD_CHECKS = {"self_check": partial(check_choice, allowed=("on", "off", "strict"))}
 
@@ -34,7 +34,7 @@ def raise_if_strict(error: BackendError) -> None:
         raise RuntimeError(str(error)) from error
 
 
-def begin(runner: "ModelRunner", kind: Device) -> Unchecked:
+def begin(runner: Runner, kind: Device) -> Unchecked:
     """Return the check of a runner that has chosen its backend, or one that does nothing, if there is nothing to check.
 
     Raises SelfCheckError if this backend has failed on this machine before.
@@ -50,7 +50,7 @@ def begin(runner: "ModelRunner", kind: Device) -> Unchecked:
     return Unchecked()
 
 
-def class_of_check(runner: "ModelRunner") -> Any:
+def class_of_check(runner: Runner) -> Any:
     """Import the class of the check only now: later starts do without its modules."""
     if runner.shape.state_shape is None:
         from nanovllm_extras.self_check.runner_check import SelfCheck

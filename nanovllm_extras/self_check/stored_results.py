@@ -11,15 +11,13 @@ import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm_extras.kernels.cpu.library_cache import CacheError, cache_folder
 from nanovllm_extras.machine_limits import read_text
-
-if TYPE_CHECKING:
-    from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.runner_protocol import Runner
 
 PACKAGE = Path(__file__).parent.parent.parent
 FOLDERS = (
@@ -40,7 +38,7 @@ class Result(NamedTuple):
 class StoredResult:
     """The result for one runner, whose attention backend is chosen."""
 
-    def __init__(self, runner: "ModelRunner") -> None:
+    def __init__(self, runner: Runner) -> None:
         parts = "\0".join(map(str, describe(runner)))
         name = f"checked-{hashlib.sha256(parts.encode()).hexdigest()[:32]}.json"
         self.path: Path | None = None
@@ -71,7 +69,7 @@ class StoredResult:
                 new.unlink(missing_ok=True)  # if the disk is full
 
 
-def describe(runner: "ModelRunner") -> list[Any]:
+def describe(runner: Runner) -> list[Any]:
     """Return everything that the result depends on."""
     config, backend = runner.config, runner.backend
     libraries = [library._name for library in vars(backend).values() if hasattr(library, "_name")]

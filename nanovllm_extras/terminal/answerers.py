@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import httpx
 
@@ -19,10 +19,8 @@ from nanovllm_extras.event_stream import DONE, EventReader
 from nanovllm_extras.full_llm import LLM
 from nanovllm_extras.terminal.chat_history import Cost, Message, TaggedText, without_reasoning
 from nanovllm_extras.terminal.local_reasoning import DEFAULT, ReasoningReader, sampling_fields
+from nanovllm_extras.terminal.saved_conversations import SavedConversations
 from nanovllm_extras.vllm.engine_args import EngineArgs
-
-if TYPE_CHECKING:
-    from nanovllm_extras.terminal.saved_conversations import SavedConversations
 
 FAILURES = (httpx.HTTPError, httpx.InvalidURL)
 SAMPLE = re.compile(r"^(?:\w+:)(\w+)(?:\{[^}]*\})? ([-+.\w]+)", re.MULTILINE)  # prefix:name{label="…"} value
@@ -53,7 +51,7 @@ class Answerer(Protocol):
         """Return the state of the engine or server, for `/stats`."""
 
     @property
-    def saved(self) -> "SavedConversations":
+    def saved(self) -> SavedConversations:
         """Return the conversations that can be saved and restored. Raises AnswerError or ValueError if none can."""
 
 
@@ -98,9 +96,7 @@ class LocalAnswerer:
         }
 
     @property
-    def saved(self) -> "SavedConversations":
-        from nanovllm_extras.terminal.saved_conversations import SavedConversations
-
+    def saved(self) -> SavedConversations:
         return SavedConversations(self._llm)
 
 
@@ -138,7 +134,7 @@ class ServerAnswerer:
         return {"server": self._url, **(read_server_stats(response.text) if response.status_code == 200 else {})}
 
     @property
-    def saved(self) -> "SavedConversations":
+    def saved(self) -> SavedConversations:
         raise AnswerError("conversations are saved by an engine in this process: leave out --url")
 
     def _first_model(self) -> str:
