@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.block_manager import BlockManager as CoreBlockManager
 from nanovllm.config import DTYPES, resolve_dtype
@@ -19,7 +19,12 @@ from nanovllm_extras.compatibility import check_combinations
 from nanovllm_extras.full_observer import Observer, SchedulingStats
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.layouts import Layout
+from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.parts import Parts
+
+if TYPE_CHECKING:
+    from nanovllm_extras.kv_store.store import KVStore
+    from nanovllm_extras.watching import Observers
 
 
 def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
@@ -59,8 +64,8 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
     return runner, replace(config, max_num_seqs=runner.config.max_num_seqs)  # fewer, if there is memory for fewer
 
 
-def choose_layout(config: Config, shape: Any) -> type[Layout]:
-    """Return what the layers of a network keep for each sequence, and where. shape: a `NetworkConfig`, of all ranks"""
+def choose_layout(config: Config, shape: NetworkConfig) -> type[Layout]:
+    """Return what the layers of a network keep for each sequence, and where. shape: of all ranks"""
     if shape.state_shape is not None:
         if (config.speculative_config or {}).get("method") == "mtp":
             from nanovllm_extras.speculation.mtp_layout import MtpLayout
@@ -116,7 +121,7 @@ def make_block_manager(parts: Parts, observer: Observer) -> CoreBlockManager:
     from nanovllm_extras.memory.kinds import AllTokens, Window
 
     max_chunk_len = config.long_prefill_token_threshold or parts.max_num_batched_tokens
-    runner: Any = parts.runner
+    runner = parts.runner
     has_draft_model = (config.speculative_config or {}).get("model") is not None  # it reads K and V of all tokens
     held: dict[str, Any] = {"kind": AllTokens()}
     if (groups := runner.layout.layer_groups) is not None:
@@ -148,7 +153,7 @@ def make_block_manager(parts: Parts, observer: Observer) -> CoreBlockManager:
 
 def needs_full_scheduler(parts: Parts) -> bool:
     """Return whether the core's scheduler and block manager lack what the model or an option needs."""
-    config, shape, runner = parts.config, parts.model_config, cast(Any, parts.runner)
+    config, shape, runner = parts.config, parts.model_config, parts.runner
     return any(
         [
             config.scheduling_policy != "fcfs",
@@ -193,8 +198,8 @@ def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str
     return scheduler
 
 
-def make_observers(stats: SchedulingStats, watcher: Observer | None, explains_misses: bool) -> Any:
-    """Return the `Observers` of an engine with a watcher (a user's observer, a recording) or with explained misses."""
+def make_observers(stats: SchedulingStats, watcher: Observer | None, explains_misses: bool) -> "Observers":
+    """Return the observers of an engine with a watcher (a user's observer, a recording) or with explained misses."""
     from nanovllm_extras.watching import Observers
 
     watchers = [] if watcher is None else [watcher]
@@ -206,7 +211,7 @@ def make_observers(stats: SchedulingStats, watcher: Observer | None, explains_mi
     return Observers(stats, watchers, PrefixMisses())
 
 
-def make_store(runner: Any) -> Any:
+def make_store(runner: ModelRunner) -> "KVStore":
     """Return the K/V store of an engine, which has the tiers that the options name."""
     from nanovllm_extras.kv_store.store import KVStore
 

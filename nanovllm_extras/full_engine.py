@@ -18,11 +18,12 @@ from nanovllm.block_tables import BlockTables
 from nanovllm.loader import read_json
 from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler, Step
+from nanovllm.sequence import Sequence
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
 from nanovllm_extras.forks import check_process
 from nanovllm_extras.full_observer import Observer, SchedulingStats
-from nanovllm_extras.full_request import note_admitted, read_tokens
+from nanovllm_extras.full_request import Request, note_admitted, read_tokens
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.input_processor import InputProcessor
 from nanovllm_extras.lazy_outputs import StepOutput
@@ -30,7 +31,7 @@ from nanovllm_extras.observations import Observations
 from nanovllm_extras.option_checks import LazyMethod
 from nanovllm_extras.parts import Parts
 from nanovllm_extras.plain_parts import is_plain
-from nanovllm_extras.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock, plain_defaults
+from nanovllm_extras.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock, StepTokens, plain_defaults
 
 if TYPE_CHECKING:
     from nanovllm_extras.engine_stats import EngineStats
@@ -54,7 +55,7 @@ class LLMEngine(engine.LLMEngine):
     def __init__(self, config: Config, observer: Observer | None = None) -> None:
         self._watcher = observer
         self.observed = Observations()
-        self._aborted_meanwhile: list[Any] = []  # by a logits processor, during a step
+        self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
         with plain_defaults():
             super().__init__(config)
         self.input_processor = InputProcessor(self.parts, self.scheduler.block_manager.capacity)
@@ -66,7 +67,8 @@ class LLMEngine(engine.LLMEngine):
             self._clocks: deque[LapClock] = deque()  # of the steps in flight
             self._aborted_meanwhile.clear()
             self._has_failed = False  # the last step
-            self._ahead: tuple[Step, Any] | None = None  # a step that was launched before the one before it has run
+            # a step that was launched before the one before it has run
+            self._ahead: tuple[Step, ArrivingTokens] | None = None
 
     # ---- the loop
 
@@ -82,7 +84,7 @@ class LLMEngine(engine.LLMEngine):
                 if late := self._take_late():
                     return StepOutput(self.deliver(late, time.monotonic()))
                 with plain_defaults():
-                    outputs: Any = super().step()
+                    outputs = super().step()
                 if self.config.check_invariants:
                     from nanovllm_extras.invariants import check_invariants
 
@@ -91,7 +93,7 @@ class LLMEngine(engine.LLMEngine):
             finally:
                 self._end_step()
 
-    def launch(self) -> tuple[Step, Any] | None:
+    def launch(self) -> tuple[Step, ArrivingTokens] | None:
         """Return the step to wait for: the next one, or one that was launched ahead of it.
 
         With overlap, the step after it is launched, too, if it needs no token of this one.
@@ -103,7 +105,7 @@ class LLMEngine(engine.LLMEngine):
             self._ahead = self.launch_one()
         return step
 
-    def launch_one(self) -> tuple[Step, Any] | None:
+    def launch_one(self) -> tuple[Step, ArrivingTokens] | None:
         """Start a step, and time it."""
         self._clock = LapClock()
         launched = super().launch()
@@ -132,7 +134,7 @@ class LLMEngine(engine.LLMEngine):
             from nanovllm_extras.processed_batch import build_batch as build
         return build(step, tables)
 
-    def complete(self, step: Step, tokens: Any) -> StepOutput:
+    def complete(self, step: Step, tokens: ArrivingTokens) -> StepOutput:
         """Wait for the tokens, append them to their sequences, and give them to their requests."""
         clock = self._clocks.popleft()
         clock.resume()  # with overlap, another step has been launched since
@@ -156,14 +158,14 @@ class LLMEngine(engine.LLMEngine):
             **clock.seconds,
         )
 
-    def end_without_token(self, seqs: list[Any]) -> None:
+    def end_without_token(self, seqs: list[Sequence]) -> None:
         """End sequences for which no token could be sampled."""
         from nanovllm_extras.no_token import end_without_token
 
         end_without_token(self.scheduler, seqs)
 
-    def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: Any, now: float) -> list[Any]:
-        """Return the outputs of the requests that advanced. tokens: the `StepTokens` of the step"""
+    def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: StepTokens, now: float) -> list[Any]:
+        """Return the outputs of the requests that advanced."""
         requests = read_tokens(self.requests, step, advanced, tokens)
         for request in requests:
             request.finish_step(self.scheduler, now)
@@ -254,7 +256,7 @@ class LLMEngine(engine.LLMEngine):
             if self.parts.kv_store is not None:
                 self.parts.kv_store.forget_all()
 
-    def deliver(self, requests: list[Any], now: float) -> list[Any]:
+    def deliver(self, requests: list[Request], now: float) -> list[Any]:
         """Return the outputs of requests that have read their tokens, and remove finished requests."""
         outputs = []
         for request in requests:
@@ -273,7 +275,7 @@ class LLMEngine(engine.LLMEngine):
         if request_id in self.requests or any(one.request_id == request_id for one in self._aborted_meanwhile):
             raise ValueError(f"request_id {request_id!r} belongs to an unfinished request; choose another")
 
-    def _take_late(self) -> list[Any]:
+    def _take_late(self) -> list[Request]:
         """Return requests that ended in a step which failed afterwards."""
         has_failed, self._has_failed = self._has_failed, False
         return [request for request in self.requests.values() if request.is_finished] if has_failed else []

@@ -219,7 +219,7 @@ def make_detokenizer(
 # ---- a step's results
 
 
-def note_admitted(requests: dict[str, Any], step: Step, now: float) -> None:
+def note_admitted(requests: dict[str, Request], step: Step, now: float) -> None:
     """Note the time at which requests were first scheduled, and count preemptions."""
     for seq in step.admitted:
         request = requests.get(seq.request_id)
@@ -231,12 +231,12 @@ def note_admitted(requests: dict[str, Any], step: Step, now: float) -> None:
 
 
 def read_tokens(
-    requests: dict[str, Any], step: Step, advanced: list[tuple[int, Any]], tokens: "StepTokens"
-) -> list[Any]:
+    requests: dict[str, Request], step: Step, advanced: list[tuple[int, Any]], tokens: "StepTokens"
+) -> list[Request]:
     """Give a step's results to readers and requests, and return the requests that advanced."""
     for reading in tokens.readings:
         reading.deliver(step)
-    advanced_requests: dict[str, Any] = {}
+    advanced_requests: dict[str, Request] = {}
     for row, seq in advanced:
         request = requests.get(seq.request_id)
         if request is not None:  # else it was aborted during this step

@@ -29,6 +29,7 @@ from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.device_setup import Device, Unchecked, sample_with
 from nanovllm_extras.layer_inputs import LayerInputs, Network
 from nanovllm_extras.layouts import Layout
+from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.one_thread import on_one_thread
 from nanovllm_extras.runner_hooks import (
     ArrivingTokens,
@@ -45,6 +46,7 @@ from nanovllm_extras.weights import load_model
 
 if TYPE_CHECKING:
     from nanovllm_extras.cuda.graphs import CudaGraphs as CudaGraphsOfSteps
+    from nanovllm_extras.kv_store.share import Share
     from nanovllm_extras.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
@@ -82,12 +84,12 @@ class ModelRunner(model_runner.ModelRunner):
     """
 
     config: Config
-    shape: Any  # a `NetworkConfig`
+    shape: NetworkConfig
     has_overlap = False
     ranks = Alone()
     """The ranks that share each step: by default there are no others. `start_ranks` sets a `Driver`."""
-    store: Any = None
-    """What saves blocks that a step has filled: a `Share` (`kv_store/share.py`)."""
+    store: "Share | None" = None
+    """What saves blocks that a step has filled."""
     step_graphs: "CudaGraphsOfSteps | None" = None  # if there are any, they replace `graphs`
     layer_inputs = LayerInputs()
     followers: tuple[Follower, ...] = ()
@@ -176,8 +178,8 @@ class ModelRunner(model_runner.ModelRunner):
     # ---- a step
 
     @torch.inference_mode()
-    def run(self, batch: Batch, is_replayed: bool | None = None) -> Any:
-        """Compute a batch, and sample a token for each of its samples. Returns `ArrivingTokens`.
+    def run(self, batch: Batch, is_replayed: bool | None = None) -> ArrivingTokens:
+        """Compute a batch, and sample a token for each of its samples.
 
         On CUDA, the tokens have not arrived on the host when this method returns.
 
@@ -288,7 +290,7 @@ class ModelRunner(model_runner.ModelRunner):
 
     # ---- the start
 
-    def find_network(self) -> tuple[Any, Any]:
+    def find_network(self) -> tuple[Any, NetworkConfig]:
         model_class, shape = read_model_config(self.folder, self.config.hf_overrides, self.config.max_model_len)
         if self.config.load_format not in ("gguf", "dummy"):
             from nanovllm_extras.headless import with_stored_head
@@ -343,7 +345,7 @@ class ModelRunner(model_runner.ModelRunner):
         return load(self.model_class, self.shape, self.backend_of_layers, self.dtype, self.device, self.folder, seed)
 
     @property
-    def network(self) -> Any:
+    def network(self) -> Network:
         """The model, for CUDA graphs."""
         return Network(self.model, self.layer_inputs)
 

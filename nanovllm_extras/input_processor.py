@@ -15,6 +15,7 @@ from nanovllm.request import Prompt, check_prompt_len, encode_prompt, make_seed
 from nanovllm_extras.full_detokenizer import TokenDecoder
 from nanovllm_extras.full_request import Completion, Request
 from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.logits_processors import Processor, PromptReader
 from nanovllm_extras.parts import Parts
 from nanovllm_extras.request_params import RequestOutputKind, SamplingParams
 
@@ -32,7 +33,7 @@ class TakenParams(NamedTuple):
     """Parameters, copied and checked, and what is made of them. Requests may share them: sequences copy the grammar."""
 
     params: Any
-    processors: tuple[Any, ...] = ()
+    processors: tuple[Processor, ...] = ()
     grammar: Any = None
 
 
@@ -137,7 +138,7 @@ class InputProcessor:
 
         return GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
-    def _processors(self, params: SamplingParams) -> tuple[Any, ...]:
+    def _processors(self, params: SamplingParams) -> tuple[Processor, ...]:
         """Return what changes the logits of the request's rows."""
         if params.is_plain:
             return ()
@@ -145,7 +146,7 @@ class InputProcessor:
 
         return processors_of(params, self.tokenizer, self.vocab_size)
 
-    def _readers(self, params: SamplingParams, gives_deltas: bool) -> tuple[Any, ...]:
+    def _readers(self, params: SamplingParams, gives_deltas: bool) -> tuple[PromptReader, ...]:
         """Return the readers of the prompt's hidden states."""
         if params.prompt_logprobs is None:
             return ()

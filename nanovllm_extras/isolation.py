@@ -26,16 +26,18 @@ import torch
 
 from nanovllm.batch import Batch, offsets
 from nanovllm.scheduler import Step
+from nanovllm.sequence import Sequence
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.dead import EngineDeadError
 from nanovllm_extras.full_engine import LLMEngine
 from nanovllm_extras.full_observer import Observer
+from nanovllm_extras.full_request import Request
 from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.logits_processors import ReaderResult, build_readers
 from nanovllm_extras.no_token import NO_TOKEN_REASON, NoTokenError
 from nanovllm_extras.processed_batch import build_batch, build_sampling
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.runner_hooks import ArrivingTokens, Computed, SampledTokens
+from nanovllm_extras.runner_hooks import ArrivingTokens, Computed, SampledTokens, StepTokens
 
 logger = logging.getLogger(__name__)
 
@@ -112,18 +114,18 @@ class IsolatingEngine(LLMEngine):
         batch = self._build(neutral)
         with self.runner.step_context():
             sent = self.runner.send(batch)
-        tokens: ArrivingTokens = self.runner.finish(Computed(hidden, sent))
+        tokens = self.runner.finish(Computed(hidden, sent))
         tokens.readings = tuple(ReadingsOf(neutral, result) for result in tokens.readings)
         return tokens
 
     # ---- while its tokens are read
 
-    def end_without_token(self, seqs: list[Any]) -> None:
+    def end_without_token(self, seqs: list[Sequence]) -> None:
         super().end_without_token(seqs)
         for seq in seqs:
             self._end_failed(seq.request_id, NoTokenError(NO_TOKEN_REASON))
 
-    def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: Any, now: float) -> list[Any]:
+    def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: StepTokens, now: float) -> list[Any]:
         """Return the outputs as the parent does, but read one request after the other."""
         for result in tokens.readings:
             try:
@@ -134,7 +136,7 @@ class IsolatingEngine(LLMEngine):
                 chunks: list[Any] = step.chunks
                 for request_id in {seq.request_id for seq, _, _ in chunks if seq.readers}:
                     self._end_failed(request_id, error)
-        advanced_requests: dict[str, Any] = {}
+        advanced_requests: dict[str, Request] = {}
         for row, seq in advanced:
             request = self.requests.get(seq.request_id)
             if request is not None:
@@ -158,7 +160,7 @@ class IsolatingEngine(LLMEngine):
         if request is not None:  # else it was aborted during the step, or has failed already
             self._end(request, error)
 
-    def _end(self, request: Any, error: Exception) -> None:
+    def _end(self, request: Request, error: Exception) -> None:
         self.requests.pop(request.request_id, None)
         self._failures[request.request_id] = error
         for seq in request.seqs:

@@ -18,10 +18,12 @@ from nanovllm_extras.all_options import Config
 from nanovllm_extras.block_copies import BlockCopies
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.layer_inputs import LayerInputs
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.runner_protocol import Runner
 
 
 class Layout:
-    """The plain layout. shape: the `NetworkConfig` of the model, or of a rank's share of it"""
+    """The plain layout. shape: that of the model, or of a rank's share of it"""
 
     layer_groups: Any = None
     """A `LayerGroups`, if groups of layers have block tables of their own."""
@@ -32,7 +34,7 @@ class Layout:
     pool: Any = None
     """A `StatePool`, if layers keep states: `make_kv_caches` makes it."""
 
-    def __init__(self, config: Config, shape: Any) -> None:
+    def __init__(self, config: Config, shape: NetworkConfig) -> None:
         self.config, self.shape = config, shape
 
     @staticmethod
@@ -68,7 +70,7 @@ class Layout:
         """Return what the network is made with: the attention backend, or one for each shape of K and V."""
         return backends if self.shape.kv_groups else backends[0]
 
-    def describe(self, shape: Any, dtype: torch.dtype) -> str:
+    def describe(self, shape: NetworkConfig, dtype: torch.dtype) -> str:
         """Return what comes first in the description of the runner. shape: of all ranks"""
         groups = ", ".join([str(group) for group in shape.kv_groups])
         return f"groups of layers with K and V: {groups}; " * bool(groups)
@@ -78,7 +80,7 @@ class Layout:
         """Whether the self-check can run such a network: those with K and V of one shape."""
         return not self.shape.kv_groups
 
-    def make_device(self, runner: Any) -> Device:
+    def make_device(self, runner: Runner) -> Device:
         """Return the device setup."""
         config, device = self.config, runner.device
         if device.type != "cuda" and not config.enable_cuda_graphs:
@@ -121,10 +123,9 @@ class Layout:
         """Return what else computes each step."""
         return ()
 
-    def divide_memory(self, runner: Any) -> int:
+    def divide_memory(self, runner: Runner) -> int:
         """Return the number of blocks in the pool, each of which serves one group of layers at a time."""
-        num_blocks: int = runner.count_blocks()
-        return num_blocks * self.num_tables
+        return runner.count_blocks() * self.num_tables
 
     def more_inputs(self, model: Any) -> Any:
         """Return what rows of decodes have in CUDA graphs beside one slot and one block table: a `MoreInputs`."""

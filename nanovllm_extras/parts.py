@@ -4,6 +4,7 @@ from typing import Any
 
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.request_params import SamplingParams
 
 
@@ -21,7 +22,7 @@ class Parts:
         self.config, self.runner = config, runner
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self.default_sampling_params = default_sampling_params
-        self.model_config: Any = runner.shape  # a `NetworkConfig`
+        self.model_config: NetworkConfig = runner.shape
         self.max_model_len, self.max_num_batched_tokens = runner.max_model_len, runner.max_num_batched_tokens
         self.num_kv_blocks, self.block_size = runner.kv_cache.num_blocks, runner.backend.block_size
         self.enable_overlap = runner.has_overlap

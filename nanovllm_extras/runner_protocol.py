@@ -17,7 +17,8 @@ from nanovllm.kv_cache import KVCache
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.alone import Alone
-from nanovllm_extras.runner_hooks import Draw
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.runner_hooks import ArrivingTokens, Draw
 
 
 class Runner(Protocol):
@@ -26,10 +27,12 @@ class Runner(Protocol):
     config: Config
     folder: Path
     model_class: Any
-    shape: Any  # a `NetworkConfig`
+    shape: NetworkConfig
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
+    max_num_batched_tokens: int
+    max_rows: int
     backend: Any
     layout: Any  # a `Layout`
     model: Qwen3ForCausalLM
@@ -45,6 +48,10 @@ class Runner(Protocol):
         """Return the attention backend of each shape of K and V."""
 
     @property
+    def slowest_backend(self) -> Any:
+        """Return the first backend that CUDA graphs cannot record, or the first one."""
+
+    @property
     def network(self) -> Any:
         """Return the model, for CUDA graphs."""
 
@@ -52,8 +59,8 @@ class Runner(Protocol):
     def more_inputs(self) -> Any:
         """Return what rows of decodes have beside one slot and one block table, or None."""
 
-    def run(self, batch: Batch) -> Any:
-        """Compute a batch, and return `ArrivingTokens`."""
+    def run(self, batch: Batch) -> ArrivingTokens:
+        """Compute a batch."""
 
     def send(self, record: Any) -> Any:
         """Return a record of tensors on the device."""
@@ -63,6 +70,9 @@ class Runner(Protocol):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]"""
+
+    def count_blocks(self) -> int:
+        """Return the number of blocks of each group of layers."""
 
     def make_graphs(self) -> CudaGraphs:
         """Return graphs of the forward pass of decodes."""

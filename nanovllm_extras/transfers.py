@@ -13,6 +13,7 @@ import torch
 from nanovllm.kv_cache import KVCache
 from nanovllm_extras.block_copies import BlockCopies
 from nanovllm_extras.kv_store.copies import copy_in
+from nanovllm_extras.kv_store.saver import Saver
 from nanovllm_extras.records import Moves, Pair
 from nanovllm_extras.swap.host_blocks import HostBlocks
 
@@ -68,8 +69,8 @@ class Transfers(BlockCopies):
             for name, slot in moves.state_loads:
                 self._load_state(moves.loaded[name], slot)
 
-    def save(self, moves: list[Pair], saver: Any) -> None:
-        """Give what a step has filled to a `Saver`."""
+    def save(self, moves: list[Pair], saver: Saver) -> None:
+        """Give what a step has filled to a thread that saves it."""
         if not isinstance(moves, Moves):
             return
         if moves.saves:
