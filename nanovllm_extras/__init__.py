@@ -1,8 +1,8 @@
 """Everything beyond the engine in `nanovllm/`: the same names with all options, and more. The folder can be deleted.
 
-An extra is a subclass of one or more of the core's classes, or a function that replaces one of theirs, and an option
-chooses it. The composition root is here: `all_options.py` and `request_params.py` have the options, `full_engine.py`
-and `full_runner.py` make the parts, and `assembly.py` and `kernels/choices.py` choose them.
+The core's classes have one subclass each. An extra is an object that one of these holds, or a function that replaces
+one of theirs, and an option chooses it. The composition root is here: `all_options.py` and `request_params.py` have the
+options, `full_engine.py` and `full_runner.py` make the parts, and `assembly.py` and `kernels/choices.py` choose them.
 """
 
 from importlib import import_module

@@ -16,7 +16,9 @@ TEXT = """# What does not go together
 Every option works with every other option and with every model, except for the pairs in this table. The engine
 refuses such a pair when it starts, before it loads weights. The ValueError names both and recommends what works. A
 feature without an option in parentheses is a model's. What a kernel cannot compute on a machine is not in the table:
-`attention_backend="auto"` takes another kernel then.
+`attention_backend="auto"` takes another kernel then. Nor is what one value needs by itself: ranks must divide the
+model's heads and choose their own devices, a draft model needs K and V of one shape, and `mtp` needs a head in the
+checkpoint.
 
 `python -m tools.combinations` writes this page from the table of the code,
 [`compatibility.py`](../nanovllm_extras/compatibility.py).
@@ -27,7 +29,8 @@ feature without an option in parentheses is a model's. What a kernel cannot comp
 
 [`test_pairs.py`](../tests/extras/test_pairs.py) tries every two values of two lines of this table in one engine, unless
 the table above refuses them. The long sweep of tests (`pytest -m slow`) tries every two values with every model. The
-tokens must be those of an engine without the features.
+tokens must be those of an engine without the features, but with the same weights and the same bits of K and V. Where
+numbers are rounded to 8 bits, another token may be chosen if it is almost as likely.
 
 {factors}
 """

@@ -6,7 +6,7 @@
     is_first         False    False    True            begins a sequence: it starts from zeros, and reads no slot
 
 So padding writes only to the null slot, and never reads what it has written. The pool must keep its address. Copies of
-states are not in the graphs: the KV cache does them before a step is replayed.
+states are not in the graphs: `Transfers` does them before a step is replayed.
 
 A draft waits for the row before it. PyTorch's layers compute such rows in rounds, whose number the host decides, so
 they compute steps with drafts eagerly (`needs_rounds`). Kernels in Triton find drafts on the device. If all layers do,
