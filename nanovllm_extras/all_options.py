@@ -67,8 +67,8 @@ class Config(config.Config):
     enable_cuda_graphs: bool | None = checked(None, check_optional_bool)
     """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
     enable_overlap: bool | None = checked(None, check_optional_bool)
-    """Whether the next step is launched while one is in flight; None means only on CUDA, without drafts. Outputs are the
-    same."""
+    """Whether the next step is launched while one is in flight; None means only on CUDA, without drafts. Outputs do not
+    change."""
     self_check: str | None = checked(None, check_in, module="self_check.mode")
     """Whether the first start compares the kernels with PyTorch's layers: `on` takes another way to compute if they are
     wrong, `strict` raises, `off` does not compare; None is the variable NANOVLLM_SELF_CHECK, or `on`."""

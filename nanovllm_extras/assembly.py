@@ -46,6 +46,10 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
         from nanovllm_extras.parallel.start_ranks import start_ranks
 
         kind = start_ranks
+        if config.load_format == "gguf":  # a file that cannot be read is refused before the ranks start
+            from nanovllm_extras.quantization.gguf import GgufFile
+
+            GgufFile(folder, shape)
     if layout is not Layout:
         kind = partial(kind, layout=layout)
     if drafts.get("model") is not None:

@@ -142,7 +142,8 @@ class LLMEngine(engine.LLMEngine):
         clock.lap("run_time_s")
         advanced = self.scheduler.update(step, arrived.token_ids)
         if NO_TOKEN in arrived.token_ids:
-            self.end_without_token([seq for _, seq in advanced if seq.token_ids.view()[-1] == NO_TOKEN])
+            ended = [seq for _, seq in advanced if seq.token_ids.view()[-1] == NO_TOKEN]
+            self.end_without_token([*dict.fromkeys(ended)])  # with drafts, a sequence may have advanced several times
         clock.lap("update_time_s")
         self.stats.count_step(step, len(advanced), sum(clock.seconds.values()))
         outputs = self.read_outputs(step, advanced, arrived, clock.now)

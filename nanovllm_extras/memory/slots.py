@@ -202,7 +202,7 @@ class Slots:
 
     def ends_at_snapshot(self, seq: Sequence) -> bool:
         """Return whether a snapshot is due after the computed tokens of `seq`, and their blocks are registered."""
-        return self.is_due(seq) and seq.num_computed_tokens == seq.num_registered_blocks * self.block_size
+        return seq.num_computed_tokens == seq.num_registered_blocks * self.block_size and self.is_due(seq)
 
     def take_snapshot(self, seq: Sequence, block: CachedBlock | None) -> None:
         """Copy the state of `seq`, which ends at a snapshot, before the next step. block: its last, if it is cached"""
@@ -277,6 +277,9 @@ class Slots:
 
     def rows_of(self, seqs: Iterable[Sequence]) -> tuple[list[int], list[int]]:
         """Return the slots that the rows of a step write, and those that they read. A draft is a row of its own."""
+        if not self.drafts:
+            own = [self.owned[seq] for seq in seqs]
+            return own, own
         slots: list[int] = []
         sources: list[int] = []
         for seq in seqs:

@@ -93,6 +93,8 @@ class Drafter:
         """Return whether no running sequence could get drafts in the next step."""
         if not self._has_room(running, may_admit):
             return True
+        if any([seq.num_tokens - seq.num_computed_tokens > 1 for seq in running]):  # no drafts beside prompts
+            return True
         return all([self._patience_with(seq).is_pausing for seq in running])
 
     def skip(self, running: list[Any], may_admit: bool) -> None:

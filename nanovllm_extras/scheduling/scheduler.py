@@ -101,7 +101,7 @@ class Scheduler(scheduler.Scheduler):
     def share_of(self, seq: Sequence, budget: int) -> int:
         """Return the number of tokens of `seq` that the step computes: a chunk ends where a snapshot is due."""
         num_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, self.max_chunk_len)
-        if (states := self.block_manager.states) is None:
+        if num_tokens <= 1 or (states := self.block_manager.states) is None:
             return num_tokens
         return min(num_tokens, states.next_cut(seq) - seq.num_computed_tokens)
 

@@ -18,8 +18,8 @@ class Speculation:
     """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""
 
     method: Any = None
-    """`ngram`, `draft_model`, `mtp`, or an object with the method of `Proposer` (`scheduling/drafter.py`). With `model`,
-    None is `draft_model`."""
+    """`ngram`, `draft_model`, `mtp`, or an object with the method of `Proposer` (`scheduling/drafter.py`). None is
+    `draft_model` if there is a `model`."""
     num_speculative_tokens: Any = None
     """Most drafts for one sequence in a step."""
     prompt_lookup_max: int | None = None

@@ -23,7 +23,7 @@ def rank_threads(monkeypatch):
     def connect(*arguments):
         communicator = connected(*arguments)
         if isinstance(threading.current_thread(), RankThread):
-            threading.current_thread().communicator = communicator
+            threading.current_thread().take(communicator)
         return communicator
 
     def start_peers(*arguments):
@@ -46,7 +46,10 @@ def quick_ranks(rank_threads, monkeypatch):
 
     def connect(meeting, rank, size, *others):
         links = queues.setdefault(meeting.file, [[SimpleQueue() for _ in range(size)] for _ in range(size)])
-        return QueueCommunicator(rank, links)
+        communicator = QueueCommunicator(rank, links)
+        if isinstance(threading.current_thread(), RankThread):
+            threading.current_thread().take(communicator)
+        return communicator
 
     monkeypatch.setattr(start, "connect", connect)
     return rank_threads

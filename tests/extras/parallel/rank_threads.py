@@ -23,6 +23,8 @@ class RankThread(threading.Thread):
         self._status = None
         self.start()
 
+    _has_ended = False
+
     def run(self):
         threading.Thread(target=self._abort_in_the_end, args=(self._peer.dup(),), daemon=True).start()
         with self._peer:  # a process that ends closes what it has
@@ -33,8 +35,15 @@ class RankThread(threading.Thread):
         poll.register(peer.fileno(), select.POLLRDHUP)
         poll.poll()
         peer.close()
+        self._has_ended = True
         if self.communicator is not None:
             self.communicator.abort()
+
+    def take(self, communicator):
+        """Abort this communicator in the end: it may wait for rank 0, which has failed, perhaps already."""
+        self.communicator = communicator
+        if self._has_ended:
+            communicator.abort()
 
     def poll(self):
         return None if self.is_alive() else self._status
