@@ -1,6 +1,6 @@
 """Qwen3.5 and LFM2 with a K/V store: the tokens of `transformers` after blocks and states were evicted and loaded.
 
-`tests/extras/states/test_state_store.py` has random traffic without a model.
+`tests/extras/states/test_slots.py` has random traffic without a model.
 """
 
 import dataclasses

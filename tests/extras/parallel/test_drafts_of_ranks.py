@@ -5,6 +5,7 @@ ranks are threads of this process.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.parallel.driver import Driver
 from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
+from tests.extras.late_runner import LateRunner
+from tests.extras.models.hybrid_checkpoints import MAX_TOKENS
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, check_greedy, make_llm
 from tests.extras.speculation import test_drafts_beside_layouts as layouts
 from tests.extras.speculation.test_draft_model import requests
+from tests.extras.speculation.test_drafts_with_overlap import FEW_SEQS, LateEngine, itself, make_requests
 from tests.extras.speculation.test_mtp import Heads, check_draws, predicting, record_draws
 from tests.extras.speculation.test_speculation import serve
 from tests.extras.test_overlap import visible
@@ -80,6 +84,17 @@ def test_a_draft_model_beside_other_layouts_on_two_ranks(pairs, quick_ranks, nam
     assert llm.get_stats().num_swaps > 0
 
 
+def test_a_draft_model_follows_steps_that_are_launched_ahead(with_tokenizer, quick_ranks):
+    made, options = make_requests("seeded"), {"attention_backend": "torch", "block_size": 4}
+    plain, _ = serve(with_tokenizer, made, **options)
+    config = itself(with_tokenizer)
+    outputs, engine = serve(with_tokenizer, made, config, LateEngine, enable_overlap=True, **options, **TWO)
+    assert {i: visible(one) for i, one in outputs.items()} == {i: visible(one) for i, one in plain.items()}
+    stats = engine.get_stats()
+    assert stats.num_draft_tokens == stats.num_accepted_tokens > 5
+    assert engine.late.num_expected_ids > 10
+
+
 @pytest.mark.parametrize("memory", [{"kv_cache_memory_bytes": 1 << 20}, {}])
 def test_all_ranks_have_the_blocks_that_fit_beside_the_draft_model(with_tokenizer, quick_ranks, monkeypatch, memory):
     """Only rank 0 needs memory for the draft model's K and V. All ranks take the least number of blocks."""
@@ -126,6 +141,19 @@ def test_drafts_of_a_divided_head_are_those_of_the_reference(heads, request, nam
     check_all_free(llm)
     one = make_llm(folder, speculative_config=predicting(), **OPTIONS[name]).engine.runner
     assert 2 * llm.engine.runner.kv_caches[1].bytes_per_block == one.kv_caches[1].bytes_per_block
+
+
+def test_a_divided_head_follows_steps_that_are_launched_ahead(heads, quick_ranks):
+    folder, model, head = heads.make()
+    config = {**predicting(), "disable_by_batch_size": FEW_SEQS}
+    llm = make_llm(folder, speculative_config=config, enable_overlap=True, **TWO)
+    late, draws = LateRunner(llm.engine), record_draws(llm.engine)
+    params = [replace(GREEDY, max_tokens=5 if i else MAX_TOKENS) for i in range(4)]
+    outputs = llm.generate(heads.hybrids.prompts()[:4], params, use_tqdm=False)
+    for output, (token_ids, _), one in zip(outputs, heads.hybrids.greedy()[:4], params, strict=True):
+        assert output.outputs[0].token_ids == token_ids[: one.max_tokens]
+    check_draws(model, head, draws)
+    assert late.num_expected_ids > 4
 
 
 @pytest.mark.slow
