@@ -100,7 +100,10 @@ class LLMEngine(engine.LLMEngine):
         """
         if self._is_plain:
             return self.launch_one()
-        step, self._ahead = self._ahead or self.launch_one(), None
+        step, self._ahead = self._ahead, None
+        scheduler: Any = self.scheduler
+        if step is None or step[0] not in scheduler.pending.steps:  # an interrupted reset may have left an old one
+            step = self.launch_one()
         if step is not None and self._can_launch_ahead():
             self._ahead = self.launch_one()
         return step
