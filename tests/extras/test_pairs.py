@@ -402,13 +402,16 @@ def check_acted(row, engine, stats, late, num_steps, ranks):
     runner, store = engine.runner, stats.kv_store
     tiers = [name for name, factor in (("memory", "host tier"), ("disk", "disk tier")) if row[factor] == "on"]
     quantised = [module.quantised.bits for module in runner.model.modules() if isinstance(module, QuantisedLinear)]
+    # two ranks with 8 bits or fewer may sample other tokens, which the drafts were not made for
+    is_rounded = (row["weights"], row["K and V"]) != ("plain", "plain")
+    has_other_drafts = row["ranks"] == "2" and is_rounded and stats.num_draft_tokens
     acted = {
         "prefix cache": ("on", "off")[stats.prefix_cache_hit_tokens == 0 and not tiers],
         "budget": "7 tokens" if max(num_steps) == 7 else "large",
         "small pool": {(False, False): "no", (True, False): "recompute", (True, True): "swap"}[
             stats.num_preemptions > 0, stats.num_swaps > 0
         ],
-        "speculation": row["speculation"] if stats.num_accepted_tokens > 0 else "none",
+        "speculation": row["speculation"] if stats.num_accepted_tokens or has_other_drafts else "none",
         "overlap": "on" if late is not None and late.num_ahead > 0 else "off",
         "weights": {frozenset(): "plain", frozenset([8]): "int8", frozenset([4]): "int4"}[frozenset(quantised)],
         "K and V": "int8" if any("Int8" in type(one).__name__ for one in runner.backends) else "plain",
