@@ -99,7 +99,7 @@ def test_slot_of_an_accepted_draft_is_shown(show):  # noqa: F811
     event = page.locator(".events .is-move").first
     said = event.locator(".text").inner_text()
     assert said.endswith(f"now owns slot {slot}, which has the state after its last accepted draft")
-    check_source(page, event, "def keep_state(self, seq")
+    check_source(page, event, "def rewind(self, seq")
     event.locator(".text").click()
     page.locator(".sequence", has_text=f"is in slot {slot}.").wait_for()
     assert page.evaluate("nanovllm.runs[0].replay.broken") == []
