@@ -93,7 +93,7 @@ def test_swapped_states_are_shown_in_both_languages(show):  # noqa: F811
 
 
 def test_slot_of_an_accepted_draft_is_shown(show):  # noqa: F811
-    [lines], _ = random_slots(0, kind="drafts")
+    [lines], _ = random_slots(1, kind="drafts")
     number, slot, step = first_move(lines)
     page = show(lines, at=f"#step={step}&lang=en")
     event = page.locator(".events .is-move").first
