@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.scheduler import Step
 from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.swap_space import SwapSpace
@@ -69,6 +70,26 @@ def test_copies_in_pair_up_with_the_new_tables(tables, new_tables, pairs):
     assert space.take_moves() == ([], [(kept[i], block_id) for i, block_id in pairs])
     assert space.host_block_ids(seq) == []
     assert space.num_free_blocks == 10
+
+
+def test_a_step_that_is_not_launched_leaves_its_copies_out_to_the_next_one():
+    """And the sequence is computed again if that one fails."""
+    blocks = BlockManager(4, 4, swap_space=SwapSpace(9))
+    first, second = [Sequence(name, [1, 2, 3, 4, 5], SamplingParams()) for name in ("first", "second")]
+    for seq in (first, second):
+        assert blocks.try_admit(seq)
+        assert blocks.try_allocate(seq, 5)
+        seq.num_computed_tokens = 5
+    blocks.take_copies()
+    blocks.preempt(first)
+    idle = blocks.take_copies()
+    blocks.complete(Step(), idle)
+    blocks.preempt(second)
+    moves = blocks.take_copies()
+    assert moves.swap_outs[:2] == idle.swap_outs
+    assert len(moves.swap_outs) == 4
+    blocks.forget_step(())
+    assert (first.num_computed_tokens, second.num_computed_tokens, blocks.swap_space.num_free_blocks) == (0, 0, 9)
 
 
 def test_moves_are_taken_once():
