@@ -5,12 +5,15 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm_extras.dead import EngineDeadError
+
+if TYPE_CHECKING:
+    from nanovllm_extras.kv_store.tier import Chain
 
 
 class Alone:
@@ -35,6 +38,10 @@ class Alone:
     def logits(self, hidden: Tensor) -> AbstractContextManager[None]:
         """Return the context in which logits are computed. hidden: [num_rows, hidden_size]"""
         return nullcontext()
+
+    def tiers_of_all(self, tiers: "Chain", bytes_per_state: int) -> "Chain":
+        """Return the tiers of all ranks, for those of this one (`kv_store/`). bytes_per_state: of a snapshot, or 0"""
+        return tiers
 
     def stop(self) -> None:
         """Stop the other ranks."""

@@ -44,11 +44,20 @@ def read_model_config(folder: Path, overrides: Any = None, max_model_len: int | 
             raw = overridden(raw, overrides)
         if (plain := read_plain_qwen3(raw)) is not None:
             return Qwen3ForCausalLM, plain
-        from nanovllm_extras.models.architectures import find_architecture
-
+        check_stored_weights(raw)
         return find_architecture(raw, max_model_len)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the model in {folder} cannot be served: {error}") from error
+
+
+def check_stored_weights(raw: Mapping[str, Any]) -> None:
+    """Raise ValueError if the weights are quantised in a way that is not known. raw: the contents of config.json"""
+    fields = text_fields(dict(raw))
+    for field in ("quantization_config", "compression_config"):
+        if fields.get(field) is not None:
+            from nanovllm_extras.quantization.stored import read_format
+
+            read_format(field, fields[field])
 
 
 def read_plain_qwen3(raw: Mapping[str, Any]) -> NetworkConfig | None:

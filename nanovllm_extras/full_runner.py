@@ -71,6 +71,7 @@ class DraftNeeds(NamedTuple):
 
 
 MeasureDraft = Callable[["ModelRunner"], DraftNeeds]
+BeginCheck = Callable[["ModelRunner", Device], Unchecked]
 
 
 class ModelRunner(model_runner.ModelRunner):
@@ -80,7 +81,7 @@ class ModelRunner(model_runner.ModelRunner):
     decodes for which CUDA graphs are recorded: by default one for each sequence, and with speculation some drafts.
 
     layout: what the layers keep, and where; part: the part of the network that this rank has; measure_draft: returns
-    what a draft model will need, which is loaded later
+    what a draft model will need, which is loaded later; begin_check: begins the self-check, which is not made without it
     """
 
     config: Config
@@ -106,12 +107,14 @@ class ModelRunner(model_runner.ModelRunner):
         layout: type[Layout] = Layout,
         part: Whole | None = None,
         measure_draft: MeasureDraft | None = None,
+        begin_check: BeginCheck | None = None,
     ) -> None:
         self.clock = clock or LapClock()
         self.max_rows = max_rows or most_rows(config)
         self.has_overlap = has_overlap_by_default(config) if has_overlap is None else has_overlap
         self.make_layout, self.part = layout, part or Whole()
         self.measure_draft, self.draft_needs = measure_draft, DraftNeeds()
+        self.begin_check = begin_check
         self.draw: Draw = sample_tokens
         self.unsampled: Computed | None = None  # the newest step, once the model has run
         super().__init__(config, folder)
@@ -309,11 +312,10 @@ class ModelRunner(model_runner.ModelRunner):
 
     def begin_self_check(self, kind: Device) -> Unchecked:
         """Return the comparison of what computes with PyTorch's layers, which need none."""
-        if not self.layout.is_checked or (type(self.backend) is TorchAttention and kind.draw is None):
+        is_plain = type(self.backend) is TorchAttention and kind.draw is None
+        if self.begin_check is None or not self.layout.is_checked or is_plain:
             return Unchecked()
-        from nanovllm_extras.self_check.mode import begin
-
-        return begin(self, kind)
+        return self.begin_check(self, kind)
 
     def make_model(self) -> Qwen3ForCausalLM:
         """Load the network, and keep its weights in fewer bits if the option `quantization` asks for that."""

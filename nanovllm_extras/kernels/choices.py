@@ -27,7 +27,7 @@ LATENT_BACKENDS = {  # the same for models whose cache holds latents; None has n
     "flash_attn": None,
     "cpu": "nanovllm_extras.kernels.cpu.cpu_latent_attention.CpuLatentAttention",
     "triton": None,
-    "torch": "nanovllm_extras.models.latent_attention.TorchLatentAttention",
+    "torch": "nanovllm_extras.kernels.latent_backend.TorchLatentAttention",
 }
 
 
@@ -74,7 +74,7 @@ def with_small_cache(backend_class: type[TorchAttention], kv_cache_dtype: str) -
 
         return with_fp8_cache(base)
     if backend_class is not TorchAttention:
-        from nanovllm_extras.models.latent_attention import Int8LatentAttention
+        from nanovllm_extras.kernels.latent_backend import Int8LatentAttention
 
         return Int8LatentAttention
     from nanovllm_extras.int8_kv import with_int8_cache

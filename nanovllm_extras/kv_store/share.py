@@ -3,20 +3,40 @@
 An engine of one rank has one share. With several ranks, each rank has one (`ranks.py`).
 """
 
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from nanovllm.kv_cache import KVCache
+from nanovllm_extras.all_options import Config
 from nanovllm_extras.kv_store.keys import KEY_BYTES
 from nanovllm_extras.kv_store.make_tiers import make_tiers
 from nanovllm_extras.kv_store.saver import Saver
 from nanovllm_extras.kv_store.store_options import has_users_tier, role_of
 from nanovllm_extras.kv_store.tier import BlockName, Chain
 from nanovllm_extras.records import Moves, Pair
-from nanovllm_extras.runner_protocol import Runner
 
 MAX_SAVE_S = 10.0  # how long a step of a producer waits until its blocks are saved
+
+
+class Runner(Protocol):
+    """A `ModelRunner`: what a store reads of it."""
+
+    config: Config
+    folder: Path
+    model_class: Any
+    shape: Any
+    dtype: torch.dtype
+    max_model_len: int
+    backend: Any
+    backends: Sequence[Any]
+    kv_cache: KVCache
+    layout: Any
+    transfers: Any  # `Transfers`, because the options ask for a store
+    ranks: Any  # `Alone`, or a `Driver`
 
 
 class Loaded(NamedTuple):
@@ -32,7 +52,7 @@ class Share:
 
     def __init__(self, runner: Runner) -> None:
         config = runner.config
-        self.transfers: Any = runner.transfers  # `Transfers`, because the options ask for a store
+        self.transfers = runner.transfers
         self.is_pinned = runner.kv_cache.tensor.is_cuda
         tiers = make_tiers(config)
         self.tiers = Chain(tiers)

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 
 from nanovllm_extras.kv_store.keys import digest_model, make_root_key, names_of
-from nanovllm_extras.kv_store.ranks import AllRanks
-from nanovllm_extras.kv_store.share import Loaded, Share, name_of_state
+from nanovllm_extras.kv_store.share import Loaded, Runner, Share, name_of_state
 from nanovllm_extras.kv_store.store_options import is_private, option_of, role_of, smallest_size
 from nanovllm_extras.kv_store.tier import BlockName, Tier, TierStats
-from nanovllm_extras.runner_protocol import Runner
 
 MAX_LOOKUPS = 256
 
@@ -58,9 +56,7 @@ class KVStore(Share):
             shape, dtypes = pool.shape, [str(states.dtype) for states in pool.states]
             facts = [shape.num_layers, shape.conv, shape.recurrent, dtypes]
             self.root_key = make_root_key({"blocks": self.root_key.hex(), "states": facts})
-        if config.tensor_parallel_size > 1:
-            ranked: Any = runner
-            self.tiers = AllRanks(self.tiers.tiers, ranked.ranks, self.bytes_per_state)
+        self.tiers = runner.ranks.tiers_of_all(self.tiers, self.bytes_per_state)
 
     def add_draft(self, draft: Runner) -> None:
         """Let each block also have the K and V of a draft model, which shares the block tables."""

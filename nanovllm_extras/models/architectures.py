@@ -44,7 +44,6 @@ def find_architecture(raw: dict[str, Any], max_model_len: int | None = None) -> 
     """
     raw = text_fields(raw)
     check_kinds(raw)
-    check_stored_weights(raw)
     model_class = find_class(raw)
     if model_class is None:
         code = " (its code in auto_map is never run: trust_remote_code does not exist here)" * ("auto_map" in raw)
@@ -90,12 +89,3 @@ def check_kinds(raw: dict[str, Any]) -> None:
                             f"got {raw[name]!r}")  # fmt: skip
     for name in ("architectures", "layer_types", "mlp_only_layers", "no_rope_layers", "full_attn_idxs"):
         check_list(f"config.json: {name}", raw.get(name), "values")
-
-
-def check_stored_weights(raw: dict[str, Any]) -> None:
-    """Raise ValueError if the checkpoint's weights are quantised in a way that is not known."""
-    for field in ("quantization_config", "compression_config"):
-        if raw.get(field) is not None:
-            from nanovllm_extras.quantization.stored import read_format
-
-            read_format(field, raw[field])

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras.checkpoint import check_stored_weights
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.weights import load_weights
@@ -29,6 +30,7 @@ class Networks:
 
     def read_config(self, raw: dict[str, Any]) -> NetworkConfig:
         """Return the shape that config.json describes. ValueError if `nanovllm.LLM` cannot serve the network."""
+        check_stored_weights(raw)
         network, shape = find_architecture(raw)
         for field, what in ONLY_EXTRAS.items():
             if getattr(shape, field):

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from nanovllm_extras.full_runner import ModelRunner
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm_extras.parallel.messages import pack_logits, pack_step
 from nanovllm_extras.parallel.peers import Peers
+
+if TYPE_CHECKING:
+    from nanovllm_extras.kv_store.tier import Chain
 
 
 class Driver(Alone):
@@ -79,6 +82,11 @@ class Driver(Alone):
             self._communicator.broadcast(hidden.contiguous())
         yield
         self._is_underway = self._has_due_logits = False
+
+    def tiers_of_all(self, tiers: "Chain", bytes_per_state: int) -> "Chain":
+        from nanovllm_extras.parallel.store_ranks import AllRanks  # only now: most engines have no store
+
+        return AllRanks(tiers.tiers, self, bytes_per_state)
 
     def stop(self) -> None:
         self._end()

@@ -23,7 +23,7 @@ from nanovllm_extras.all_options import Config
 from nanovllm_extras.alone import Whole
 from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.device_setup import Device
-from nanovllm_extras.full_runner import MeasureDraft, ModelRunner, has_overlap_by_default, most_rows
+from nanovllm_extras.full_runner import BeginCheck, MeasureDraft, ModelRunner, has_overlap_by_default, most_rows
 from nanovllm_extras.layouts import Layout
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
@@ -33,6 +33,7 @@ from nanovllm_extras.parallel.joined import join
 from nanovllm_extras.parallel.meeting import Meeting, choose_kind, connect, make_meeting
 from nanovllm_extras.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
 from nanovllm_extras.runner_hooks import Draw, LapClock
+from nanovllm_extras.self_check.mode import begin
 from nanovllm_extras.speculation.speculation_options import read_options
 from nanovllm_extras.weights import load_model, part_of_whole
 
@@ -55,12 +56,16 @@ class Plan(NamedTuple):
 
 
 def start_ranks(
-    config: Config, folder: Path, layout: type[Layout] = Layout, measure_draft: MeasureDraft | None = None
+    config: Config,
+    folder: Path,
+    layout: type[Layout] = Layout,
+    measure_draft: MeasureDraft | None = None,
+    begin_check: BeginCheck | None = None,
 ) -> ModelRunner:
     """Start all ranks, and return the runner of rank 0. Raises ValueError, before a process starts, if it cannot.
 
     layout: what the layers keep. `worker.py` chooses the same one for the other ranks. measure_draft: returns what a
-    draft model will need, which only rank 0 loads
+    draft model will need, which only rank 0 loads; begin_check: begins the self-check of rank 0
     """
     check_nodes(config)
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
@@ -78,7 +83,7 @@ def start_ranks(
     if config.node_rank:
         run_node(config)
     with private_folder() if config.nnodes == 1 else nullcontext("") as private:
-        runner, driver = start_all(config, shape, private, layout, measure_draft)
+        runner, driver = start_all(config, shape, private, layout, measure_draft, begin_check)
     runner.ranks = driver
     return runner
 
@@ -89,7 +94,12 @@ def private_folder() -> AbstractContextManager[str]:
 
 
 def start_all(
-    config: Config, shape: NetworkConfig, private: str, layout: type[Layout], measure_draft: MeasureDraft | None
+    config: Config,
+    shape: NetworkConfig,
+    private: str,
+    layout: type[Layout],
+    measure_draft: MeasureDraft | None,
+    begin_check: BeginCheck | None,
 ) -> tuple[ModelRunner, Driver]:
     """Start all ranks; those of one machine meet in the folder `private`. Returns rank 0's runner, and its driver."""
     size, clock = config.tensor_parallel_size, LapClock()
@@ -111,7 +121,7 @@ def start_all(
         clock.lap("ranks")
         part = RankPart(communicator, has_overlap, peers.check)
         arguments = (config, Path(config.model), has_overlap, clock)
-        runner = ModelRunner(*arguments, layout=layout, part=part, measure_draft=measure_draft)
+        runner = ModelRunner(*arguments, layout=layout, part=part, measure_draft=measure_draft, begin_check=begin_check)
         peers.wait_until_ready()
     except BaseException as error:
         peers.stop()
@@ -135,7 +145,9 @@ def start_worker(
     part = RankPart(communicator, plan.hears_tokens)
     layout = choose_layout(config, shape)
     # ranks above 0 need no token of the step before, so nothing overlaps
-    runner = ModelRunner(config, Path(config.model), False, max_rows=plan.max_rows, layout=layout, part=part)
+    runner = ModelRunner(
+        config, Path(config.model), False, max_rows=plan.max_rows, layout=layout, part=part, begin_check=begin
+    )
     return runner, communicator
 
 

@@ -28,7 +28,7 @@ from nanovllm_extras.parallel.messages import (
 from nanovllm_extras.parallel.start_ranks import Plan, start_worker
 
 if TYPE_CHECKING:
-    from nanovllm_extras.kv_store.ranks import RankShare
+    from nanovllm_extras.parallel.store_ranks import RankShare
 
 REASON_S = 1.0  # within this time rank 0 hears of the rank that has ended first
 
@@ -76,7 +76,7 @@ def serve(
 
 
 def make_share(runner: ModelRunner) -> "RankShare":
-    from nanovllm_extras.kv_store.ranks import RankShare
+    from nanovllm_extras.parallel.store_ranks import RankShare
 
     return RankShare(runner)
 

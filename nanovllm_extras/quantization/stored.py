@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised already: `architectures.py` asks `read_format`, `choose_loader.py` asks `load_stored`.
+"""Checkpoints that are quantised already: `checkpoint.py` asks `read_format`, `choose_loader.py` asks `load_stored`.
 
 Each projection that has the tensors of the format becomes a layer of `quantised_linear.py`. Other quantised
 weights, such as routers and output layers, are widened to the model's dtype. All others are loaded as always.

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from nanovllm.layers.attention import BackendError
 from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm_extras.kernels.backend import KernelBackend
 from nanovllm_extras.runner_protocol import Runner
+from nanovllm_extras.self_check.own_process import SelfCheckError
 from nanovllm_extras.self_check.steps import MIN_MODEL_LEN
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
@@ -26,22 +26,6 @@ TIMES_PLAIN = 8  # other orders of summation, and other points of rounding
 NUM_ROUNDINGS = 2  # of the dtype, which are allowed in any case
 OF_QUANTISED = 0.1  # allowed with quantised weights: a product rounds x to 8 bits, and x may be near a border
 OF_INT8_KV = 0.01  # with K and V in 8 bits: they, and the weights of V, are rounded, and may be near a border
-
-
-class SelfCheckError(BackendError):
-    """Raised with the reason if the kernels have failed the self-check."""
-
-
-class HangError(SelfCheckError):
-    """Raised if kernels did not return in time. The machine may have been busy, so the next start tries again."""
-
-
-class LoadError(SelfCheckError):
-    """Raised if a library crashes or hangs when it is loaded. Each start tries again: no result is stored for that."""
-
-
-class NotAvailableError(SelfCheckError):
-    """Raised with the reason if a way to compute is not for this machine or this model."""
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from nanovllm.sampler import sample_tokens
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.device_setup import Device, sample_with
 from nanovllm_extras.models.network_config import NetworkConfig
-from nanovllm_extras.self_check.comparison import SelfCheckError, has_kernels
+from nanovllm_extras.self_check.comparison import has_kernels
 from nanovllm_extras.self_check.mode import mode_of, raise_if_strict
+from nanovllm_extras.self_check.own_process import SelfCheckError
 from nanovllm_extras.self_check.runner_check import SelfCheck
 from nanovllm_extras.self_check.stored_results import Result, StoredResult
 

@@ -8,7 +8,7 @@ from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm_extras.cuda.startup import CudaDevice
 from nanovllm_extras.device_setup import Device
 from nanovllm_extras.layouts import Layout
-from nanovllm_extras.self_check.comparison import NotAvailableError
+from nanovllm_extras.self_check.own_process import NotAvailableError
 
 
 class CoreLayout(Layout):

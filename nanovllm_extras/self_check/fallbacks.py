@@ -21,8 +21,8 @@ from nanovllm.config import resolve_device
 from nanovllm_extras.all_options import Config
 from nanovllm_extras.dead import EngineDeadError
 from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.self_check.comparison import LoadError, NotAvailableError, SelfCheckError
-from nanovllm_extras.self_check.mode import mode_of
+from nanovllm_extras.self_check.mode import begin, mode_of
+from nanovllm_extras.self_check.own_process import LoadError, NotAvailableError, SelfCheckError
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Way(NamedTuple):
 
     name: str
     options: dict[str, Any]
-    kind: Callable[[Config, Path], ModelRunner] | None = None
+    kind: Callable[..., ModelRunner] | None = None
     """None is the usual runner."""
 
 
@@ -67,7 +67,7 @@ def ways_to_compute(config: Config) -> list[Way]:
     return [*ways, plain]
 
 
-def start(kind: Callable[[Config, Path], ModelRunner], config: Config, folder: Path) -> ModelRunner:
+def start(kind: Callable[..., ModelRunner], config: Config, folder: Path) -> ModelRunner:
     """Return a runner whose way to compute has passed the self-check. SelfCheckError if none has."""
     # a runner of another class cannot replace one for ranks or drafts
     ways = [way for way in ways_to_compute(config) if way.kind is None or kind is ModelRunner]
@@ -77,7 +77,7 @@ def start(kind: Callable[[Config, Path], ModelRunner], config: Config, folder: P
     failed = reason = ""
     for way in ways:
         try:
-            runner = (way.kind or kind)(replace(config, **way.options), folder)
+            runner = (way.kind or kind)(replace(config, **way.options), folder, begin_check=begin)
             runner.description = failed + runner.description
             return runner
         except NotAvailableError as error:

@@ -8,7 +8,8 @@ from nanovllm.checks import check_choice
 from nanovllm.layers.attention import BackendError
 from nanovllm_extras.device_setup import Device, Unchecked
 from nanovllm_extras.runner_protocol import Runner
-from nanovllm_extras.self_check.comparison import SelfCheckError, has_kernels
+from nanovllm_extras.self_check.comparison import has_kernels
+from nanovllm_extras.self_check.own_process import SelfCheckError
 from nanovllm_extras.self_check.stored_results import StoredResult
 
 if TYPE_CHECKING:

@@ -20,14 +20,30 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nanovllm.layers.attention import BackendError
 from nanovllm_extras.machine_limits import read_text
-from nanovllm_extras.self_check.comparison import HangError, LoadError, SelfCheckError
 
 logger = logging.getLogger(__name__)
 
 TIMEOUTS = {"cpu": 20.0, "compile": 120.0, "cuda": 15.0}  # seconds
 CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP}
 FAILED = 3  # exit status of the process: a kernel has raised an exception
+
+
+class SelfCheckError(BackendError):
+    """Raised with the reason if the kernels have failed the self-check."""
+
+
+class HangError(SelfCheckError):
+    """Raised if kernels did not return in time. The machine may have been busy, so the next start tries again."""
+
+
+class LoadError(SelfCheckError):
+    """Raised if a library crashes or hangs when it is loaded. Each start tries again: no result is stored for that."""
+
+
+class NotAvailableError(SelfCheckError):
+    """Raised with the reason if a way to compute is not for this machine or this model."""
 
 
 class CrashTest:

@@ -27,9 +27,6 @@ from nanovllm_extras.self_check.comparison import (
     OF_INT8_KV,
     OF_QUANTISED,
     WIDER,
-    HangError,
-    LoadError,
-    SelfCheckError,
     check_rows,
     has_kernels,
     memory_errors,
@@ -48,7 +45,7 @@ from nanovllm_extras.self_check.networks import (
     send,
     unpacked,
 )
-from nanovllm_extras.self_check.own_process import CrashTest
+from nanovllm_extras.self_check.own_process import CrashTest, HangError, LoadError, SelfCheckError
 from nanovllm_extras.self_check.steps import draw_vectors, make_long_steps, make_steps, repeat_decodes
 from nanovllm_extras.self_check.stored_results import Result, StoredResult
 

@@ -12,8 +12,8 @@ from nanovllm_extras.checkpoint import resolve_model
 from nanovllm_extras.full_engine import LLMEngine
 from nanovllm_extras.kernels.cpu.library_cache import CacheError, cache_folder
 from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.self_check.comparison import NotAvailableError, SelfCheckError
 from nanovllm_extras.self_check.fallbacks import release_memory, ways_to_compute
+from nanovllm_extras.self_check.own_process import NotAvailableError, SelfCheckError
 
 NUM_SEQS = 4
 SECONDS = 1.0

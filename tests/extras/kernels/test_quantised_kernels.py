@@ -24,8 +24,8 @@ from nanovllm_extras.quantization.quantised_linear import (
 )
 from nanovllm_extras.quantization.quantised_linear import multiply as multiply_by_definition
 from nanovllm_extras.self_check import runner_check
-from nanovllm_extras.self_check.comparison import SelfCheckError
 from nanovllm_extras.self_check.crash_test import CrashTest
+from nanovllm_extras.self_check.own_process import SelfCheckError
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")

@@ -30,9 +30,9 @@ from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.quantization import quantised_linear
 from nanovllm_extras.self_check import crash_test, fallbacks
 from nanovllm_extras.self_check import runner_check as checks
-from nanovllm_extras.self_check.comparison import SelfCheckError
 from nanovllm_extras.self_check.core_on_cuda import CoreLayout
 from nanovllm_extras.self_check.crash_test import CrashTest
+from nanovllm_extras.self_check.own_process import SelfCheckError
 from nanovllm_extras.self_check.random_layers import RandomLayers, describe_model
 from nanovllm_extras.self_check.stored_results import StoredResult
 from tests.conftest import every_second

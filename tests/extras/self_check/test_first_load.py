@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nanovllm_extras.self_check import own_process
-from nanovllm_extras.self_check.comparison import LoadError
+from nanovllm_extras.self_check.own_process import LoadError
 from tests.core_alone import ROOT
 from tests.extras.kernels.processors import need_a_compiler
 
@@ -39,7 +39,7 @@ RUN = """
 import json, logging, os, sys
 import nanovllm, nanovllm_extras
 from nanovllm_extras.self_check import own_process
-from nanovllm_extras.self_check.comparison import LoadError
+from nanovllm_extras.self_check.own_process import LoadError
 
 class Lines(logging.Handler):
     def emit(self, record):

@@ -25,7 +25,7 @@ from nanovllm_extras.memory.slots import NULL_SLOT
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.records import Moves
 from nanovllm_extras.runner_hooks import ArrivingTokens
-from nanovllm_extras.self_check.comparison import SelfCheckError
+from nanovllm_extras.self_check.own_process import SelfCheckError
 from nanovllm_extras.self_check.state_check import StateCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
 from nanovllm_extras.speculation.mtp_layout import MtpLayout
