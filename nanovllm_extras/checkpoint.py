@@ -12,6 +12,7 @@ from nanovllm.loader import read_json
 from nanovllm.models.config import read_qwen3_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.all_options import Config
+from nanovllm_extras.models.architectures import find_architecture, text_fields
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.request_params import SamplingParams
 

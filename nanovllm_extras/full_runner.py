@@ -81,7 +81,7 @@ class ModelRunner(model_runner.ModelRunner):
     decodes for which CUDA graphs are recorded: by default one for each sequence, and with speculation some drafts.
 
     layout: what the layers keep, and where; part: the part of the network that this rank has; measure_draft: returns
-    what a draft model will need, which is loaded later; begin_check: begins the self-check, which is not made without it
+    what a draft model will need, which is loaded later; begin_check: begins the self-check, if there is one
     """
 
     config: Config

@@ -32,11 +32,14 @@ class Runner(Protocol):
     dtype: torch.dtype
     max_model_len: int
     backend: Any
-    backends: Sequence[Any]
     kv_cache: KVCache
     layout: Any
     transfers: Any  # `Transfers`, because the options ask for a store
     ranks: Any  # `Alone`, or a `Driver`
+
+    @property
+    def backends(self) -> Sequence[Any]:
+        """Return the attention backend of each shape of K and V."""
 
 
 class Loaded(NamedTuple):
