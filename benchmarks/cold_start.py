@@ -133,7 +133,8 @@ def start(model: str, load_format: str, started_at: float) -> dict[str, float]:
     import torch  # noqa: F401
 
     read("import torch")
-    from nanovllm_extras import LLM, SamplingParams, full_engine
+    from nanovllm_extras import LLM, SamplingParams
+    from nanovllm_extras.engine import full_engine
 
     read("import nanovllm_extras")
     inner: dict[str, float] = {}

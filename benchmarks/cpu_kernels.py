@@ -32,13 +32,13 @@ from benchmarks.common import describe_machine
 from benchmarks.peak import measure_peak
 from benchmarks.roofline import best_time, measure_read_bandwidth
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention, attend_padded, softmax_attention
-from nanovllm_extras.cuda.graphs import StepSizes
-from nanovllm_extras.cuda.memory import widest_batch
+from nanovllm_extras.execution.cuda_memory import widest_batch
+from nanovllm_extras.execution.step_graphs import StepSizes
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm_extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, packed_bytes
 from nanovllm_extras.kernels.cpu.cpu_quantised import CpuQuantisedLinear
-from nanovllm_extras.one_thread import one_thread
-from nanovllm_extras.quantization.quantised_linear import QuantisedLinear, quantise_weight
+from nanovllm_extras.machine.one_thread import one_thread
+from nanovllm_extras.weights.quantised_linear import QuantisedLinear, quantise_weight
 
 LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs
 HEAD_SHAPE = (151_936, 1024)

@@ -23,7 +23,7 @@ import xxhash
 from benchmarks.common import QWEN3_06B, ModelShape, describe_machine
 from nanovllm_extras.kv_store.disk_tier import DiskTier
 from nanovllm_extras.kv_store.shared_tier import SharedTier
-from nanovllm_extras.kv_store.tier import BlockName, Tier
+from nanovllm_extras.records.tier import BlockName, Tier
 
 BLOCK_SIZE, BYTES_PER_VALUE = 16, 2
 Row = dict[str, float | str]

@@ -14,7 +14,6 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kv_groups.equal_blocks import lay_out
 from nanovllm_extras.kv_groups.layer_groups import group_layers
 from nanovllm_extras.memory import block_manager as full
@@ -23,7 +22,8 @@ from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.window_layers import FULL, SLIDING
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
 
 BUDGET = 2048  # tokens of a step, the engine's default on a CPU
 

@@ -18,7 +18,7 @@ import torch
 from benchmarks.common import describe_machine
 from nanovllm.batch import build_batch
 from nanovllm_extras import TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm_extras.records import Moves
+from nanovllm_extras.records.moves import Moves
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from benchmarks.cpu_kernels import HEAD_SHAPE, LAYER_SHAPES, NUM_LAYERS, multipl
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, packed_bytes
 from nanovllm_extras.kernels.cpu.cpu_quantised import CpuQuantisedLinear
-from nanovllm_extras.quantization.quantised_linear import QuantisedLinear, quantise_weight
+from nanovllm_extras.weights.quantised_linear import QuantisedLinear, quantise_weight
 
 FORMATS = {"int8": (8, 128), "int4": (4, 128), "int4, groups of 32": (4, 32)}  # bits, group_size
 

@@ -26,11 +26,11 @@ from nanovllm.batch import SamplingBatch
 from nanovllm.config import resolve_device
 from nanovllm.sampler import sample_tokens as draw_in_torch
 from nanovllm_extras import SamplingParams
-from nanovllm_extras.cuda.input_buffer import map_tensors
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.logits import processors_of
-from nanovllm_extras.processed_batch import build_sampling
-from nanovllm_extras.runner_hooks import draw_arguments, sample, wants_only_tokens
+from nanovllm_extras.execution.input_buffer import map_tensors
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.sampling.logits import processors_of
+from nanovllm_extras.sampling.processed_batch import build_sampling
+from nanovllm_extras.sampling.runner_hooks import draw_arguments, sample, wants_only_tokens
 
 CASES = {
     "greedy": SamplingParams(temperature=0),

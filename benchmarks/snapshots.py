@@ -24,11 +24,11 @@ from typing import Any
 from benchmarks.common import describe_machine
 from benchmarks.hybrids import QWEN35_08B
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.full_observer import SchedulingStats
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.slots import Slots
-from nanovllm_extras.records import Moves
+from nanovllm_extras.records.full_observer import SchedulingStats
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16

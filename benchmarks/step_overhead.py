@@ -29,7 +29,7 @@ from benchmarks.common import describe_machine
 from nanovllm import TINY_QWEN3
 from nanovllm.batch import Batch
 from nanovllm.loader import read_json
-from nanovllm_extras.runner_hooks import LapClock, StepTokens
+from nanovllm_extras.sampling.runner_hooks import LapClock, StepTokens
 
 PARTS = ("schedule", "build_batch", "update", "sum", "outputs", "step")
 FIRST_WORD, NUM_WORDS = 400, 600  # ids of words and parts of words in the bundled tokenizer

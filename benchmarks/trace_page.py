@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.common import describe_machine
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.trace.page import make_page
 from nanovllm_extras.trace.recorder import Recorder
 from nanovllm_extras.trace.recording import TraceFile

@@ -2,7 +2,7 @@
 
 The core's classes have one subclass each. An extra is an object that one of these holds, or a function that replaces
 one of theirs, and an option chooses it. The composition root is here: `all_options.py` and `request_params.py` have the
-options, `full_engine.py` and `full_runner.py` make the parts, and `assembly.py` and `kernels/choices.py` choose them.
+options, `full_engine.py` and `full_runner.py` make the parts, and `assembly.py` and `execution/choices.py` choose them.
 """
 
 from importlib import import_module
@@ -11,39 +11,39 @@ from typing import TYPE_CHECKING, Any
 from nanovllm import TINY_QWEN3
 
 if TYPE_CHECKING:
-    from nanovllm_extras.all_options import Config
     from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
     from nanovllm_extras.beam_search.beam_params import BeamSearchParams
-    from nanovllm_extras.bundled import TINY_QWEN3_5
     from nanovllm_extras.embedding.embedding_outputs import EmbeddingOutput, EmbeddingRequestOutput
     from nanovllm_extras.embedding.pooling_params import PoolingParams
-    from nanovllm_extras.engine_stats import EngineStats
-    from nanovllm_extras.full_engine import LLMEngine
+    from nanovllm_extras.engine.engine_stats import EngineStats
+    from nanovllm_extras.engine.full_engine import LLMEngine
     from nanovllm_extras.full_llm import LLM
-    from nanovllm_extras.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput
-    from nanovllm_extras.logprobs import Logprob
-    from nanovllm_extras.prompt_forms import PromptType, TextPrompt, TokensPrompt
-    from nanovllm_extras.request_params import RequestOutputKind, SamplingParams
+    from nanovllm_extras.options.all_options import Config
+    from nanovllm_extras.options.request_params import RequestOutputKind, SamplingParams
+    from nanovllm_extras.options.structured_params import StructuredOutputsParams
+    from nanovllm_extras.requests.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput
+    from nanovllm_extras.requests.prompt_forms import PromptType, TextPrompt, TokensPrompt
+    from nanovllm_extras.sampling.logprobs import Logprob
     from nanovllm_extras.serve.async_llm import AsyncLLM
-    from nanovllm_extras.structured.structured_params import StructuredOutputsParams
     from nanovllm_extras.vllm.engine_args import AsyncEngineArgs, EngineArgs
+    from nanovllm_extras.weights.bundled import TINY_QWEN3_5
 
 LAZY = {
-    "all_options": ("Config",),
-    "full_engine": ("LLMEngine",),
+    "options.all_options": ("Config",),
+    "engine.full_engine": ("LLMEngine",),
     "full_llm": ("LLM",),
-    "lazy_outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput", "StepOutput"),
-    "request_params": ("RequestOutputKind", "SamplingParams"),
+    "requests.lazy_outputs": ("CompletionOutput", "RequestMetrics", "RequestOutput", "StepOutput"),
+    "options.request_params": ("RequestOutputKind", "SamplingParams"),
     "beam_search.beam_outputs": ("BeamSearchOutput", "BeamSearchSequence"),
     "beam_search.beam_params": ("BeamSearchParams",),
-    "bundled": ("TINY_QWEN3_5",),
+    "weights.bundled": ("TINY_QWEN3_5",),
     "embedding.embedding_outputs": ("EmbeddingOutput", "EmbeddingRequestOutput"),
     "embedding.pooling_params": ("PoolingParams",),
-    "engine_stats": ("EngineStats",),
-    "logprobs": ("Logprob",),
+    "engine.engine_stats": ("EngineStats",),
+    "sampling.logprobs": ("Logprob",),
     "serve.async_llm": ("AsyncLLM",),
-    "prompt_forms": ("PromptType", "TextPrompt", "TokensPrompt"),
-    "structured.structured_params": ("StructuredOutputsParams",),
+    "requests.prompt_forms": ("PromptType", "TextPrompt", "TokensPrompt"),
+    "options.structured_params": ("StructuredOutputsParams",),
     "vllm.engine_args": ("AsyncEngineArgs", "EngineArgs"),
 }
 """Module in this folder -> its names that the package exports, imported when they are used: `nanovllm.LLM` imports

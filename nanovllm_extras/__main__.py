@@ -2,7 +2,7 @@
 
 import sys
 
-from nanovllm_extras.commands import main
+from nanovllm_extras.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,17 +18,17 @@ from nanovllm.chat import Message
 from nanovllm.checks import check_bool
 from nanovllm.llm import Requests, spread
 from nanovllm.request import Prompt, is_single_prompt
-from nanovllm_extras.all_options import Config
-from nanovllm_extras.forks import check_process
-from nanovllm_extras.full_engine import LLMEngine
-from nanovllm_extras.lazy_outputs import RequestOutput
-from nanovllm_extras.option_checks import LazyMethod, translate_options
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.engine.full_engine import LLMEngine
+from nanovllm_extras.machine.forks import check_process
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.option_checks import LazyMethod, translate_options
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.requests.lazy_outputs import RequestOutput
 
 if TYPE_CHECKING:
     from nanovllm_extras.beam_search import beam_params
     from nanovllm_extras.embedding import pooling_params
-    from nanovllm_extras.engine_stats import EngineStats
+    from nanovllm_extras.engine.engine_stats import EngineStats
     from nanovllm_extras.vllm import vllm_metrics
 
 
@@ -132,7 +132,7 @@ class LLM(llm.LLM):
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list; a message is `{"role": "user", "content": "…"}`.
 
-        options: the fields of `nanovllm_extras/chat_options.py`'s `ChatOptions`: `add_generation_prompt`,
+        options: the fields of `nanovllm_extras/options/chat_options.py`'s `ChatOptions`: `add_generation_prompt`,
             `continue_final_message`, `chat_template`, `chat_template_kwargs`, `tools`.
         """
         return self.generate(self.render_chat(messages, **options), sampling_params, use_tqdm, priority)
@@ -141,7 +141,7 @@ class LLM(llm.LLM):
         self, messages: Collection[Message] | Collection[Collection[Message]], **options: Any
     ) -> list[Prompt]:
         """Render conversations as prompts by the model's chat template. `options` are those of `chat`."""
-        from nanovllm_extras.chat_options import ChatOptions, render_chat
+        from nanovllm_extras.options.chat_options import ChatOptions, render_chat
 
         chat_options = ChatOptions(**options)
         return super().render_chat(messages, partial(render_chat, options=chat_options))

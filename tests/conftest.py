@@ -170,7 +170,7 @@ def _invariants_after_each_step():
         yield
         return
     from nanovllm.engine import LLMEngine
-    from nanovllm_extras.invariants import check_invariants
+    from nanovllm_extras.engine.invariants import check_invariants
 
     unchecked_step = LLMEngine.step
 

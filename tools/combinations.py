@@ -1,4 +1,4 @@
-"""Write `docs/combinations.md` from the table of what does not go together (`nanovllm_extras/compatibility.py`).
+"""Write `docs/combinations.md` from the table of what does not go together (`options/compatibility.py`).
 
 The page also names what tests try together (`tests/extras/feature_pairs.py`).
 
@@ -7,7 +7,7 @@ python -m tools.combinations
 
 from pathlib import Path
 
-from nanovllm_extras.compatibility import CONTRADICTIONS, Feature
+from nanovllm_extras.options.compatibility import CONTRADICTIONS, Feature
 from tests.extras.feature_pairs import FACTORS
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
@@ -21,7 +21,7 @@ model's heads and choose their own devices, a draft model needs K and V of one s
 checkpoint.
 
 `python -m tools.combinations` writes this page from the table of the code,
-[`compatibility.py`](../nanovllm_extras/compatibility.py).
+[`compatibility.py`](../nanovllm_extras/options/compatibility.py).
 
 {contradictions}
 

@@ -44,10 +44,11 @@ PARTS = {  # the classes of the core that an engine is made of -> the module tha
     "SamplingParams": "sampling_params",
 }
 
-NOT_THE_ENGINE = {  # every other file of nanovllm_extras composes the engine
+NOT_THE_ENGINE = {  # every other file of nanovllm_extras composes the engine; older names follow the newer ones
     "programs that use an engine, and their clients": (
-        *("serve/", "terminal/", "trace/", "bench/", "cli/"),
-        *("__main__.py", "commands.py", "argument_types.py", "printing.py", "event_loop.py", "event_stream.py"),
+        *("cli/", "serve/", "terminal/", "trace/", "bench/", "__main__.py"),
+        *("machine/printing.py", "machine/event_loop.py", "machine/event_stream.py", "options/argument_types.py"),
+        *("commands.py", "argument_types.py", "printing.py", "event_loop.py", "event_stream.py"),
     ),
     "networks, weights, and code that computes": (
         *("models/", "weights/", "quantization/", "kernels/", "self_check/", "assets/"),
@@ -55,12 +56,21 @@ NOT_THE_ENGINE = {  # every other file of nanovllm_extras composes the engine
         *("weights.py", "fp8_kv.py", "int8_kv.py"),
     ),
     "what a request may contain or ask for": (
-        *("structured/", "sampling/", "answer_parts/", "beam_search/", "embedding/", "vllm/"),
+        *("structured/", "answer_parts/", "beam_search/", "embedding/", "vllm/"),
+        *("options/request_params.py", "options/structured_params.py", "options/token_limits.py"),
+        *("options/chat_options.py", "options/surrogates.py", "options/vllm_options.py", "options/vllm_tables.py"),
+        *("requests/stop_options.py", "requests/special_tokens.py", "requests/prompt_forms.py"),
+        *("requests/prompt_truncation.py", "requests/prompt_logprobs.py", "engine/llm_methods.py"),
+        *("sampling/logits.py", "sampling/logits_processors.py", "sampling/logprobs.py"),
         *("request_params.py", "token_limits.py", "stop_options.py", "special_tokens.py", "surrogates.py"),
         *("llm_methods.py", "prompt_forms.py", "prompt_truncation.py", "prompt_logprobs.py", "chat_options.py"),
         *("logits.py", "logits_processors.py", "logprobs.py"),
     ),
-    "the machine and the process": ("machine_limits.py", "torch_defaults.py", "dead.py", "forks.py"),
+    "the machine and the process": (
+        *("machine/machine_limits.py", "machine/torch_defaults.py", "machine/dead.py", "machine/forks.py"),
+        *("machine/own_process.py", "machine/call_kernels.py"),
+        *("machine_limits.py", "torch_defaults.py", "dead.py", "forks.py"),
+    ),
 }
 
 

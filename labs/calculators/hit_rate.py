@@ -26,7 +26,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
 from nanovllm_extras import SamplingParams
-from nanovllm_extras.full_observer import SchedulingStats
+from nanovllm_extras.records.full_observer import SchedulingStats
 
 MAX_MESSAGE_TOKEN = 10_000
 ANSWER_TOKEN = 10_001  # any token will do, because the messages make conversations different

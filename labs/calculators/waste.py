@@ -34,7 +34,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import Sequence
 from nanovllm_extras import SamplingParams
-from nanovllm_extras.full_observer import SchedulingStats
+from nanovllm_extras.records.full_observer import SchedulingStats
 
 VOCAB_SIZE = 10_001
 

@@ -10,8 +10,8 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Step
 from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm_extras.full_observer import SchedulingStats
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.records.full_observer import SchedulingStats
+from nanovllm_extras.records.full_sequence import Sequence
 
 PROMPT_LEN, MAX_TOKENS = 10, {"A": 6, "B": 12, "C": 9}
 SMALL, LARGE = 10, 100  # blocks

@@ -19,9 +19,9 @@ import torch
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Step
 from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm_extras.full_observer import SchedulingStats
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.speculation.patience import Patience
+from nanovllm_extras.records.full_observer import SchedulingStats
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.scheduling.patience import Patience
 
 NUM_DRAFTS, NUM_ROUNDS = 4, 2
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 1024, "block_size": 16, "enable_overlap": False}

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
-from nanovllm_extras.full_observer import SchedulingStats
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.slots import Slots
+from nanovllm_extras.records.full_observer import SchedulingStats
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling.scheduler import Scheduler
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "block_size": 4}

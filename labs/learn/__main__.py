@@ -2,7 +2,7 @@
 
 import sys
 
-from nanovllm_extras.commands import run_command
+from nanovllm_extras.cli.commands import run_command
 
 if __name__ == "__main__":
     sys.exit(run_command(["learn", *sys.argv[1:]]))

@@ -24,7 +24,7 @@ from labs.learn.texts import Language, Text
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras import SamplingParams
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling.ordered_queues import order_queues
 
 MAX_NUM_SEQS, BUDGET, NUM_BLOCKS, BLOCK_SIZE = 4, 64, 128, 16

@@ -8,11 +8,11 @@ from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.request import Prompt
 from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput
 from nanovllm_extras.beam_search.search import BeamSearch
-from nanovllm_extras.full_request import Request
-from nanovllm_extras.input_processor import InputProcessor
-from nanovllm_extras.llm_methods import CallsEngine
-from nanovllm_extras.option_checks import takes_vllm_options, translate_options
-from nanovllm_extras.parts import Parts
+from nanovllm_extras.engine.input_processor import InputProcessor
+from nanovllm_extras.engine.llm_methods import CallsEngine
+from nanovllm_extras.execution.parts import Parts
+from nanovllm_extras.options.option_checks import takes_vllm_options, translate_options
+from nanovllm_extras.requests.full_request import Request
 
 
 @takes_vllm_options("beam search")

@@ -20,12 +20,12 @@ from typing import Any
 
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
-from nanovllm_extras.cache_salt import salt
-from nanovllm_extras.full_request import Request
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.logits_processors import ProcessorRow
-from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.runner_hooks import StepTokens
+from nanovllm_extras.engine.cache_salt import salt
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.requests.full_request import Request
+from nanovllm_extras.sampling.logits_processors import ProcessorRow
+from nanovllm_extras.sampling.runner_hooks import StepTokens
 from nanovllm_extras.scheduling.ordered_queues import order_queues
 from nanovllm_extras.scheduling.scheduler import fork_anytime
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nanovllm_extras.argument_types import filled, http_url, port
 from nanovllm_extras.bench.report import METRICS
+from nanovllm_extras.options.argument_types import filled, http_url, port
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 

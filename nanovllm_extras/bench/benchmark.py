@@ -18,9 +18,9 @@ from nanovllm_extras.bench.plot import plot
 from nanovllm_extras.bench.report import Options, print_report, summarize
 from nanovllm_extras.bench.results import Result, read_result
 from nanovllm_extras.bench.workloads import Work, make_prefix_repetition, make_random
-from nanovllm_extras.event_loop import run
-from nanovllm_extras.machine_limits import allow_open_files
-from nanovllm_extras.printing import say
+from nanovllm_extras.machine.event_loop import run
+from nanovllm_extras.machine.machine_limits import allow_open_files
+from nanovllm_extras.machine.printing import say
 
 
 def main(argv: list[str] | None = None) -> int:

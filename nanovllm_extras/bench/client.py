@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from nanovllm_extras.bench.load_generator import Exchange
-from nanovllm_extras.printing import say
+from nanovllm_extras.machine.printing import say
 
 TIMEOUT_S = 6 * 60 * 60
 READY_S = 600.0  # default limit for a server that answers, but is not ready

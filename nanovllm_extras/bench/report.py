@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanovllm_extras.bench.results import Result
-from nanovllm_extras.printing import say
+from nanovllm_extras.machine.printing import say
 
 METRICS = {
     "ttft": "Time to first token",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm_extras.bench.load_generator import Exchange
-from nanovllm_extras.event_stream import DONE, EventReader
+from nanovllm_extras.machine.event_stream import DONE, EventReader
 
 
 @dataclass

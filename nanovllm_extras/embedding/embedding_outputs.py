@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nanovllm_extras.lazy_outputs import RequestMetrics
+from nanovllm_extras.requests.lazy_outputs import RequestMetrics
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import numpy as np
 
 from nanovllm_extras.embedding.embedding_outputs import EmbeddingOutput, EmbeddingRequestOutput
 from nanovllm_extras.embedding.pooling import Pooling
-from nanovllm_extras.full_request import Request
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.requests.full_request import Request
 
 
 class EmbeddingRequest(Request):

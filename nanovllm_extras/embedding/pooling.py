@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.logits_processors import ComputeLogits
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.sampling.logits_processors import ComputeLogits
 
 
 class Pooling:

@@ -16,7 +16,7 @@ from nanovllm_extras.kernels.backend import KernelBackend
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm_extras.kernels.cpu.threads import limit_threads
 from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
-from nanovllm_extras.one_thread import one_thread
+from nanovllm_extras.machine.one_thread import one_thread
 from nanovllm_extras.self_check.mode import raise_if_strict
 
 logger = logging.getLogger(__name__)

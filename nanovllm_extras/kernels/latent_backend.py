@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm_extras.int8_kv import SCALE_BYTES, from_bytes, to_bytes
 from nanovllm_extras.kernels.backend import AttentionBackend
+from nanovllm_extras.kernels.int8_kv import SCALE_BYTES, from_bytes, to_bytes
 
 
 class TorchLatentAttention(AttentionBackend):

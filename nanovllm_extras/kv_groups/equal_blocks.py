@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanovllm_extras.kv_groups.groups import KVGroup
+from nanovllm_extras.models.groups import KVGroup
 
 LONG = 8  # windows: the length of a sequence for which `lay_out` minimises the memory
 

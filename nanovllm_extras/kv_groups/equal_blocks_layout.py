@@ -22,10 +22,10 @@ from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.kv_groups.equal_blocks import BlockLayout, lay_out
 from nanovllm_extras.kv_groups.grouped_layout import GroupedLayout, OfGroups
-from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
 from nanovllm_extras.kv_groups.layer_groups import LayerPlace
-from nanovllm_extras.layer_inputs import LayerInputs
-from nanovllm_extras.one_thread import on_one_thread
+from nanovllm_extras.machine.one_thread import on_one_thread
+from nanovllm_extras.memory.grouped_tables import GroupedMetadata
+from nanovllm_extras.models.layer_inputs import LayerInputs
 
 
 class EqualBlocksLayout(GroupedLayout):

@@ -5,7 +5,7 @@
     its block tables         block_tables        window_tables[0]    window_tables[1]
 
 A row of padding has slot 0 in each group, which is in the null block. `WindowInputs` is for the graphs of whole steps
-(`cuda/graphs.py`) and of the forward pass (`cuda/forward_graphs.py`).
+(`execution/step_graphs.py`) and of the forward pass (`execution/forward_graphs.py`).
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm_extras.cuda.graphs import MoreInputs
-from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata, with_windows
+from nanovllm_extras.execution.step_graphs import MoreInputs
+from nanovllm_extras.memory.grouped_tables import GroupedMetadata, with_windows
 
 
 class WindowInputs(MoreInputs):

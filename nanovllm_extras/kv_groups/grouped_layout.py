@@ -17,11 +17,11 @@ from torch import Tensor
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm_extras.all_options import Config
-from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
+from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.kv_groups.layer_groups import LayerPlace, group_layers
-from nanovllm_extras.layer_inputs import LayerInputs
-from nanovllm_extras.layouts import Layout
+from nanovllm_extras.memory.grouped_tables import GroupedMetadata
+from nanovllm_extras.models.layer_inputs import LayerInputs
+from nanovllm_extras.options.all_options import Config
 
 
 class GroupedLayout(Layout):

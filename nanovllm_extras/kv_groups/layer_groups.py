@@ -25,9 +25,9 @@ the K and V of the first of them.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nanovllm_extras.all_options import Config
 from nanovllm_extras.kv_groups.equal_blocks import lay_out
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.options.all_options import Config
 
 
 class LayerPlace(NamedTuple):
@@ -93,7 +93,7 @@ def share_of_rank(config: Config, shape: NetworkConfig) -> NetworkConfig:
     """
     if not shape.kv_groups or config.tensor_parallel_size == 1:
         return shape
-    from nanovllm_extras.parallel.cut import share_of
+    from nanovllm_extras.weights.cut import share_of
 
     return share_of(shape, config.tensor_parallel_size)
 

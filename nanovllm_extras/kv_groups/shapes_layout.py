@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm_extras.layer_inputs import LayerInputs
-from nanovllm_extras.layouts import Layout
+from nanovllm_extras.execution.layouts import Layout
+from nanovllm_extras.models.layer_inputs import LayerInputs
 
 
 class ShapesLayout(Layout):

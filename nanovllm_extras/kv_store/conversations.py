@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanovllm_extras.kv_store.disk_tier import DiskTier, check_name, make_private_folder
-from nanovllm_extras.kv_store.tier import BlockName
+from nanovllm_extras.records.tier import BlockName
 
 VERSION = 1
 KEY_BYTES = 32

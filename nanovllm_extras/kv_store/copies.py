@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm_extras.swap.host_blocks import as_words, indices_on
+from nanovllm_extras.kv_store.host_blocks import as_words, indices_on
 
 
 def copy_in(kv_cache: torch.Tensor, loads: list[tuple[torch.Tensor, int]]) -> None:

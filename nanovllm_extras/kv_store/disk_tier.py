@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from nanovllm_extras.kv_store.tier import BlockName, Tier, cause_of
+from nanovllm_extras.records.tier import BlockName, Tier, cause_of
 
 logger = logging.getLogger(__name__)
 

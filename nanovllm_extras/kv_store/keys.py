@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from nanovllm.loader import INDEX_FILE, checkpoint_files
-from nanovllm_extras.kv_store.tier import BlockName
+from nanovllm_extras.records.tier import BlockName
 
 KEY_BYTES = 32
 CHUNK_BYTES = 1 << 24

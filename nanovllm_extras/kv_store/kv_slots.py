@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm_extras import full_sequence
 from nanovllm_extras.kv_store.conversations import (
     delete_conversation,
     list_conversations,
@@ -19,9 +18,10 @@ from nanovllm_extras.kv_store.conversations import (
 )
 from nanovllm_extras.kv_store.disk_tier import DiskTier
 from nanovllm_extras.kv_store.store import KVStore
-from nanovllm_extras.kv_store.store_options import NEEDS_FOLDER
-from nanovllm_extras.kv_store.tier import BlockName, Chain
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.options.store_options import NEEDS_FOLDER
+from nanovllm_extras.records import full_sequence
+from nanovllm_extras.records.tier import BlockName, Chain
 
 MAX_WAIT_S = 10.0  # until blocks are saved that the engine has computed before
 

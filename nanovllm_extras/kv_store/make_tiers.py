@@ -1,11 +1,11 @@
 """From the options of a K/V store to its tiers."""
 
-from nanovllm_extras.all_options import Config
 from nanovllm_extras.kv_store.disk_tier import DiskTier
 from nanovllm_extras.kv_store.memory_tier import MemoryTier
 from nanovllm_extras.kv_store.shared_tier import SharedTier
-from nanovllm_extras.kv_store.store_options import DEFAULT_TIER_BYTES, GIB, read_transfer
-from nanovllm_extras.kv_store.tier import Tier
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.store_options import DEFAULT_TIER_BYTES, GIB, read_transfer
+from nanovllm_extras.records.tier import Tier
 
 
 def make_tiers(config: Config) -> list[Tier]:

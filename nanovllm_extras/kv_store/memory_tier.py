@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm_extras.kv_store.tier import BlockName, Tier
+from nanovllm_extras.records.tier import BlockName, Tier
 
 
 class KeptBlock(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm_extras.kv_store.copies import Arriving, copy_out
-from nanovllm_extras.kv_store.tier import BlockName, Chain, Tier
+from nanovllm_extras.records.tier import BlockName, Chain, Tier
 
 MAX_PENDING_BYTES = 1 << 30
 MAX_EXIT_S = 10.0  # how long the end of an engine waits for blocks that are not saved yet

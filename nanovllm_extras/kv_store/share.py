@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nanovllm.kv_cache import KVCache
-from nanovllm_extras.all_options import Config
 from nanovllm_extras.kv_store.keys import KEY_BYTES
 from nanovllm_extras.kv_store.make_tiers import make_tiers
 from nanovllm_extras.kv_store.saver import Saver
-from nanovllm_extras.kv_store.store_options import has_users_tier, role_of
-from nanovllm_extras.kv_store.tier import BlockName, Chain
-from nanovllm_extras.records import Moves, Pair
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.store_options import has_users_tier, role_of
+from nanovllm_extras.records.moves import Moves, Pair
+from nanovllm_extras.records.tier import BlockName, Chain
 
 MAX_SAVE_S = 10.0  # how long a step of a producer waits until its blocks are saved
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from nanovllm_extras.kv_store.tier import BlockName
+from nanovllm_extras.records.tier import BlockName
 
 SUFFIX = ".slots"
 COLUMNS = (np.uint64, np.int64, np.uint64, np.uint64)  # generations, last_uses, heads, checksums

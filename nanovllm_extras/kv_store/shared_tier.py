@@ -21,7 +21,7 @@ import numpy as np
 
 from nanovllm_extras.kv_store.disk_tier import DiskTier, check_name, lock_file
 from nanovllm_extras.kv_store.shared_slots import SUFFIX, Slots, make_slots, sizes_of
-from nanovllm_extras.kv_store.tier import BlockName
+from nanovllm_extras.records.tier import BlockName
 
 logger = logging.getLogger(__name__)
 

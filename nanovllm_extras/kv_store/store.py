@@ -12,8 +12,8 @@ import numpy as np
 
 from nanovllm_extras.kv_store.keys import digest_model, make_root_key, names_of
 from nanovllm_extras.kv_store.share import Loaded, Runner, Share, name_of_state
-from nanovllm_extras.kv_store.store_options import is_private, option_of, role_of, smallest_size
-from nanovllm_extras.kv_store.tier import BlockName, Tier, TierStats
+from nanovllm_extras.options.store_options import is_private, option_of, role_of, smallest_size
+from nanovllm_extras.records.tier import BlockName, Tier, TierStats
 
 MAX_LOOKUPS = 256
 

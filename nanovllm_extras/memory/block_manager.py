@@ -33,14 +33,14 @@ import numpy as np
 from nanovllm import block_manager
 from nanovllm.prefix_cache import CachedBlock
 from nanovllm.scheduler import Step
-from nanovllm_extras.full_observer import Observer
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.kv_groups.grouped_tables import GroupedBlockTables
+from nanovllm_extras.memory.grouped_tables import GroupedBlockTables
 from nanovllm_extras.memory.kinds import NULL_BLOCK, AllTokens, Kind
 from nanovllm_extras.memory.prefix_cache import OtherGroups, Part, PrefixCache
 from nanovllm_extras.memory.slots import Slots, StateStats
 from nanovllm_extras.memory.swap_space import SwapSpace
-from nanovllm_extras.records import Moves, Pool, Table
+from nanovllm_extras.records.full_observer import Observer
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Moves, Pool, Table
 
 
 class Store(Part, Protocol):

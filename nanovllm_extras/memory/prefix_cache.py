@@ -14,9 +14,9 @@ import numpy as np
 
 from nanovllm import prefix_cache
 from nanovllm.prefix_cache import CachedBlock
-from nanovllm_extras.full_observer import Observer
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.kinds import NULL_BLOCK, Kind
+from nanovllm_extras.records.full_observer import Observer
+from nanovllm_extras.records.full_sequence import Sequence
 
 
 class Part(Protocol):

@@ -63,9 +63,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock
-from nanovllm_extras.full_observer import Observer
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.records import Pair
+from nanovllm_extras.records.full_observer import Observer
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Pair
 
 NULL_SLOT = 0  # no sequence owns it
 

@@ -41,14 +41,14 @@ from the pool's copy, which that step makes first. One that has no slot in the p
 """
 
 from nanovllm.prefix_cache import CachedBlock
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kv_store.share import Loaded, name_in_group, name_of_state
 from nanovllm_extras.kv_store.store import KVStore
-from nanovllm_extras.kv_store.tier import BlockName
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.prefix_cache import PrefixCache
 from nanovllm_extras.memory.slots import Slots
-from nanovllm_extras.records import Moves, Named
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Moves, Named
+from nanovllm_extras.records.tier import BlockName
 
 
 class StoreLink:

@@ -20,9 +20,9 @@ This file has integers only. `transfers.py` has the memory, and does the copies 
 
 from itertools import chain
 
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.kinds import NULL_BLOCK
-from nanovllm_extras.records import Pair, Pool
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Pair, Pool
 
 
 class SwapSpace:

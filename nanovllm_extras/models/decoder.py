@@ -15,7 +15,7 @@ from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.linear import Embedding
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3Model
-from nanovllm_extras.layer_inputs import metadata_of
+from nanovllm_extras.models.layer_inputs import metadata_of
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.rope import Rope, ScaledRotary
 

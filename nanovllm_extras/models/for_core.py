@@ -12,10 +12,10 @@ from safetensors import safe_open
 from torch import nn
 
 from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.checkpoint import check_stored_weights
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.models.network_config import NetworkConfig
-from nanovllm_extras.weights import load_weights
+from nanovllm_extras.weights.checkpoint import check_stored_weights
+from nanovllm_extras.weights.load_model import load_weights
 
 ONLY_EXTRAS = {  # field of the shape -> what a network has if it is set
     "state_shape": "layers with recurrent states",

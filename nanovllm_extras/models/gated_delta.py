@@ -127,7 +127,7 @@ class GatedDeltaNet(nn.Module):
         key_size, value_size = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
         self.qkv_sizes = (key_size, key_size, value_size)
         self.stacked = {"in_proj_qkv": self.qkv_sizes, "conv1d": self.qkv_sizes}
-        """Tensors that stack q, k and v: a rank has its own heads of each (`parallel/cut.py`)."""
+        """Tensors that stack q, k and v: a rank has its own heads of each (`weights/cut.py`)."""
         parts = {"in_proj_qkv": sum(self.qkv_sizes), "in_proj_z": value_size}
         parts |= {"in_proj_b": self.num_heads, "in_proj_a": self.num_heads}
         self.in_proj = FusedLinear(config.hidden_size, parts)

@@ -19,9 +19,9 @@ from nanovllm.checks import check_int, check_number
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.config import refuse
-from nanovllm_extras.layer_inputs import metadata_of
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel, LayerClass
 from nanovllm_extras.models.gated_mlp import GATES, GatedMLP
+from nanovllm_extras.models.layer_inputs import metadata_of
 from nanovllm_extras.models.llama import LlamaAttention
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.read_config import read_common, refuse_partial_rotary
@@ -29,7 +29,7 @@ from nanovllm_extras.models.rope import Rope, ScaledRotary
 from nanovllm_extras.models.rope_overrides import POSITIONS, check_read, override_positions
 from nanovllm_extras.models.rope_types import make_rope
 from nanovllm_extras.models.window_layers import FULL, SLIDING, layer_types_of, read_windows
-from nanovllm_extras.option_checks import check_dict, first_given
+from nanovllm_extras.options.option_checks import check_dict, first_given
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.linear import Embedding, Linear
-from nanovllm_extras.layer_inputs import metadata_of
 from nanovllm_extras.models.decoder import DecoderModel, LayerClass
 from nanovllm_extras.models.gemma3 import SoftCappedLM
 from nanovllm_extras.models.gemma4_config import Gemma4Config, override_ropes, read_gemma4_config
 from nanovllm_extras.models.gemma4_layers import Gemma4DecoderLayer
 from nanovllm_extras.models.gemma4_moe import Gemma4MoeDecoderLayer, split_experts
 from nanovllm_extras.models.gpt_oss import OnceRoundedRMSNorm
+from nanovllm_extras.models.layer_inputs import metadata_of
 from nanovllm_extras.models.rope import ScaledRotary
 from nanovllm_extras.models.window_layers import FULL, SLIDING
 

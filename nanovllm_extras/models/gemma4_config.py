@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.models.config import refuse
-from nanovllm_extras.kv_groups.groups import KVGroup, KVPlace
 from nanovllm_extras.models.gated_mlp import GATES
+from nanovllm_extras.models.groups import KVGroup, KVPlace
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.moe import read_int
 from nanovllm_extras.models.network_config import NetworkConfig
@@ -20,7 +20,7 @@ from nanovllm_extras.models.read_config import read_common
 from nanovllm_extras.models.rope import Rope, plain_rope, rope_type_of
 from nanovllm_extras.models.rope_overrides import check_read
 from nanovllm_extras.models.window_layers import FULL, SLIDING, layer_types_of
-from nanovllm_extras.option_checks import check_dict, first_given
+from nanovllm_extras.options.option_checks import check_dict, first_given
 
 ROPES: dict[str, dict[str, Any]] = {  # of a config.json without any
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},

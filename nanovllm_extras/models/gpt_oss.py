@@ -4,7 +4,7 @@
 
 Every second layer, from the first on, sees a window only. Each head of attention has a sink (`masking.py`). All
 projections have biases, also those of the experts. Gates are clamped. Checkpoints hold the experts' weights in MXFP4
-(`quantization/mxfp4.py`), all experts of a layer in one tensor, in which the rows of gate and up alternate.
+(`weights/mxfp4.py`), all experts of a layer in one tensor, in which the rows of gate and up alternate.
 """
 
 import re

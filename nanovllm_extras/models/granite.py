@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nanovllm.checks import check_bool, check_number
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm_extras.layer_inputs import metadata_of
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel, LayerClass
+from nanovllm_extras.models.layer_inputs import metadata_of
 from nanovllm_extras.models.llama import LlamaDecoderLayer
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig

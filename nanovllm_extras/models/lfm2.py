@@ -28,7 +28,7 @@ from nanovllm_extras.models.gated_delta import CausalConv, groups_of, read_state
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, refuse_partial_rotary
 from nanovllm_extras.models.window_layers import FULL, layer_types_of
-from nanovllm_extras.option_checks import first_given
+from nanovllm_extras.options.option_checks import first_given
 from nanovllm_extras.states.pool import StateCaches, StateMetadata, StateShape
 
 CONV = "conv"
@@ -117,7 +117,7 @@ class ShortConv(nn.Module):
         size, bias = config.hidden_size, config.conv_bias
         num_channels = config.state_shape.conv[1]  # of a rank's share
         self.stacked = {"in_proj": (num_channels,) * 3}
-        """The tensor that stacks b, c and v: a rank has its own channels of each (`parallel/cut.py`)."""
+        """The tensor that stacks b, c and v: a rank has its own channels of each (`weights/cut.py`)."""
         self.in_proj = Linear(size, 3 * num_channels, bias)
         self.conv = CausalConv(num_channels, config.conv_L_cache, bias)
         self.out_proj = Linear(num_channels, size, bias)

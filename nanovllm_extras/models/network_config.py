@@ -35,7 +35,7 @@ class NetworkConfig(ModelConfig):
     """Channels of a token's latent that are values, if the cache holds latents; None if it holds K and V."""
     state_shape: Any = None  # the `StateShape` (`states/pool.py`) of models whose layers keep recurrent states
     kv_groups: tuple[Any, ...] = ()
-    """The `KVGroup`s (`kv_groups/groups.py`) of models whose layers have K and V of different shapes."""
+    """The `KVGroup`s (`models/groups.py`) of models whose layers have K and V of different shapes."""
     num_experts: int = 0  # in each layer's mixture of experts; 0 is one feed-forward network
     has_head: bool = True  # False if the checkpoint has no output layer: the network only computes embeddings
     initializer_range: float = 0.02

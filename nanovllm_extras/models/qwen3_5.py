@@ -29,7 +29,7 @@ from nanovllm_extras.models.mtp import MtpHead
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, read_rotary_dim
 from nanovllm_extras.models.window_layers import FULL, layer_types_of
-from nanovllm_extras.option_checks import first_given
+from nanovllm_extras.options.option_checks import first_given
 from nanovllm_extras.states.pool import StateCaches, StateMetadata, StateShape
 
 LINEAR = "linear_attention"

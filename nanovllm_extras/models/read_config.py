@@ -10,7 +10,7 @@ from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.models.config import refuse
 from nanovllm_extras.models.gated_mlp import GATES
 from nanovllm_extras.models.rope import Rope, plain_rope, rope_type_of
-from nanovllm_extras.option_checks import first_given
+from nanovllm_extras.options.option_checks import first_given
 
 
 def read_common(

@@ -12,7 +12,7 @@ Called by `checkpoint_options.py`. An architecture with several RoPEs has its ow
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from nanovllm_extras.option_checks import first_given
+from nanovllm_extras.options.option_checks import first_given
 
 DICTS = ("rope_parameters", "rope_scaling")
 BESIDE = ("rope_theta", "partial_rotary_factor")  # of the dict in transformers 4, in it in transformers 5

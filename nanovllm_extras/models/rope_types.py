@@ -23,7 +23,7 @@ import torch
 from nanovllm.checks import check_number
 from nanovllm_extras.models.rope import Rope, plain_rope, rope_type_of
 from nanovllm_extras.models.rope_overrides import dict_of
-from nanovllm_extras.option_checks import first_given
+from nanovllm_extras.options.option_checks import first_given
 
 REQUIRED = {  # numbers that each type needs
     "dynamic": ("factor",),

@@ -16,8 +16,8 @@ from nanovllm.checks import check_bool, check_int
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.rotary import Rotary
 from nanovllm.models.config import refuse
-from nanovllm_extras.layer_inputs import metadata_of
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel
+from nanovllm_extras.models.layer_inputs import metadata_of
 from nanovllm_extras.models.llama import LlamaDecoderLayer
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, refuse_partial_rotary

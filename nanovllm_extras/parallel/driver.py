@@ -24,15 +24,15 @@ import torch
 
 from nanovllm.batch import Batch
 from nanovllm.scheduler import Step
-from nanovllm_extras.alone import Alone
-from nanovllm_extras.dead import EngineDeadError
-from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.execution.alone import Alone
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm_extras.parallel.messages import pack_logits, pack_step
 from nanovllm_extras.parallel.peers import Peers
 
 if TYPE_CHECKING:
-    from nanovllm_extras.kv_store.tier import Chain
+    from nanovllm_extras.records.tier import Chain
 
 
 class Driver(Alone):

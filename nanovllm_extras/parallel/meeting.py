@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed import FileStore, Store, TCPStore
 
-from nanovllm_extras.all_options import Config
 from nanovllm_extras.kernels.cpu.library import NoLibraryError, load_library
+from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.parallel.communicator import Communicator, GlooCommunicator
 from nanovllm_extras.parallel.shared_memory import SharedMemoryCommunicator
 

@@ -2,7 +2,7 @@
 
 Every call only launches a kernel on the current stream and reads no result back, so a CUDA graph can record it. NCCL
 connects its devices when the first calls run. So one step must run before a step is recorded; the warm-up in
-`nanovllm_extras/cuda/graphs.py` does this.
+`nanovllm_extras/execution/step_graphs.py` does this.
 """
 
 import os

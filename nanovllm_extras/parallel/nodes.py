@@ -22,7 +22,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from nanovllm_extras.all_options import Config
+from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.parallel.messages import receive_json, send_json
 
 HELLO_S = 10.0  # time limit for the first line of a connection

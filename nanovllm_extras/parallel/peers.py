@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nanovllm_extras.dead import EngineDeadError
-from nanovllm_extras.forks import check_process
+from nanovllm_extras.machine.dead import EngineDeadError
+from nanovllm_extras.machine.forks import check_process
 from nanovllm_extras.parallel.messages import MAX_LINE, send_json
 from nanovllm_extras.parallel.nodes import turn_away
 

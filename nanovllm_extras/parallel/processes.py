@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import torch
 
-from nanovllm_extras.all_options import Config
 from nanovllm_extras.kernels.cpu.threads import BINDING, on_all_places
+from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.parallel.nodes import accept_ranks, address_of, reach_engine
 from nanovllm_extras.parallel.peers import Peers
 from nanovllm_extras.parallel.shared_memory import above_standard_streams

@@ -19,23 +19,29 @@ import torch
 from nanovllm.config import resolve_device, resolve_dtype
 from nanovllm.kv_cache import KVCache
 from nanovllm.loader import allocate
-from nanovllm_extras.all_options import Config
-from nanovllm_extras.alone import Whole
-from nanovllm_extras.checkpoint import read_model_config
-from nanovllm_extras.device_setup import Device
-from nanovllm_extras.full_runner import BeginCheck, MeasureDraft, ModelRunner, has_overlap_by_default, most_rows
-from nanovllm_extras.layouts import Layout
+from nanovllm_extras.execution.alone import Whole
+from nanovllm_extras.execution.device_setup import Device
+from nanovllm_extras.execution.full_runner import (
+    BeginCheck,
+    MeasureDraft,
+    ModelRunner,
+    has_overlap_by_default,
+    most_rows,
+)
+from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.speculation_options import read_options
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
-from nanovllm_extras.parallel.cut import Cut, Cutter, read_part, share_of
 from nanovllm_extras.parallel.driver import Driver
 from nanovllm_extras.parallel.joined import join
 from nanovllm_extras.parallel.meeting import Meeting, choose_kind, connect, make_meeting
 from nanovllm_extras.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
-from nanovllm_extras.runner_hooks import Draw, LapClock
+from nanovllm_extras.sampling.runner_hooks import Draw, LapClock
 from nanovllm_extras.self_check.mode import begin
-from nanovllm_extras.speculation.speculation_options import read_options
-from nanovllm_extras.weights import load_model, part_of_whole
+from nanovllm_extras.weights.checkpoint import read_model_config
+from nanovllm_extras.weights.cut import Cut, Cutter, read_part, share_of
+from nanovllm_extras.weights.load_model import load_model, part_of_whole
 
 NOT_OF_WORKERS = (
     "scheduling_policy",
@@ -70,7 +76,7 @@ def start_ranks(
     check_nodes(config)
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     if config.quantization is not None:
-        from nanovllm_extras.quantization.quantization_options import check_stored
+        from nanovllm_extras.weights.quantization_options import check_stored
 
         check_stored(config.quantization, shape)
     share_of(shape, config.tensor_parallel_size)
@@ -162,6 +168,7 @@ class RankPart(Whole):
         self, communicator: Communicator, hears_tokens: bool, check: Callable[[], None] = lambda: None
     ) -> None:
         self.communicator, self.hears_tokens, self.check = communicator, hears_tokens, check
+        self.rank, self.num_ranks = communicator.rank, communicator.size
 
     def share_of(self, shape: NetworkConfig) -> NetworkConfig:
         return share_of(shape, self.communicator.size)
@@ -179,8 +186,8 @@ class RankPart(Whole):
             fill_with_dummies(model, whole, cutter, config.seed, runner.shape.initializer_range)
             return model
         if runner.shape.quantization_config is not None or config.load_format == "gguf":
-            from nanovllm_extras.quantization.choose_loader import choose_loader
-            from nanovllm_extras.quantization.shares import Share
+            from nanovllm_extras.weights.choose_loader import choose_loader
+            from nanovllm_extras.weights.shares import Share
 
             load = choose_loader(runner.whole_shape, config, runner.pack_quantised, Share(cuts, self.check))
             return load(runner.model_class, runner.shape, *where)
@@ -195,9 +202,9 @@ class RankPart(Whole):
         """Return the network on the device, with random weights where the checkpoint's are quantised."""
         if runner.shape.quantization_config is None:
             return allocate(share, runner.dtype, runner.device)
-        from nanovllm_extras.quantization.dummies import make_dummies
-        from nanovllm_extras.quantization.shares import Share
-        from nanovllm_extras.quantization.stored import read_format
+        from nanovllm_extras.weights.dummies import make_dummies
+        from nanovllm_extras.weights.shares import Share
+        from nanovllm_extras.weights.stored import read_format
 
         form, part = read_format("quantization_config", runner.shape.quantization_config), Share(cuts, self.check)
         how = runner.dtype, runner.device, runner.config.seed, runner.shape.initializer_range
@@ -306,7 +313,7 @@ def as_json(config: Config) -> dict[str, Any]:
         if options.model is not None:  # so all layers of rank 0 have one block table (`why_one_table`)
             values["disable_hybrid_kv_cache_manager"] = True
     if config.kv_transfer_config is not None:
-        from nanovllm_extras.kv_store.store_options import as_json as transfer_as_json
+        from nanovllm_extras.options.store_options import as_json as transfer_as_json
 
         values["kv_transfer_config"] = transfer_as_json(config.kv_transfer_config)
     if isinstance(config.dtype, torch.dtype):

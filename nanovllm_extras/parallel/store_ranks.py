@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from nanovllm_extras.kv_store.share import Share, name_in_share
-from nanovllm_extras.kv_store.tier import BlockName, Chain, Tier
 from nanovllm_extras.parallel.messages import LOAD, LOAD_STATE, MATCH, pack_names, unpack_names
-from nanovllm_extras.records import Moves
+from nanovllm_extras.records.moves import Moves
+from nanovllm_extras.records.tier import BlockName, Chain, Tier
 
 
 class AsksRanks(Protocol):

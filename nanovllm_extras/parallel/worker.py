@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Optional
 import numpy as np
 import torch
 
-from nanovllm_extras.assembly import choose_layout
-from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.engine.assembly import choose_layout
+from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm_extras.parallel.messages import (
     DRAFTS,

@@ -24,15 +24,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.logits import BadWords, Penalties
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.slots import Slots
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.sampling.logits import BadWords, Penalties
+from nanovllm_extras.scheduling.patience import Patience
 from nanovllm_extras.scheduling.pending import Drafts, forget_unknown, place_drafts
-from nanovllm_extras.speculation.patience import Patience
 
 if TYPE_CHECKING:
-    from nanovllm_extras.full_request import Request
+    from nanovllm_extras.requests.full_request import Request
 
 
 class Proposer(Protocol):

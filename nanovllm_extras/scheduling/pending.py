@@ -35,7 +35,7 @@ import numpy as np
 
 from nanovllm.block_tables import IntArray
 from nanovllm.scheduler import Chunk, Step
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.records.full_sequence import Sequence
 
 Drafts = dict[Sequence, list[int]]
 """Of each sequence that has some, in the order of the running sequences."""

@@ -8,7 +8,7 @@ changes while sequences wait. To add a policy, write a function of one line and 
 
 from collections.abc import Mapping
 
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling.ordered_queues import Policy, fcfs
 
 SJF_TOKENS_PER_ARRIVAL = 256

@@ -13,10 +13,10 @@ from typing import Any
 
 from nanovllm import scheduler
 from nanovllm.scheduler import Step
-from nanovllm_extras.full_observer import Observer
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.block_manager import BlockManager
-from nanovllm_extras.records import Moves
+from nanovllm_extras.records.full_observer import Observer
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.scheduling.drafter import Drafter
 from nanovllm_extras.scheduling.ordered_queues import Policy, fcfs, order_queues
 from nanovllm_extras.scheduling.pending import Drafts, Pending, forget_unknown, needs_token

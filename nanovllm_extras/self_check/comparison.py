@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.flash_attention import FlashAttention
+from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.kernels.backend import KernelBackend
-from nanovllm_extras.runner_protocol import Runner
-from nanovllm_extras.self_check.own_process import SelfCheckError
+from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.self_check.steps import MIN_MODEL_LEN
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}

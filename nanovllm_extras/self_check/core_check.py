@@ -11,12 +11,13 @@ from typing import Any
 
 from nanovllm.layers.attention import BackendError, LoadedModel, TorchAttention
 from nanovllm.sampler import sample_tokens
-from nanovllm_extras.all_options import Config
-from nanovllm_extras.device_setup import Device, sample_with
+from nanovllm_extras.execution.alone import Whole
+from nanovllm_extras.execution.device_setup import Device, sample_with
+from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.self_check.comparison import has_kernels
 from nanovllm_extras.self_check.mode import mode_of, raise_if_strict
-from nanovllm_extras.self_check.own_process import SelfCheckError
 from nanovllm_extras.self_check.runner_check import SelfCheck
 from nanovllm_extras.self_check.stored_results import Result, StoredResult
 
@@ -28,7 +29,7 @@ class CoreStart:
         self.config = Config(
             "a model of nanovllm.LLM", block_size=backend.block_size, enforce_eager=loaded.enforce_eager
         )
-        self.backend, self.model = backend, loaded.model
+        self.backend, self.model, self.part = backend, loaded.model, Whole()
         shape = loaded.shape
         self.shape = shape if isinstance(shape, NetworkConfig) else NetworkConfig(**vars(shape))
         self.dtype, self.device, self.max_model_len = loaded.dtype, loaded.device, loaded.max_model_len

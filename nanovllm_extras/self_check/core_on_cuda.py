@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from nanovllm.layers.flash_attention import FlashAttention
-from nanovllm_extras.cuda.startup import CudaDevice
-from nanovllm_extras.device_setup import Device
-from nanovllm_extras.layouts import Layout
-from nanovllm_extras.self_check.own_process import NotAvailableError
+from nanovllm_extras.execution.cuda_startup import CudaDevice
+from nanovllm_extras.execution.device_setup import Device
+from nanovllm_extras.execution.layouts import Layout
+from nanovllm_extras.machine.own_process import NotAvailableError
 
 
 class CoreLayout(Layout):

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from nanovllm_extras.device_setup import Device
+from nanovllm_extras.execution.device_setup import Device
+from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.kernels.backend import AttentionBackend
 from nanovllm_extras.kernels.cpu.library import QUANTISED, load_library
-from nanovllm_extras.runner_protocol import Runner
+from nanovllm_extras.machine.own_process import FAILED, TIMEOUTS, CrashTest, call_in_own_process
 from nanovllm_extras.self_check.comparison import has_kernels
 from nanovllm_extras.self_check.networks import run_attention
-from nanovllm_extras.self_check.own_process import FAILED, TIMEOUTS, CrashTest, call_in_own_process
 from nanovllm_extras.self_check.random_layers import SHARE_OF_MEMORY, RandomLayers, describe_model
 from nanovllm_extras.self_check.steps import MIN_MODEL_LEN, draw_vectors, make_steps
 

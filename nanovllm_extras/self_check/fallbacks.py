@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.config import resolve_device
-from nanovllm_extras.all_options import Config
-from nanovllm_extras.dead import EngineDeadError
-from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.machine.dead import EngineDeadError
+from nanovllm_extras.machine.own_process import LoadError, NotAvailableError, SelfCheckError
+from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.self_check.mode import begin, mode_of
-from nanovllm_extras.self_check.own_process import LoadError, NotAvailableError, SelfCheckError
 
 logger = logging.getLogger(__name__)
 

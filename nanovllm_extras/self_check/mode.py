@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.checks import check_choice
 from nanovllm.layers.attention import BackendError
-from nanovllm_extras.device_setup import Device, Unchecked
-from nanovllm_extras.runner_protocol import Runner
+from nanovllm_extras.execution.device_setup import Device, Unchecked
+from nanovllm_extras.execution.runner_protocol import Runner
+from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.self_check.comparison import has_kernels
-from nanovllm_extras.self_check.own_process import SelfCheckError
 from nanovllm_extras.self_check.stored_results import StoredResult
 
 if TYPE_CHECKING:
-    from nanovllm_extras.all_options import Config
+    from nanovllm_extras.options.all_options import Config
 
 FIELD_CHECKS = {"self_check": partial(check_choice, allowed=("on", "off", "strict"))}
 

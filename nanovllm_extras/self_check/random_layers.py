@@ -13,9 +13,9 @@ import torch
 
 from nanovllm.layers.linear import Embedding
 from nanovllm.loader import allocate, init_dummy_weights
-from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.self_check.networks import Skipped, choose_layers, num_weights, run_network
 from nanovllm_extras.self_check.steps import make_steps
+from nanovllm_extras.weights.checkpoint import read_model_config
 
 NUM_TOKEN_IDS = 64
 SHARE_OF_MEMORY = 50
@@ -32,7 +32,7 @@ class RandomLayers:
         self.backend, self.dtype, self.device = backend, dtype, device
         model_class, shape = read_model_config(Path(model["folder"]), model["hf_overrides"], model["max_model_len"])
         if model["num_ranks"] > 1:
-            from nanovllm_extras.parallel.cut import share_of
+            from nanovllm_extras.weights.cut import share_of
 
             shape = share_of(shape, model["num_ranks"])
         shape = replace(shape, max_position_embeddings=MAX_MODEL_LEN)
@@ -50,7 +50,7 @@ class RandomLayers:
         self.network = allocate(network, dtype, device)
         init_dummy_weights(self.network, 0, shape.initializer_range)
         if model["quantization"] is not None:
-            from nanovllm_extras.quantization.quantise import quantise
+            from nanovllm_extras.weights.quantise import quantise
 
             quantise(self.network, model["quantization"], shape, backend.pack_quantised)
         backend.make_fast(self.network, MAX_MODEL_LEN)

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.sampler import sample_tokens
-from nanovllm_extras.device_setup import Device, Unchecked, sample_with
-from nanovllm_extras.kernels.choices import choose
-from nanovllm_extras.machine_limits import free_bytes
-from nanovllm_extras.runner_hooks import NO_TOKEN, draw_arguments
+from nanovllm_extras.execution.choices import choose
+from nanovllm_extras.execution.device_setup import Device, Unchecked, sample_with
+from nanovllm_extras.machine.machine_limits import free_bytes
+from nanovllm_extras.machine.own_process import CrashTest, HangError, LoadError, SelfCheckError
+from nanovllm_extras.sampling.runner_hooks import NO_TOKEN, draw_arguments
 from nanovllm_extras.self_check.comparison import (
     OF_INT8_KV,
     OF_QUANTISED,
@@ -45,12 +46,11 @@ from nanovllm_extras.self_check.networks import (
     send,
     unpacked,
 )
-from nanovllm_extras.self_check.own_process import CrashTest, HangError, LoadError, SelfCheckError
 from nanovllm_extras.self_check.steps import draw_vectors, make_long_steps, make_steps, repeat_decodes
 from nanovllm_extras.self_check.stored_results import Result, StoredResult
 
 if TYPE_CHECKING:
-    from nanovllm_extras.full_runner import ModelRunner
+    from nanovllm_extras.execution.full_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +129,13 @@ class SelfCheck(Unchecked):
 
         Ranks would have to compute decodes together, so they only compare the draws, which are those of rank 0.
         """
-        communicator = getattr(self.runner, "communicator", None)
-        with self.reported(*((ValueError, TypeError) if communicator is None else (Exception,))):
+        part = self.runner.part
+        with self.reported(*((ValueError, TypeError) if part.num_ranks == 1 else (Exception,))):
             yield
             with self.if_memory_suffices():
-                if communicator is None or communicator.rank == 0:
+                if part.rank == 0:
                     self.compare_draws()
-                if communicator is None and has_kernels(self.runner):
+                if part.num_ranks == 1 and has_kernels(self.runner):
                     self.compare_graphs()
         if self.is_complete:
             self.stored.write(Result(True))

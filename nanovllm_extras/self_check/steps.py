@@ -17,8 +17,8 @@ from nanovllm.batch import Batch, SamplingBatch, build_batch
 from nanovllm.block_tables import BlockTables
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.scheduler import Chunk, make_step
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
 
 MIN_MODEL_LEN = 16  # tokens; B has 11
 LONG_CONTEXT = 1100  # tokens

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.kernels.cpu.library_cache import CacheError, cache_folder
-from nanovllm_extras.machine_limits import read_text
-from nanovllm_extras.runner_protocol import Runner
+from nanovllm_extras.machine.machine_limits import read_text
 
 PACKAGE = Path(__file__).parent.parent.parent
 FOLDERS = (
-    *("nanovllm", "nanovllm/layers", "nanovllm/models", "nanovllm_extras"),
-    *(f"nanovllm_extras/{name}" for name in ("cuda", "models", "quantization", "self_check", "states")),
+    *("nanovllm", "nanovllm/layers", "nanovllm/models"),
+    *(f"nanovllm_extras/{name}" for name in ("execution", "models", "weights", "self_check", "states")),
     *(f"nanovllm_extras/kernels{name}" for name in ("", "/cpu", "/cuda")),
 )
 CUDA_PACKAGES = ("triton", "flash-attn", "flash-attn-3")
@@ -73,13 +73,12 @@ def describe(runner: Runner) -> list[Any]:
     """Return everything that the result depends on."""
     config, backend = runner.config, runner.backend
     libraries = [library._name for library in vars(backend).values() if hasattr(library, "_name")]
-    rank = getattr(getattr(runner, "communicator", None), "rank", 0)
     parts: list[Any] = [
         type(backend), getattr(backend, "instructions", None),
         backend.block_size, *map(os.path.basename, libraries),
         *(config.enforce_eager, config.enable_cuda_graphs, config.quantization, config.kv_cache_dtype),
         *(config.load_format == "gguf", config.num_kv_blocks, config.kv_cache_memory_bytes),
-        *(config.max_num_batched_tokens, config.max_num_seqs, config.tensor_parallel_size, rank),
+        *(config.max_num_batched_tokens, config.max_num_seqs, config.tensor_parallel_size, runner.part.rank),
         *(runner.shape, runner.dtype, runner.device, torch.__version__, torch.get_num_threads(), sources()),
     ]  # fmt: skip
     if runner.device.type == "cuda":

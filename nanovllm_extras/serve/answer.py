@@ -15,10 +15,10 @@ from uuid import uuid4
 from nanovllm_extras.answer_parts.events import CallArguments, CallStart, Content, Event, Reasoning
 from nanovllm_extras.answer_parts.harmony import Harmony
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
-from nanovllm_extras.lazy_outputs import RequestOutput
+from nanovllm_extras.requests.lazy_outputs import RequestOutput
+from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest
 from nanovllm_extras.serve.parsers.parser_registry import Parsers, is_forced, parsers_named
 from nanovllm_extras.serve.parsers.tool_parser import ToolParser
-from nanovllm_extras.serve.protocol import ChatCompletionRequest
 
 
 class Answer:

@@ -21,14 +21,14 @@ import torch
 
 from nanovllm.checks import check_int
 from nanovllm.request import Prompt
-from nanovllm_extras.all_options import Config
 from nanovllm_extras.embedding.pooling_params import PoolingParams
-from nanovllm_extras.engine_stats import EngineStats
-from nanovllm_extras.full_engine import LLMEngine
-from nanovllm_extras.input_processor import TakenParams
-from nanovllm_extras.isolation import IsolatingEngine
-from nanovllm_extras.lazy_outputs import RequestOutput
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.engine.engine_stats import EngineStats
+from nanovllm_extras.engine.full_engine import LLMEngine
+from nanovllm_extras.engine.input_processor import TakenParams
+from nanovllm_extras.engine.isolation import IsolatingEngine
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.requests.lazy_outputs import RequestOutput
 from nanovllm_extras.serve.engine_thread import EngineDeadError, EngineThread, NewRequest, in_passing_thread
 from nanovllm_extras.serve.inbox import Inbox, ReadingTask, Waker, gives_deltas
 from nanovllm_extras.trace.recorder import start_engine

@@ -19,12 +19,12 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
+from nanovllm_extras.options.surrogates import text_with_surrogate
 from nanovllm_extras.serve.bounds import COSTS, count_values
 from nanovllm_extras.serve.engine_thread import EngineDeadError
 from nanovllm_extras.serve.errors import APIError, answer, as_api_error
 from nanovllm_extras.serve.state import RETRY_LATER, Server
 from nanovllm_extras.serve.workers import Busy, ClientGone
-from nanovllm_extras.surrogates import text_with_surrogate
 
 ENCODINGS = ("ascii", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
 CHARSET = re.compile(r"charset\s*=\s*[\"']?([^\"';\s]*)", re.IGNORECASE)

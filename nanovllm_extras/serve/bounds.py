@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm_extras.full_engine import LLMEngine
-from nanovllm_extras.serve.protocol import MAX_FORM, GenerationRequest
+from nanovllm_extras.engine.full_engine import LLMEngine
+from nanovllm_extras.serve.messages.protocol import MAX_FORM, GenerationRequest
 from nanovllm_extras.serve.workers import Check
 
 PIECE = 1 << 15  # characters that are encoded at a time while the tokens of a long text are counted

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nanovllm.request import Prompt
-from nanovllm_extras.dead import EngineDeadError
-from nanovllm_extras.forks import check_process
-from nanovllm_extras.input_processor import Params
-from nanovllm_extras.isolation import IsolatingEngine
-from nanovllm_extras.lazy_outputs import RequestOutput
+from nanovllm_extras.engine.input_processor import Params
+from nanovllm_extras.engine.isolation import IsolatingEngine
+from nanovllm_extras.machine.dead import EngineDeadError
+from nanovllm_extras.machine.forks import check_process
+from nanovllm_extras.requests.lazy_outputs import RequestOutput
 from nanovllm_extras.scheduling.scheduler import count_places
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from nanovllm_extras.no_token import NoTokenError
+from nanovllm_extras.engine.no_token import NoTokenError
 from nanovllm_extras.serve.async_llm import QueueFullError
 from nanovllm_extras.serve.engine_thread import EngineDeadError
-from nanovllm_extras.serve.protocol import CONFLICT
+from nanovllm_extras.serve.messages.protocol import CONFLICT
 from nanovllm_extras.serve.workers import Busy, ClientGone
 
 logger = logging.getLogger(__name__)

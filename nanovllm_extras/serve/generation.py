@@ -15,15 +15,15 @@ from uuid import uuid4
 from starlette.requests import Request
 
 from nanovllm.request import Prompt
-from nanovllm_extras.lazy_outputs import RequestOutput
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.requests.lazy_outputs import RequestOutput
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.engine_thread import NewRequest
 from nanovllm_extras.serve.errors import APIError, refuse
 from nanovllm_extras.serve.inbox import Inbox
+from nanovllm_extras.serve.messages.protocol import GenerationRequest
 from nanovllm_extras.serve.miss_causes import check_misses
 from nanovllm_extras.serve.prompts import check_lengths, salted
-from nanovllm_extras.serve.protocol import GenerationRequest
 from nanovllm_extras.serve.sampling import check_max_tokens
 from nanovllm_extras.serve.state import Server
 

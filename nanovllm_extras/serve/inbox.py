@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from nanovllm_extras.lazy_outputs import RequestOutput
-from nanovllm_extras.request_params import RequestOutputKind, SamplingParams
+from nanovllm_extras.options.request_params import RequestOutputKind, SamplingParams
+from nanovllm_extras.requests.lazy_outputs import RequestOutput
 from nanovllm_extras.serve.pace import Pace
 
 PAUSE_S = 200e-6  # for each consumer that was woken

@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from nanovllm_extras.engine_stats import EngineStats
-from nanovllm_extras.lazy_outputs import RequestMetrics
-from nanovllm_extras.observations import Observations
+from nanovllm_extras.engine.engine_stats import EngineStats
+from nanovllm_extras.engine.observations import Observations
+from nanovllm_extras.requests.lazy_outputs import RequestMetrics
 from nanovllm_extras.serve.http_metrics import HTTPCounts
 from nanovllm_extras.vllm.vllm_metrics import (
     COUNTERS,

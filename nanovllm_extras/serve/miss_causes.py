@@ -9,10 +9,10 @@ a block are only sent for a request with a `cache_salt`, which is compared only 
 
 from typing import Any
 
-from nanovllm_extras.lazy_outputs import RequestOutput
-from nanovllm_extras.prefix_misses import PrefixMiss
+from nanovllm_extras.engine.prefix_misses import PrefixMiss
+from nanovllm_extras.requests.lazy_outputs import RequestOutput
 from nanovllm_extras.serve.errors import APIError
-from nanovllm_extras.serve.protocol import GenerationRequest
+from nanovllm_extras.serve.messages.protocol import GenerationRequest
 
 FIELD = "return_prefix_misses"
 

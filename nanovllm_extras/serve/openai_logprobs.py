@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
-from nanovllm_extras.logprobs import Logprob, PositionLogprobs
+from nanovllm_extras.sampling.logprobs import Logprob, PositionLogprobs
 from nanovllm_extras.serve.streaming import Written
 
 Position = Mapping[int, Logprob]

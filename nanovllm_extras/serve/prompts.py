@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.request import Prompt
-from nanovllm_extras.chat_options import ChatOptions, render_chat, text_of
+from nanovllm_extras.options.chat_options import ChatOptions, render_chat, text_of
 from nanovllm_extras.serve.bounds import BoundedTokenizer, Bounds, count_chars
 from nanovllm_extras.serve.errors import APIError, refuse
-from nanovllm_extras.serve.protocol import ChatCompletionRequest, SlotRequest, TokenizeRequest
+from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest, SlotRequest, TokenizeRequest
 
 MANY = 16  # prompts
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanovllm_extras.answer_parts.harmony import find_end_tokens
-from nanovllm_extras.full_engine import LLMEngine
-from nanovllm_extras.request_params import FIELD_CHECKS, SamplingParams
+from nanovllm_extras.engine.full_engine import LLMEngine
+from nanovllm_extras.options.request_params import FIELD_CHECKS, SamplingParams
+from nanovllm_extras.options.structured_params import StructuredOutputsParams
 from nanovllm_extras.serve.errors import APIError
+from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from nanovllm_extras.serve.parsers.parser_registry import Parsers
-from nanovllm_extras.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from nanovllm_extras.structured.structured_params import StructuredOutputsParams
 
 LEAST_TOP_P = 1e-6
 """Replaces 0, which OpenAI allows and the engine does not: both keep only the likeliest token."""

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from nanovllm_extras.surrogates import is_utf8
+from nanovllm_extras.options.surrogates import is_utf8
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#]+", re.ASCII | re.IGNORECASE)

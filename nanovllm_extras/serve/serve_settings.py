@@ -9,12 +9,12 @@ import ssl
 from typing import Any, NamedTuple
 
 from nanovllm import TINY_QWEN3
-from nanovllm_extras.argument_types import filled, port
-from nanovllm_extras.chat_options import check_chat_template
-from nanovllm_extras.kv_store.store_options import check_folder
-from nanovllm_extras.option_checks import first_given
+from nanovllm_extras.options.argument_types import filled, port
+from nanovllm_extras.options.chat_options import check_chat_template
+from nanovllm_extras.options.option_checks import first_given
+from nanovllm_extras.options.store_options import check_folder
 from nanovllm_extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, parsers_named
-from nanovllm_extras.serve.ray.ray_options import RayOptions, add_ray_options, ray_options
+from nanovllm_extras.serve.ray_options import RayOptions, add_ray_options, ray_options
 from nanovllm_extras.serve.serve_checks import check_tls
 from nanovllm_extras.serve.state import ServerOptions
 from nanovllm_extras.vllm.engine_args import EngineArgs

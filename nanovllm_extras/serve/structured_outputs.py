@@ -11,15 +11,21 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
-from nanovllm_extras.full_engine import LLMEngine
+from nanovllm_extras.engine.full_engine import LLMEngine
+from nanovllm_extras.options.structured_params import StructuredOutputsParams
 from nanovllm_extras.serve.errors import APIError, refuse
+from nanovllm_extras.serve.messages.protocol import (
+    MAX_FORM,
+    ChatCompletionRequest,
+    Function,
+    GenerationRequest,
+    ResponseFormat,
+)
 from nanovllm_extras.serve.parsers.hermes import Hermes
 from nanovllm_extras.serve.parsers.parser_registry import Parsers
 from nanovllm_extras.serve.parsers.tool_parser import Spelling
-from nanovllm_extras.serve.protocol import MAX_FORM, ChatCompletionRequest, Function, GenerationRequest, ResponseFormat
 from nanovllm_extras.structured.closed_objects import closed_text
 from nanovllm_extras.structured.compiler import JSON_OPTIONS
-from nanovllm_extras.structured.structured_params import StructuredOutputsParams
 
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 """The format of arguments: that of Python's `json.dumps`, because models were trained with it."""

@@ -25,17 +25,17 @@ from torch import Tensor
 
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.scheduler import Step
-from nanovllm_extras.all_options import Config
-from nanovllm_extras.checkpoint import read_model_config, resolve_model
-from nanovllm_extras.compatibility import check_combinations
-from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.processed_batch import build_batch
-from nanovllm_extras.runner_hooks import NO_TOKEN, Computed
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.compatibility import check_combinations
+from nanovllm_extras.options.speculation_options import Speculation
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.sampling.processed_batch import build_batch
+from nanovllm_extras.sampling.runner_hooks import NO_TOKEN, Computed
 from nanovllm_extras.scheduling.pending import as_if, write_after
 from nanovllm_extras.scheduling.scheduler import Scheduler
 from nanovllm_extras.self_check.fallbacks import start
-from nanovllm_extras.speculation.speculation_options import Speculation
+from nanovllm_extras.weights.checkpoint import read_model_config, resolve_model
 
 
 class DraftModel:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from nanovllm.config import resolve_dtype
-from nanovllm_extras.checkpoint import read_model_config
-from nanovllm_extras.full_runner import DraftNeeds
-from nanovllm_extras.layouts import Layout
+from nanovllm_extras.execution.full_runner import DraftNeeds
+from nanovllm_extras.execution.layouts import Layout
+from nanovllm_extras.options.speculation_options import read_options
 from nanovllm_extras.speculation.draft_model import find_draft_model
-from nanovllm_extras.speculation.speculation_options import read_options
+from nanovllm_extras.weights.checkpoint import read_model_config
 
 
 def measure_draft(runner: Any) -> DraftNeeds:

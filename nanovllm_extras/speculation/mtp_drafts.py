@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.runner_hooks import ArrivingTokens, SampledTokens
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.sampling.runner_hooks import ArrivingTokens, SampledTokens
 from nanovllm_extras.speculation.draft_model import DraftModel
 
 

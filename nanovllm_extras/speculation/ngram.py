@@ -9,7 +9,7 @@ The longest run of newest tokens that has occurred before decides, and of its pl
 microseconds to find out that nothing repeats.
 """
 
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.records.full_sequence import Sequence
 
 TOKEN_BYTES = 4  # of an int32 in `Sequence.token_ids`
 

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from nanovllm.batch import build_batch
 from nanovllm.block_tables import BlockTables
 from nanovllm.scheduler import Chunk, Step
-from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.parts import Parts
-from nanovllm_extras.records import Moves
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.parts import Parts
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.options.speculation_options import MAX_DRAFTED_ROWS, Speculation, read_options
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.scheduling.drafter import Drafter, Proposer
 from nanovllm_extras.speculation.ngram import NGrams
-from nanovllm_extras.speculation.speculation_options import MAX_DRAFTED_ROWS, Speculation, read_options
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.memory.slots import NULL_SLOT
-from nanovllm_extras.records import Moves
+from nanovllm_extras.records.moves import Moves
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ A draft waits for the row before it. PyTorch's layers compute such rows in round
 they compute steps with drafts eagerly (`needs_rounds`). Kernels in Triton find drafts on the device. If all layers do,
 and if the options ask for drafts, graphs are recorded with these kernels, and replay steps with and without drafts.
 
-`StateInputs` is for the graphs of whole steps (`cuda/graphs.py`) and of the forward pass (`cuda/forward_graphs.py`).
+`StateInputs` is for the graphs of whole steps (`execution/step_graphs.py`) and those of the forward pass
+(`execution/forward_graphs.py`).
 """
 
 from typing import Any
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm_extras.cuda.graphs import MoreInputs
-from nanovllm_extras.records import Moves
+from nanovllm_extras.execution.step_graphs import MoreInputs
+from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.states.pool import StateMetadata, with_states
 
 

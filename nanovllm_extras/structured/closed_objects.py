@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from nanovllm_extras.options.structured_params import schema_text
 from nanovllm_extras.structured.neutral_keywords import remove_neutral
 from nanovllm_extras.structured.property_names import replace_property_names
-from nanovllm_extras.structured.structured_params import schema_text
 
 MAX_COST = 300_000  # names and characters that are examined: nested combinations of schemas grow fast
 OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # keywords with a schema for each name

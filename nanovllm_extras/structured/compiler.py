@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm_extras.full_detokenizer import TokenDecoder
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.options.structured_params import StructuredOutputsParams, schema_text
+from nanovllm_extras.requests.full_detokenizer import TokenDecoder
 from nanovllm_extras.structured.closed_objects import closed_text
 from nanovllm_extras.structured.first_space import FirstSpace, after_space, hides_first_space
 from nanovllm_extras.structured.grammar import Grammar, MaskWorker, fill_masks
-from nanovllm_extras.structured.structured_params import StructuredOutputsParams, schema_text
 from nanovllm_extras.structured.structured_request import StructuredRequest
 
 MAX_COMPILED = 128  # compiled grammars in the cache; the least recently used one is evicted first

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm_extras.full_detokenizer import TokenDecoder
-from nanovllm_extras.full_request import make_detokenizer
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.requests.full_detokenizer import TokenDecoder
+from nanovllm_extras.requests.full_request import make_detokenizer
 
 
 class FirstSpace(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm_extras.logits_processors import ProcessorRow
+from nanovllm_extras.sampling.logits_processors import ProcessorRow
 from nanovllm_extras.structured.first_space import FirstSpace
 
 NO_TOKEN = "no token of the vocabulary can come next"

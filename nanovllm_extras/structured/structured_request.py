@@ -5,7 +5,7 @@ The mask of a grammar that has failed does not allow end tokens, so such an outp
 """
 
 from nanovllm.scheduler import Scheduler
-from nanovllm_extras.full_request import Request
+from nanovllm_extras.requests.full_request import Request
 from nanovllm_extras.structured.grammar import Grammar
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import httpx
 
-from nanovllm_extras.event_stream import DONE, EventReader
 from nanovllm_extras.full_llm import LLM
+from nanovllm_extras.machine.event_stream import DONE, EventReader
 from nanovllm_extras.terminal.chat_history import Cost, Message, TaggedText, without_reasoning
 from nanovllm_extras.terminal.local_reasoning import DEFAULT, ReasoningReader, sampling_fields
 from nanovllm_extras.terminal.saved_conversations import SavedConversations

@@ -6,9 +6,9 @@ import sys
 
 from nanovllm import TINY_QWEN3
 from nanovllm_extras.answer_parts.reasoning import REASONING_PARSERS
-from nanovllm_extras.argument_types import filled, http_url
-from nanovllm_extras.kv_store.store_options import check_folder
-from nanovllm_extras.option_checks import first_given
+from nanovllm_extras.options.argument_types import filled, http_url
+from nanovllm_extras.options.option_checks import first_given
+from nanovllm_extras.options.store_options import check_folder
 from nanovllm_extras.terminal.answerers import Answerer, AnswerError, LocalAnswerer, ServerAnswerer
 from nanovllm_extras.terminal.chat_history import Conversation
 from nanovllm_extras.terminal.local_reasoning import DEFAULT

@@ -5,7 +5,7 @@ from dataclasses import asdict, fields, is_dataclass
 from math import isfinite
 from typing import Any
 
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
 
 LIMITS = ("n", "max_tokens")  # noted even if they have their default values
 

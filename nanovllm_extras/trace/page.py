@@ -35,7 +35,7 @@ DECIDED_BY = {  # code of an event, or what `sourceOf` of events.js returns -> a
     "wait": "nanovllm/scheduler.py Scheduler.admit_waiting",
     "idle": "nanovllm/scheduler.py Scheduler.schedule",
     "admit": "nanovllm/block_manager.py BlockManager.try_admit",
-    "miss": "nanovllm_extras/prefix_misses.py PrefixMisses.explain",
+    "miss": "nanovllm_extras/engine/prefix_misses.py PrefixMisses.explain",
     "preempt": "nanovllm/scheduler.py Scheduler.make_room",
     "draft": "nanovllm_extras/scheduling/drafter.py Drafter.draft",
     "schedule": "nanovllm/scheduler.py Scheduler.schedule",

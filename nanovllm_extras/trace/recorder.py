@@ -25,12 +25,12 @@ import numpy as np
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Step
-from nanovllm_extras.all_options import Config
-from nanovllm_extras.full_engine import LLMEngine
-from nanovllm_extras.full_observer import Observer, count_stored_tokens
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.prefix_misses import PrefixMiss
-from nanovllm_extras.records import Moves
+from nanovllm_extras.engine.full_engine import LLMEngine
+from nanovllm_extras.engine.prefix_misses import PrefixMiss
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.records.full_observer import Observer, count_stored_tokens
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.trace.asked_params import describe_params
 from nanovllm_extras.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
-from nanovllm_extras.all_options import Config
-from nanovllm_extras.full_engine import LLMEngine
-from nanovllm_extras.option_checks import translate_options
-from nanovllm_extras.vllm.tables import RENAMED
-from nanovllm_extras.vllm.vllm_options import names_of_vllm
+from nanovllm_extras.engine.full_engine import LLMEngine
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.option_checks import translate_options
+from nanovllm_extras.options.vllm_options import names_of_vllm
+from nanovllm_extras.options.vllm_tables import RENAMED
 
 GROUPS: Mapping[str, str] = {
     "model and tokenizer": "model revision hf_overrides load_format dtype quantization tokenizer tokenizer_revision "

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
 
 
 def from_optional(cls: type[SamplingParams], **values: Any) -> SamplingParams:

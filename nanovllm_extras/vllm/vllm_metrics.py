@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from nanovllm_extras.engine_stats import EngineStats
-from nanovllm_extras.llm_methods import HasStats
-from nanovllm_extras.observations import LADDER, Observations
+from nanovllm_extras.engine.engine_stats import EngineStats
+from nanovllm_extras.engine.llm_methods import HasStats
+from nanovllm_extras.engine.observations import LADDER, Observations
 
 # upper bounds of the buckets, in seconds or tokens. They have at most two digits, because they must be in `LADDER`
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)

@@ -2,7 +2,7 @@
 
 A factor is a feature, and its levels are what an engine can have of it. The first level of a factor is its absence. A
 row gives each factor a level, so it describes one engine. No row has what the table of the code refuses
-(`nanovllm_extras/compatibility.py`): when a row of that table is deleted, the array has the pair.
+(`nanovllm_extras/options/compatibility.py`): when a row of that table is deleted, the array has the pair.
 
     default   rows that have each pair of levels: (K and V in int8, swap), (gpt-oss, overlap) …
     sweep     rows that have, with the default ones, each pair of levels on each model
@@ -19,9 +19,9 @@ from typing import Any
 
 import transformers
 
-from nanovllm_extras.all_options import Config
-from nanovllm_extras.compatibility import check_combinations
 from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.compatibility import check_combinations
 from nanovllm_extras.speculation.mtp_layout import check_head
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.extras.models.gemma4_checkpoints import make_config as make_gemma4_config

@@ -1,6 +1,6 @@
 """The fake KV cache with what extras add: a swap space, windows, tokens in flight, and steps that die half-way."""
 
-from nanovllm_extras.full_observer import count_empty_slots
+from nanovllm_extras.records.full_observer import count_empty_slots
 from tests.fake_kv_cache import GARBAGE, FakeKVCache, check_owners, stored_slots, table_of
 
 

@@ -1,8 +1,8 @@
 """Runs as in `tests/scheduling_traffic.py`, with all that extras add to scheduling.
 
 Policies, limits for chunks, failed steps, swap, overlap, beams and windows. The parts are put together as in
-`nanovllm_extras/assembly.py`. Counts of the engine's statistics are checked against naive ones over the fake cache's
-slots.
+`nanovllm_extras/engine/assembly.py`. Counts of the engine's statistics are checked against naive ones over the fake
+cache's slots.
 """
 
 import random
@@ -14,13 +14,13 @@ from hypothesis.stateful import precondition, rule
 
 from nanovllm import block_manager, scheduler
 from nanovllm.scheduler import Step
-from nanovllm_extras.full_observer import SchedulingStats
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.invariants import check_invariants
+from nanovllm_extras.engine.invariants import check_invariants
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.kinds import Window
 from nanovllm_extras.memory.swap_space import SwapSpace
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_observer import SchedulingStats
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling.ordered_queues import order_queues
 from nanovllm_extras.scheduling.policies import POLICIES, fcfs
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache, roll_back

@@ -4,7 +4,7 @@ What a slot of a group with a window holds begins with the group's number, as a 
 group has written holds the K and V of another prefix.
 """
 
-from nanovllm_extras.full_observer import count_empty_slots
+from nanovllm_extras.records.full_observer import count_empty_slots
 from tests.extras.full_fake_kv_cache import FullFakeKVCache
 from tests.fake_kv_cache import stored_slots, table_of
 

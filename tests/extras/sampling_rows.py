@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import torch
 
 from nanovllm.sampler import sample_tokens
-from nanovllm_extras import runner_hooks
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.input_processor import InputProcessor
-from nanovllm_extras.processed_batch import build_sampling
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.engine.input_processor import InputProcessor
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.sampling import runner_hooks
+from nanovllm_extras.sampling.processed_batch import build_sampling
 from tests.sampling_rows import EOS, HISTORY, VOCAB_SIZE, Rows, random_logits
 from tests.sampling_rows import random_ids as random_ids
 

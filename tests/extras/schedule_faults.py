@@ -8,7 +8,6 @@ from nanovllm import prefix_cache
 from nanovllm.block_manager import BlockManager as CoreBlockManager
 from nanovllm.prefix_cache import PrefixCache as CorePrefixCache
 from nanovllm.scheduler import Scheduler as CoreScheduler
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory import block_manager, store_link
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.kinds import NULL_BLOCK, Window
@@ -16,6 +15,7 @@ from nanovllm_extras.memory.prefix_cache import OtherGroups, PrefixCache
 from nanovllm_extras.memory.slots import Slots
 from nanovllm_extras.memory.store_link import StoreLink
 from nanovllm_extras.memory.swap_space import SwapSpace
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling import drafter, pending, scheduler
 from nanovllm_extras.scheduling.drafter import Drafter
 from nanovllm_extras.scheduling.pending import Pending

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nanovllm import block_manager, scheduler
-from nanovllm_extras.full_observer import Observer, SchedulingStats
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.invariants import check_invariants
+from nanovllm_extras.engine.invariants import check_invariants
+from nanovllm_extras.engine.watching import Observers
 from nanovllm_extras.kv_store.keys import names_of
 from nanovllm_extras.kv_store.share import Loaded, name_in_group, name_of_state
 from nanovllm_extras.kv_store.store import StoreStats
@@ -24,12 +23,13 @@ from nanovllm_extras.memory.kinds import AllTokens, Window
 from nanovllm_extras.memory.slots import Slots
 from nanovllm_extras.memory.store_link import StoreLink
 from nanovllm_extras.memory.swap_space import SwapSpace
-from nanovllm_extras.records import Moves
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_observer import Observer, SchedulingStats
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.scheduling.drafter import Drafter
 from nanovllm_extras.scheduling.roll_back import roll_back
 from nanovllm_extras.scheduling.scheduler import Scheduler, fork_anytime
-from nanovllm_extras.watching import Observers
 from tests import scheduling_traffic
 from tests.extras.full_fake_kv_cache import FullFakeKVCache
 from tests.extras.grouped_fake_kv_cache import (
@@ -176,7 +176,7 @@ class Setting:
         return frozenset([END] if self.parts.overlaps else [])
 
     def make_scheduler(self, observer: Any) -> scheduler.Scheduler:
-        """Return an empty scheduler, put together as in `nanovllm_extras/assembly.py`."""
+        """Return an empty scheduler, put together as in `nanovllm_extras/engine/assembly.py`."""
         parts, num_blocks = self.parts, NUM_BLOCKS_OF_GROUPS if self.parts.has_groups else NUM_BLOCKS
         arguments = (self.num_blocks or num_blocks, BLOCK_SIZE, True, observer)
         limits = (MAX_NUM_SEQS, self.budget, MAX_MODEL_LEN)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.checks import checks_of
-from nanovllm_extras.all_options import Config
+from nanovllm_extras.options.all_options import Config
 from tests import test_config as core
 from tests.test_config import NO_INTEGERS, each
 

@@ -2,7 +2,7 @@
 
 from nanovllm.kv_cache import KVCache
 from nanovllm_extras import Config, LLMEngine
-from nanovllm_extras.device_setup import sample_with
+from nanovllm_extras.execution.device_setup import sample_with
 
 
 def test_parts_are_timed_in_order(tiny_checkpoint):

@@ -41,11 +41,12 @@ from benchmarks import (
 from benchmarks.common import QWEN3_06B, ModelShape, named_workload, random_workload, read_config
 from benchmarks.roofline import Rates
 from nanovllm import engine
-from nanovllm_extras import TINY_QWEN3, LLMEngine, full_engine
-from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras import TINY_QWEN3, LLMEngine
+from nanovllm_extras.engine import full_engine
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.transfers import Transfers
 from nanovllm_extras.kernels.cpu.library import NoLibraryError, load_library
-from nanovllm_extras.records import Moves
-from nanovllm_extras.transfers import Transfers
+from nanovllm_extras.records.moves import Moves
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_WORK = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "6"]

@@ -13,8 +13,8 @@ import pytest
 from nanovllm import prefix_cache
 from nanovllm_extras import LLM, SamplingParams, TokensPrompt
 from nanovllm_extras.beam_search.beam_params import BeamSearchParams
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kv_store.keys import names_of
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.recording import read_recording
 from tests.conftest import examples

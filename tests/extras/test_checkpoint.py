@@ -13,8 +13,13 @@ import pytest
 import nanovllm
 from nanovllm.loader import read_eos_token_ids
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
-from nanovllm_extras.all_options import Config
-from nanovllm_extras.checkpoint import load_tokenizer, read_default_sampling_params, read_model_config, resolve_model
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.weights.checkpoint import (
+    load_tokenizer,
+    read_default_sampling_params,
+    read_model_config,
+    resolve_model,
+)
 from tests.extras.test_weights import load_with_extras as load
 from tests.hub_cache import put_into_cache
 from tests.test_loader import check_equals, edit_config

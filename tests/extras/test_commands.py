@@ -14,8 +14,8 @@ import urllib.request
 
 import pytest
 
-from nanovllm_extras import commands as entrance
-from nanovllm_extras.printing import say
+from nanovllm_extras.cli import commands as entrance
+from nanovllm_extras.machine.printing import say
 from tests.core_alone import ROOT
 
 
@@ -68,7 +68,7 @@ def test_a_missing_package_is_named_with_its_extra(name, monkeypatch, capsys):
         "nanovllm_extras.serve",
         "nanovllm_extras.terminal",
         "nanovllm_extras.bench",
-        "nanovllm_extras.event_stream",
+        "nanovllm_extras.machine.event_stream",
         "labs.learn",
     )
     for loaded in [module for module in sys.modules if module.startswith(rooms)]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
-from nanovllm_extras.compatibility import CONTRADICTIONS
-from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.kv_store.memory_tier import MemoryTier
+from nanovllm_extras.options.compatibility import CONTRADICTIONS
+from nanovllm_extras.options.speculation_options import read_options
 from nanovllm_extras.parallel import start_ranks
 from nanovllm_extras.speculation.draft_model import find_draft_model
-from nanovllm_extras.speculation.speculation_options import read_options
 from tests.extras.models.architectures import Checkpoints
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 

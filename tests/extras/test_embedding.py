@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, PoolingParams, SamplingParams
-from nanovllm_extras.all_options import Config
-from nanovllm_extras.full_engine import LLMEngine
+from nanovllm_extras.engine.full_engine import LLMEngine
+from nanovllm_extras.options.all_options import Config
 from tests.conftest import hf_greedy
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 64, 3]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm_extras.event_stream import EventReader
+from nanovllm_extras.machine.event_stream import EventReader
 from tests.conftest import examples
 
 LINES = st.sampled_from(["data: one", "data:two", "data:  three", "data", "data:", ": comment", "event: x",

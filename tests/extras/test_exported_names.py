@@ -35,10 +35,10 @@ def test_names_that_vllm_has():
     """As vLLM's examples import them, with the package's name changed."""
     from nanovllm_extras.beam_search.beam_params import BeamSearchParams
     from nanovllm_extras.embedding.embedding_outputs import EmbeddingOutput, EmbeddingRequestOutput
-    from nanovllm_extras.lazy_outputs import RequestOutput
-    from nanovllm_extras.prompt_forms import TextPrompt, TokensPrompt
-    from nanovllm_extras.request_params import RequestOutputKind, SamplingParams
-    from nanovllm_extras.structured.structured_params import StructuredOutputsParams
+    from nanovllm_extras.options.request_params import RequestOutputKind, SamplingParams
+    from nanovllm_extras.options.structured_params import StructuredOutputsParams
+    from nanovllm_extras.requests.lazy_outputs import RequestOutput
+    from nanovllm_extras.requests.prompt_forms import TextPrompt, TokensPrompt
     from nanovllm_extras.vllm.engine_args import AsyncEngineArgs, EngineArgs
 
     for thing in (AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt, EmbeddingOutput, EmbeddingRequestOutput):

@@ -8,7 +8,8 @@ import warnings
 
 import pytest
 
-from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams, forks
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.machine import forks
 from nanovllm_extras.serve.async_llm import AsyncLLM
 
 PARAMS = SamplingParams(temperature=0, max_tokens=2)

@@ -5,9 +5,9 @@ import torch
 
 from nanovllm.layers.attention import Attention
 from nanovllm_extras import LLM
-from nanovllm_extras.fp8_kv import with_fp8_cache
 from nanovllm_extras.kernels.backend import AttentionBackend
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.kernels.fp8_kv import with_fp8_cache
+from nanovllm_extras.options.request_params import SamplingParams
 from tests.extras.attention_steps import Step, random_lens
 
 

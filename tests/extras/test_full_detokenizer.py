@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 
 from nanovllm_extras import SamplingParams
-from nanovllm_extras.full_detokenizer import TokenDecoder
-from nanovllm_extras.full_request import make_detokenizer
+from nanovllm_extras.requests.full_detokenizer import TokenDecoder
+from nanovllm_extras.requests.full_request import make_detokenizer
 from tests import test_detokenizer as core
 from tests.test_detokenizer import (
     BUNDLED,

@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from nanovllm_extras import Config, LLMEngine, RequestOutput, SamplingParams, StepOutput
-from nanovllm_extras.full_request import Request
-from nanovllm_extras.runner_hooks import StepTokens
+from nanovllm_extras.requests.full_request import Request
+from nanovllm_extras.sampling.runner_hooks import StepTokens
 from tests.conftest import every_second, examples, has_extra, hf_greedy
 from tests.extras.late_runner import LateRunner
 

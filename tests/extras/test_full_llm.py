@@ -1056,7 +1056,7 @@ def test_memory_is_freed_at_once_without_the_garbage_collector(checkpoint, with_
     llm = make_llm(checkpoint[0])
     generate(llm, [GOOD])
     if with_graphs:
-        from nanovllm_extras.cuda.graphs import CudaGraphs
+        from nanovllm_extras.execution.step_graphs import CudaGraphs
 
         runner = llm.engine.runner
         arguments = (runner.model, runner.kv_cache.tensor, runner.draw, [1, 2], 4)

@@ -21,7 +21,7 @@ import transformers
 
 from nanovllm.cuda_graphs import CudaGraphs as ForwardGraphs
 from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm_extras.cuda.graphs import CudaGraphs
+from nanovllm_extras.execution.step_graphs import CudaGraphs
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from tests.conftest import every_second, hf_greedy
 from tests.extras.kv_groups.test_grouped_layers import MAX_TOKENS, GroupedCheckpoints, is_grouped
@@ -407,7 +407,7 @@ def test_logits_in_bfloat16_in_every_mode(exacts, mode, device, backend):
 @pytest.mark.parametrize(("device", "backend"), [CUDA_TRITON, CUDA_FLASH])
 def test_logits_of_the_cores_graphs(exacts, monkeypatch, device, backend):
     """Where no kernel draws tokens, the core's graphs replay the forward pass."""
-    monkeypatch.setattr("nanovllm_extras.cuda.startup.choose_draw", lambda *_: None)
+    monkeypatch.setattr("nanovllm_extras.execution.cuda_startup.choose_draw", lambda *_: None)
     replays, replay = [], ForwardGraphs.replay
     monkeypatch.setattr(ForwardGraphs, "replay", lambda *args: (replays.append(args), replay(*args))[1])
     folder, exact = exacts(FIRST_SHAPE, torch.bfloat16)

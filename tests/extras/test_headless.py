@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.parallel.cut import Cut, read_part
-from nanovllm_extras.serve.app import make_app
 from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.weights.cut import Cut, read_part
 from tests.conftest import hf_greedy
 from tests.extras.quantization.packers import fp8, gptq, set_config
 from tests.extras.serve.conftest import Client

@@ -12,7 +12,7 @@ from benchmarks import hybrids, snapshots
 from benchmarks.common import QWEN3_06B, ModelShape, read_config
 from benchmarks.hybrids import QWEN35_08B
 from benchmarks.roofline import Rates, roofline
-from nanovllm_extras.checkpoint import read_model_config
+from nanovllm_extras.weights.checkpoint import read_model_config
 from tests.extras.models.hybrid_checkpoints import make_config, set_weights_that_matter
 
 pytest.importorskip("transformers.models.qwen3_5")

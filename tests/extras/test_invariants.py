@@ -9,7 +9,7 @@ import pytest
 from nanovllm import TINY_QWEN3
 from nanovllm.prefix_cache import hash_block
 from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
-from nanovllm_extras.invariants import check_invariants, name_of
+from nanovllm_extras.engine.invariants import check_invariants, name_of
 from tests.extras.full_traffic import Run
 from tests.extras.schedule_world import OTHER_TEXT, TEXT, Setting, World
 from tests.extras.speculative_traffic import Guesser

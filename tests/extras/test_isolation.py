@@ -11,15 +11,16 @@ import random
 import pytest
 import torch
 
-from nanovllm_extras import Config, SamplingParams, full_runner
-from nanovllm_extras.cuda.startup import CudaDevice
+from nanovllm_extras import Config, SamplingParams
 from nanovllm_extras.embedding.pooling import Pooling
 from nanovllm_extras.embedding.pooling_params import PoolingParams
-from nanovllm_extras.full_request import Request
-from nanovllm_extras.isolation import IsolatingEngine
-from nanovllm_extras.logits import LogitBias
-from nanovllm_extras.prompt_logprobs import PromptLogprobs
-from nanovllm_extras.runner_hooks import ArrivingTokens
+from nanovllm_extras.engine.isolation import IsolatingEngine
+from nanovllm_extras.execution import full_runner
+from nanovllm_extras.execution.cuda_startup import CudaDevice
+from nanovllm_extras.requests.full_request import Request
+from nanovllm_extras.requests.prompt_logprobs import PromptLogprobs
+from nanovllm_extras.sampling.logits import LogitBias
+from nanovllm_extras.sampling.runner_hooks import ArrivingTokens
 from tests.conftest import hf_greedy
 
 both_ways = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])

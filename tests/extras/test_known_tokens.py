@@ -11,12 +11,12 @@ from hypothesis.stateful import precondition, rule
 
 from nanovllm import block_manager
 from nanovllm.scheduler import Scheduler
-from nanovllm_extras.full_observer import SchedulingStats, count_empty_slots
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.swap_space import SwapSpace
-from nanovllm_extras.records import Moves
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_observer import SchedulingStats, count_empty_slots
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from tests import test_block_manager
 from tests.conftest import examples

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm_extras import LLM, CompletionOutput, Logprob, RequestOutput, RequestOutputKind, SamplingParams, logprobs
-from nanovllm_extras.logprobs import PositionLogprobs
+from nanovllm_extras import LLM, CompletionOutput, Logprob, RequestOutput, RequestOutputKind, SamplingParams
+from nanovllm_extras.sampling import logprobs
+from nanovllm_extras.sampling.logprobs import PositionLogprobs
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
 
 TOKENIZER = byte_level()

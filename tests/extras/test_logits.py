@@ -18,9 +18,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.cuda.input_buffer import map_tensors
-from nanovllm_extras.logits import BadWords, BiasRows, encode_bad_words
-from nanovllm_extras.logits_processors import ForbiddenTokens, MinTokens, apply_processors
+from nanovllm_extras.execution.input_buffer import map_tensors
+from nanovllm_extras.sampling.logits import BadWords, BiasRows, encode_bad_words
+from nanovllm_extras.sampling.logits_processors import ForbiddenTokens, MinTokens, apply_processors
 from tests.extras.sampling_rows import (
     EOS,
     HISTORY,

@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 
-from nanovllm_extras import LLM, TINY_QWEN3, machine_limits, runner_hooks
-from nanovllm_extras.machine_limits import NUM_FILES, allow_open_files, cpu_quota, free_bytes
+from nanovllm_extras import LLM, TINY_QWEN3
+from nanovllm_extras.machine import machine_limits
+from nanovllm_extras.machine.machine_limits import NUM_FILES, allow_open_files, cpu_quota, free_bytes
+from nanovllm_extras.sampling import runner_hooks
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:  8388608 kB\nMemFree:  100 kB\nMemAvailable:  4194304 kB\n"  # 4 GiB are available

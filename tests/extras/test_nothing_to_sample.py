@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
-from nanovllm_extras.no_token import NO_TOKEN_REASON, NoTokenError
+from nanovllm_extras.engine.no_token import NO_TOKEN_REASON, NoTokenError
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from tests.conftest import every_second
 

@@ -393,7 +393,7 @@ def test_overlap_is_off_on_cpu_unless_it_is_wanted(tiny_checkpoint, wanted, is_o
 
 
 def test_ids_under_way_are_gathered_from_the_rows_that_they_name():
-    from nanovllm_extras.runner_hooks import fill_in
+    from nanovllm_extras.sampling.runner_hooks import fill_in
 
     newest = torch.tensor([50, 60, 70])
     input_ids = torch.tensor([-1, 5, -3, -2, 0], dtype=torch.int32)

@@ -21,13 +21,13 @@ import transformers
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.beam_search.beam_params import BeamSearchParams
 from nanovllm_extras.embedding.pooling_params import PoolingParams
-from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.kv_store.tier import BlockName
+from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.parallel import start_ranks
-from nanovllm_extras.quantization.quantised_linear import QuantisedLinear
+from nanovllm_extras.records.tier import BlockName
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.recording import read_recording
+from nanovllm_extras.weights.quantised_linear import QuantisedLinear
 from tests.extras import feature_pairs
 from tests.extras.feature_pairs import PLAIN, VOCAB_SIZE, name_of
 from tests.extras.late_runner import LateRunner

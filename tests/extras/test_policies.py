@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from nanovllm import block_manager, scheduler
 from nanovllm_extras import LLM, Config
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.block_manager import BlockManager
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling.ordered_queues import order_queues
 from nanovllm_extras.scheduling.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
 from nanovllm_extras.scheduling.scheduler import Scheduler

@@ -14,15 +14,15 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm_extras.full_observer import Observer, SchedulingStats
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.engine.prefix_misses import CAUSES, MAX_SHOWN_TOKENS, PrefixMiss, PrefixMisses
+from nanovllm_extras.engine.watching import Observers
 from nanovllm_extras.memory.kinds import Window
 from nanovllm_extras.memory.slots import Slots
-from nanovllm_extras.prefix_misses import CAUSES, MAX_SHOWN_TOKENS, PrefixMiss, PrefixMisses
+from nanovllm_extras.records.full_observer import Observer, SchedulingStats
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling import scheduler as full
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache, roll_back
 from nanovllm_extras.serve.metrics_route import Metrics
-from nanovllm_extras.watching import Observers
 from tests.conftest import examples
 from tests.extras.grouped_fake_kv_cache import window_tables
 

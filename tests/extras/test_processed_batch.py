@@ -13,11 +13,11 @@ import torch
 from nanovllm import sampler
 from nanovllm.batch import SamplingBatch
 from nanovllm.sampler import sample_tokens
-from nanovllm_extras import logprobs as logprobs_module
-from nanovllm_extras.device_setup import sample_with
-from nanovllm_extras.logits_processors import ForbiddenTokens, apply_processors
-from nanovllm_extras.logprobs import compute_logprobs
-from nanovllm_extras.runner_hooks import wants_only_tokens
+from nanovllm_extras.execution.device_setup import sample_with
+from nanovllm_extras.sampling import logprobs as logprobs_module
+from nanovllm_extras.sampling.logits_processors import ForbiddenTokens, apply_processors
+from nanovllm_extras.sampling.logprobs import compute_logprobs
+from nanovllm_extras.sampling.runner_hooks import wants_only_tokens
 from tests import steps
 from tests.extras import sampling_rows
 from tests.extras.sampling_rows import (

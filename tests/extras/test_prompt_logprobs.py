@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm_extras import prompt_logprobs
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.prompt_logprobs import PromptLogprobs
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.requests import prompt_logprobs
+from nanovllm_extras.requests.prompt_logprobs import PromptLogprobs
 from tests.steps import step_of
 
 VOCAB_SIZE = 11

@@ -19,7 +19,7 @@ import pytest
 import nanovllm
 import nanovllm_extras
 from nanovllm_extras import RequestOutputKind, SamplingParams
-from nanovllm_extras.chat_options import ChatOptions, render_chat
+from nanovllm_extras.options.chat_options import ChatOptions, render_chat
 from tests import test_sampling_params as core
 from tests.test_sampling_params import NOT_BOOLS, NOT_INTEGERS, NOT_NUMBERS, cases
 

@@ -28,7 +28,7 @@ from nanovllm import (
 from nanovllm.layers.attention import BackendError, TorchAttention
 from nanovllm.plugins import find_plugins
 from nanovllm_extras import TINY_QWEN3_5
-from nanovllm_extras.full_runner import pytorch_layers
+from nanovllm_extras.execution.full_runner import pytorch_layers
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm_extras.kernels.for_core import CpuBackend, TritonBackend
 from nanovllm_extras.models.architectures import ARCHITECTURES as REGISTERED

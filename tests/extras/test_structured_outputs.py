@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from nanovllm.batch import SamplingBatch
 from nanovllm_extras import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm_extras.full_engine import LLMEngine
+from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.structured import compiler as compiler_module
 from nanovllm_extras.structured.compiler import GrammarCompiler
 from nanovllm_extras.structured.grammar import GrammarRows, fill_masks
@@ -532,7 +532,7 @@ def test_a_model_without_tokenizer_or_end_or_with_a_strange_tokenizer(tiny_check
 
 
 def test_the_engine_takes_it_too(with_tokenizer):
-    from nanovllm_extras.all_options import Config
+    from nanovllm_extras.options.all_options import Config
 
     engine = LLMEngine(Config(with_tokenizer, attention_backend="torch", num_kv_blocks=16))
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["one", "two"]), max_tokens=9)

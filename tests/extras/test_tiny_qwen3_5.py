@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
-from nanovllm_extras.checkpoint import resolve_model
+from nanovllm_extras.weights.checkpoint import resolve_model
 from tests.extras.models.hybrid_checkpoints import continue_greedily
 
 pytest.importorskip("transformers.models.qwen3_5")

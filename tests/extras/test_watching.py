@@ -8,11 +8,11 @@ import pytest
 from nanovllm import observer
 from nanovllm.observer import Stats
 from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
-from nanovllm_extras.full_observer import Observer, SchedulingStats
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.prefix_misses import PrefixMisses
+from nanovllm_extras.engine.prefix_misses import PrefixMisses
+from nanovllm_extras.engine.watching import Observers
+from nanovllm_extras.records.full_observer import Observer, SchedulingStats
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.trace.recording import Sinks, TraceFile, read_recording
-from nanovllm_extras.watching import Observers
 
 EVENTS = [name for name in dir(Observer) if name.startswith("on_")]
 SMALL = {"device": "cpu", "attention_backend": "torch", "block_size": 4, "num_kv_blocks": 16}

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from nanovllm_extras.assembly import make_block_manager
-from nanovllm_extras.full_observer import Observer
+from nanovllm_extras.engine.assembly import make_block_manager
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.kinds import AllTokens, Window
+from nanovllm_extras.records.full_observer import Observer
 from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run, serve_behind_a_shared_window
 from tests.fake_kv_cache import table_of, tokens_of

@@ -4,11 +4,11 @@ import json
 import random
 
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
-from nanovllm_extras.prefix_misses import PrefixMisses
+from nanovllm_extras.engine.prefix_misses import PrefixMisses
+from nanovllm_extras.engine.watching import Observers
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.recorder import Recorder, has_groups
 from nanovllm_extras.trace.recording import read_recording
-from nanovllm_extras.watching import Observers
 from tests.extras.full_traffic import Run
 from tests.extras.grouped_fake_kv_cache import window_tables
 from tests.extras.kv_groups.test_grouped_blocks import GroupedRun

@@ -16,7 +16,7 @@ import torch
 
 from labs.model import Model
 from nanovllm.block_manager import BlockManager
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.trace.recording import read_recording
 from tools import book, book_pictures
 

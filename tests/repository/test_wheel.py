@@ -25,7 +25,7 @@ def test_the_wheel_has_both_packages_and_no_labs(tmp_path):
     folders = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
     assert folders == {"nanovllm", "nanovllm_extras"}
     assert len(list(installed.glob("*/assets/*/model.safetensors"))) == 2, "the bundled models"
-    code = "import nanovllm; from nanovllm_extras.commands import main; print(nanovllm.__file__); main(['learn'])"
+    code = "import nanovllm; from nanovllm_extras.cli.commands import main; print(nanovllm.__file__); main(['learn'])"
     environment = {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True

@@ -1,6 +1,6 @@
 """The attention backend `cpu`: paged attention in C, and C for all other layers.
 
-`nanovllm_extras/kernels/choices.py` chooses it; the runner calls `make_fast` when the weights are loaded.
+`nanovllm_extras/execution/choices.py` chooses it; the runner calls `make_fast` when the weights are loaded.
 """
 
 import logging

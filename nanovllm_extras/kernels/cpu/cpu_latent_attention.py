@@ -1,6 +1,6 @@
 """The attention backend `cpu` for multi-head latent attention: `latent.h`, and C for all other layers.
 
-`kernels/choices.py` chooses it for models whose cache holds latents (`models/latent_attention.py`).
+`execution/choices.py` chooses it for models whose cache holds latents (`models/latent_attention.py`).
 """
 
 from typing import Any

@@ -19,8 +19,8 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary, Rotary
 from nanovllm_extras.kernels.classes import is_one
 from nanovllm_extras.kernels.cpu.library import LANES, Library, keep_freed_memory, load_library
+from nanovllm_extras.machine.one_thread import on_one_thread
 from nanovllm_extras.models.gated_mlp import GeluAndMul
-from nanovllm_extras.one_thread import on_one_thread
 
 # paths and not imports, because the files of architectures may be deleted
 ROUTER, SIGMOID_ROUTER = "nanovllm_extras.models.moe.Router", "nanovllm_extras.models.group_routing.SigmoidRouter"

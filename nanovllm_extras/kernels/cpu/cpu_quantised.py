@@ -1,4 +1,4 @@
-"""Layers with weights of 8 or 4 bits on CPU: fast versions of those in `quantization/quantised_linear.py`.
+"""Layers with weights of 8 or 4 bits on CPU: fast versions of those in `weights/quantised_linear.py`.
 
 `CpuAttention.make_fast` calls `replace_quantised` before it replaces other layers. `quantised.c` does the
 arithmetic.
@@ -23,7 +23,7 @@ from nanovllm_extras.kernels.cpu.cpu_layers import (
 from nanovllm_extras.kernels.cpu.library import LANES, QUANTISED, load_library
 
 STRIP = 4  # panels in a strip
-LAYERS = "nanovllm_extras.quantization.quantised_linear."  # a path and not an import, because the file may be deleted
+LAYERS = "nanovllm_extras.weights.quantised_linear."  # a path and not an import, because the file may be deleted
 LINEAR, FUSED, EMBEDDING = (LAYERS + name for name in ("QuantisedLinear", "QuantisedFusedLinear", "QuantisedEmbedding"))
 
 

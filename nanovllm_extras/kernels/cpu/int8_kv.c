@@ -1,6 +1,6 @@
 // K and V of 8 bits, with a scale for each token and head: the layout of a block, and attention over such a cache.
 //
-// nanovllm_extras/int8_kv.py is the definition. Queries, and the weights of 16 tokens at a time, are rounded to 16 bits. Both
+// nanovllm_extras/kernels/int8_kv.py is the definition. Queries, and the weights of 16 tokens at a time, are rounded to 16 bits. Both
 // products are then sums of whole numbers, which are exact in any order. So a row's bits do not depend on how many rows
 // are computed together.
 //

@@ -42,8 +42,8 @@ from nanovllm_extras.kernels.cpu.toolchain import (
     has_tiles,
     thread_counter,
 )
+from nanovllm_extras.machine.own_process import load_elsewhere_first
 from nanovllm_extras.models.masking import AttentionOptions
-from nanovllm_extras.self_check.own_process import load_elsewhere_first
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 // A row of x is rounded to 8 bits too, with a scale for each group of inputs. A group's products are then integers, and
 // their sum is exact in any order. It is multiplied by both scales once, and the resulting floats of a row are added in
 // the order of the groups. So a row has the same bits in every batch, on every processor that rounds in the same way.
-// nanovllm_extras/quantization/quantised_linear.py is the definition.
+// nanovllm_extras/weights/quantised_linear.py is the definition.
 //
 // This file is a separate library. It is compiled when a model with such weights is loaded.
 //

@@ -1,6 +1,6 @@
 """How many threads a process uses, and on which processors: one for each performance core that it may use.
 
-`kernels/choices.py` calls `limit_threads`. The kernels have threads of their own (`team.h`): those of PyTorch's
+`execution/choices.py` calls `limit_threads`. The kernels have threads of their own (`team.h`): those of PyTorch's
 operations are kept out of the kernels' steps by `on_one_thread` (`one_thread.py`).
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from nanovllm_extras.kernels.cpu.toolchain import openmp_of_torch
-from nanovllm_extras.machine_limits import cpu_quota, read_number, read_text
+from nanovllm_extras.machine.machine_limits import cpu_quota, read_number, read_text
 
 DEVICES = Path("/sys/devices")  # Linux: cpu_core/cpus of hybrid processors of Intel, "0-11" for example
 TOPOLOGY = DEVICES / "system/cpu"  # cpu0/topology/thread_siblings_list, "0,4" for example

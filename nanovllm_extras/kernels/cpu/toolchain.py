@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm_extras.machine_limits import read_text
+from nanovllm_extras.machine.machine_limits import read_text
 
 SYSTEMS = ("Linux", "Darwin")
 COMMON = ("-std=gnu11", "-O3", "-fPIC", "-pthread", "-Wno-psabi")

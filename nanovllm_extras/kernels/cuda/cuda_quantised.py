@@ -1,4 +1,4 @@
-"""Matrix products with weights of 8 or 4 bits, bit for bit equal to `nanovllm_extras/quantization/quantised_linear.py`.
+"""Matrix products with weights of 8 or 4 bits, bit for bit equal to `nanovllm_extras/weights/quantised_linear.py`.
 
     round_rows    rounds x to 8 bits, by row and group of inputs, as the definition does
     multiply      computes x @ weight.T from the result of `round_rows`

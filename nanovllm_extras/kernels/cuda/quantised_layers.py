@@ -1,4 +1,4 @@
-"""Layers with weights of 8 or 4 bits on CUDA: fast versions of those in `quantization/quantised_linear.py`.
+"""Layers with weights of 8 or 4 bits on CUDA: fast versions of those in `weights/quantised_linear.py`.
 
 The attention backends for CUDA call `fast_version_of` for each layer that is loaded, so that at most one weight of 4
 bits takes a byte on the device, and `replace_quantised` through `replace_layers` in `cuda_decoder_layer.py`.
@@ -13,7 +13,7 @@ from torch import nn
 from nanovllm_extras.kernels.classes import is_one
 from nanovllm_extras.kernels.cuda.cuda_quantised import multiply, pack, unpack
 
-LAYERS = "nanovllm_extras.quantization.quantised_linear."  # a path and not an import, because the file may be deleted
+LAYERS = "nanovllm_extras.weights.quantised_linear."  # a path and not an import, because the file may be deleted
 
 
 class TritonQuantisedLinear(nn.Module):

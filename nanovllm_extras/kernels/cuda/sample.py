@@ -7,7 +7,7 @@ It neither sorts the logits nor writes probabilities to memory. Up to three kern
     pick_kernel      inverse_cdf.py    uses the row's uniform number to select a chunk, then the token in that chunk
 
 The host makes no decision that depends on values on the device, so a CUDA graph can contain all launches.
-`nanovllm_extras/cuda/startup.py` chooses this version on CUDA.
+`nanovllm_extras/execution/cuda_startup.py` chooses this version on CUDA.
 """
 
 import torch

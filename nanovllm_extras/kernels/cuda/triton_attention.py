@@ -1,6 +1,6 @@
 """The attention backend `triton`: launches the kernels of this package on one step's batch.
 
-Chosen and made by `kernels/choices.py`, like any backend. Decides nothing by the sequences' lengths, which are
+Chosen and made by `execution/choices.py`, like any backend. Decides nothing by the sequences' lengths, which are
 on the GPU only: grids and workspaces follow from shapes.
 """
 

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import torch
 
 from nanovllm import TINY_QWEN3
-from nanovllm_extras.argument_types import filled
-from nanovllm_extras.option_checks import first_given
-from nanovllm_extras.printing import say
+from nanovllm_extras.machine.printing import say
+from nanovllm_extras.options.argument_types import filled
+from nanovllm_extras.options.option_checks import first_given
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.batch.batch_inputs import Digests, Input, are_in, find_sources, scan
 from nanovllm_extras.serve.batch.one_machine import answer_here

@@ -32,8 +32,8 @@ from ray.data.block import BlockMetadata
 from ray.data.checkpoint import CheckpointConfig, CheckpointFilter, CheckpointManager
 from ray.data.datasource import Datasource, FilenameProvider, ReadTask
 
-from nanovllm_extras.dead import EngineDeadError
 from nanovllm_extras.kernels.cpu.threads import allowed_threads
+from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.serve.batch.batch_inputs import Chunk, Digests, Input, Records, are_in, digests_of, read_rows
 from nanovllm_extras.serve.batch.parts import ID, Parts, to_table
 from nanovllm_extras.serve.batch.rows import Form, Row

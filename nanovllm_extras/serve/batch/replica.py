@@ -18,11 +18,11 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message
 
-from nanovllm_extras.serve.app import make_app
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.batch.attempts import Attempt, count_engine
 from nanovllm_extras.serve.batch.rows import Row, writable
 from nanovllm_extras.serve.engine_thread import EngineDeadError
+from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.state import ServerOptions
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nanovllm_extras.surrogates import is_utf8
+from nanovllm_extras.options.surrogates import is_utf8
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 

@@ -3,13 +3,13 @@
 from typing import NamedTuple
 
 from nanovllm_extras.answer_parts.reasoning import REASONING_PARSERS, ReasoningParser
+from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest
 from nanovllm_extras.serve.parsers.deepseek_calls import DeepSeekV3, DeepSeekV31
 from nanovllm_extras.serve.parsers.gemma4_calls import Gemma4
 from nanovllm_extras.serve.parsers.hermes import Hermes
 from nanovllm_extras.serve.parsers.llama_json import LlamaJson
 from nanovllm_extras.serve.parsers.qwen_xml import QwenXml
 from nanovllm_extras.serve.parsers.tool_parser import ToolParser
-from nanovllm_extras.serve.protocol import ChatCompletionRequest
 
 # None, here and in `REASONING_PARSERS`: `harmony.py` parses reasoning, calls and content together
 TOOL_PARSERS: dict[str, type[ToolParser] | None] = {

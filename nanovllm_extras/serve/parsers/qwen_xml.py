@@ -16,8 +16,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm_extras.serve.messages.protocol import Function
 from nanovllm_extras.serve.parsers.tool_parser import Call, ToolParser
-from nanovllm_extras.serve.protocol import Function
 
 FUNCTION = re.compile(r"\s*<function=([^\s<>]{1,200})>")
 PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>")

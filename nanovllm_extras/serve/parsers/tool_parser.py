@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 
 from nanovllm_extras.answer_parts.events import CallArguments, CallStart, Content, Event
 from nanovllm_extras.answer_parts.reasoning import num_held_back
-from nanovllm_extras.serve.protocol import Function
+from nanovllm_extras.serve.messages.protocol import Function
 
 PIECE = 1024  # characters that are read at once: each tag copies the rest of them
 

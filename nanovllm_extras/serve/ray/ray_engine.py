@@ -8,10 +8,10 @@ from typing import Any
 
 from ray import serve
 
-from nanovllm_extras.serve.app import make_app
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.ray.calls import Call, Part, run
 from nanovllm_extras.serve.ray.prefix import Prefix
+from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.serve_settings import keep_from_collector, log_to_stderr
 from nanovllm_extras.serve.state import Server, ServerOptions
 

@@ -18,11 +18,11 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
-from nanovllm_extras.printing import say
+from nanovllm_extras.machine.printing import say
 from nanovllm_extras.serve.ray.build import make_application
-from nanovllm_extras.serve.ray.ray_options import count_gpus
+from nanovllm_extras.serve.ray_options import count_gpus
+from nanovllm_extras.serve.routes.server import listen
 from nanovllm_extras.serve.serve_settings import Settings, attempt
-from nanovllm_extras.serve.server import listen
 
 APPLICATION = "nanovllm"
 

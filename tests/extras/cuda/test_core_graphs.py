@@ -12,11 +12,11 @@ import torch
 
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm_extras import BeamSearchParams, Config, LLMEngine, SamplingParams
-from nanovllm_extras.cuda import startup
-from nanovllm_extras.cuda.graphs import choose_graphs
-from nanovllm_extras.cuda.startup import CudaDevice
-from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.layouts import Layout
+from nanovllm_extras.execution import cuda_startup as startup
+from nanovllm_extras.execution.cuda_startup import CudaDevice
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.layouts import Layout
+from nanovllm_extras.execution.step_graphs import choose_graphs
 from tests.conftest import every_second
 from tests.extras.cuda.test_graphs import CONFIGURATIONS, serve
 from tests.extras.late_runner import LateRunner

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm_extras import Config
-from nanovllm_extras.cuda.startup import CudaDevice, choose_draw
+from nanovllm_extras.execution.cuda_startup import CudaDevice, choose_draw
 from nanovllm_extras.models.network_config import NetworkConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -22,7 +22,9 @@ from nanovllm.layers.attention import TorchAttention
 from nanovllm.plugins import OWN_BACKENDS
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras import BeamSearchParams, Config, LLMEngine, SamplingParams
-from nanovllm_extras.cuda.graphs import (
+from nanovllm_extras.execution.device_setup import Device
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.step_graphs import (
     CudaGraphs,
     DecodeInputs,
     Recorder,
@@ -32,13 +34,11 @@ from nanovllm_extras.cuda.graphs import (
     measure_graph_bytes,
     record_graphs,
 )
-from nanovllm_extras.device_setup import Device
-from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.logits_processors import ForbiddenTokens
-from nanovllm_extras.processed_batch import ProcessedSampling, ReadBatch, values_of
-from nanovllm_extras.prompt_logprobs import TargetRows
-from nanovllm_extras.runner_hooks import wants_only_tokens
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.requests.prompt_logprobs import TargetRows
+from nanovllm_extras.sampling.logits_processors import ForbiddenTokens
+from nanovllm_extras.sampling.processed_batch import ProcessedSampling, ReadBatch, values_of
+from nanovllm_extras.sampling.runner_hooks import wants_only_tokens
 from tests.conftest import every_second
 from tests.extras.late_runner import LateRunner
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
@@ -193,7 +193,7 @@ def draw_plainly(logits, temperatures, uniforms, *_):
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     """The same engine with and without graphs, both with the same attention."""
     monkeypatch.setitem(OWN_BACKENDS, "torch", GatherAttention)
-    monkeypatch.setattr("nanovllm_extras.full_runner.wants_only_tokens", wants_no_truncation)
+    monkeypatch.setattr("nanovllm_extras.execution.full_runner.wants_only_tokens", wants_no_truncation)
     recorder = OperationRecorder()
 
     class RecordingDevice(Device):

@@ -21,17 +21,17 @@ from nanovllm.cuda_graphs import CudaGraphs as ForwardGraphs
 from nanovllm.kv_cache import KVCache
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras import Config, LLMEngine, SamplingParams
-from nanovllm_extras.cuda.graphs import CudaGraphs, StepSizes
-from nanovllm_extras.cuda.input_buffer import InputBuffer
-from nanovllm_extras.cuda.warm_up import warm_up
-from nanovllm_extras.device_setup import Device
-from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.execution.cuda_warm_up import warm_up
+from nanovllm_extras.execution.device_setup import Device
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.input_buffer import InputBuffer
+from nanovllm_extras.execution.layouts import Layout
+from nanovllm_extras.execution.step_graphs import CudaGraphs, StepSizes
+from nanovllm_extras.execution.transfers import Transfers
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
-from nanovllm_extras.layouts import Layout
 from nanovllm_extras.models.network_config import NetworkConfig
-from nanovllm_extras.quantization.quantise import quantise
-from nanovllm_extras.runner_hooks import ArrivingTokens, Computed, has_placeholders
-from nanovllm_extras.transfers import Transfers
+from nanovllm_extras.sampling.runner_hooks import ArrivingTokens, Computed, has_placeholders
+from nanovllm_extras.weights.quantise import quantise
 from tests.conftest import every_second
 from tests.extras.late_runner import LateRunner
 from tests.extras.test_full_engine import ids

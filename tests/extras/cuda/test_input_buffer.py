@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from nanovllm_extras.cuda.input_buffer import InputBuffer
+from nanovllm_extras.execution.input_buffer import InputBuffer
 
 CPU = torch.device("cpu")
 

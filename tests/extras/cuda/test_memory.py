@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from nanovllm_extras import Config, LLMEngine
-from nanovllm_extras.cuda.graphs import StepSizes, graph_sizes
-from nanovllm_extras.cuda.memory import advice_on_start_memory, measure_free_bytes, widest_batch
-from nanovllm_extras.device_setup import Device
-from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.execution.cuda_memory import advice_on_start_memory, measure_free_bytes, widest_batch
+from nanovllm_extras.execution.device_setup import Device
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.step_graphs import StepSizes, graph_sizes
 from tests.extras.cuda.conftest import GIB
 
 

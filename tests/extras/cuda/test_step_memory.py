@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm_extras.cuda.startup import CudaDevice
+from nanovllm_extras.execution.cuda_startup import CudaDevice
 from tests.conftest import hf_greedy
 from tests.extras.test_full_engine import FAILING_PROMPTS, Failing, greedy, make_engine, run, tokens_of
 

@@ -18,10 +18,10 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm_extras.kernels.cpu.cpu_layers import HugePages, pack
 from nanovllm_extras.kernels.cpu.library import SOURCE, masking
+from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.models.masking import PLAIN
 from nanovllm_extras.self_check.comparison import WIDER, check_rows
 from nanovllm_extras.self_check.networks import run_attention
-from nanovllm_extras.self_check.own_process import SelfCheckError
 from nanovllm_extras.self_check.steps import make_long_steps, make_steps
 from tests.extras.attention_options import OPTIONS, SINKS
 from tests.extras.attention_steps import Int8Step, Step, check_close

@@ -8,12 +8,12 @@ import torch
 
 from benchmarks import int8_kv
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.int8_kv import with_int8_cache
+from nanovllm_extras.execution.choices import select_backend
 from nanovllm_extras.kernels.backend import AttentionBackend
-from nanovllm_extras.kernels.choices import select_backend
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm_extras.kernels.int8_kv import with_int8_cache
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.records.full_sequence import Sequence
 from tests.extras.attention_options import OPTIONS, SINKS
 from tests.extras.attention_steps import HEADS, Int8Step, random_lens
 from tests.extras.kernels.test_cpu_kernels import LAYER_LENS, check_layer_in_one_call

@@ -22,8 +22,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.kernels.choices import select_backend
+from nanovllm_extras.execution.choices import select_backend
 from nanovllm_extras.kernels.cpu import cpu_layers as layers
 from nanovllm_extras.kernels.cpu import library as cpu
 from nanovllm_extras.kernels.cpu import library_cache
@@ -40,6 +39,7 @@ from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.qwen3_variants import Qwen3VariantAttention
 from nanovllm_extras.models.rope import Rope, ScaledRotary
+from nanovllm_extras.records.full_sequence import Sequence
 from tests.extras.attention_options import OPTIONS, SINKS
 from tests.extras.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 from tests.steps import batch_of

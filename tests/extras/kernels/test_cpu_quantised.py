@@ -11,7 +11,7 @@ from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
 from nanovllm_extras.kernels.cpu.cpu_layers import CpuGate
 from nanovllm_extras.kernels.cpu.cpu_quantised import bytes_of, replace_quantised
-from nanovllm_extras.quantization.quantised_linear import (
+from nanovllm_extras.weights.quantised_linear import (
     QuantisedEmbedding,
     QuantisedFusedLinear,
     QuantisedLinear,

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.cuda import warm_up
-from nanovllm_extras.kernels.choices import select_backend
+from nanovllm_extras.execution import cuda_warm_up as warm_up
+from nanovllm_extras.execution.choices import select_backend
 from nanovllm_extras.kernels.cuda import flash_backend
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm_extras.models.masking import PLAIN

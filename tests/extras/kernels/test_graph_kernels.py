@@ -11,9 +11,9 @@ import random
 import pytest
 
 from nanovllm_extras import Config, LLMEngine, SamplingParams
-from nanovllm_extras.cuda.graphs import CudaGraphs, graph_sizes
-from nanovllm_extras.device_setup import Device
-from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.execution.device_setup import Device
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.step_graphs import CudaGraphs, graph_sizes
 from nanovllm_extras.kernels.cuda.cuda_decoder_layer import TritonDecoderLayer
 from nanovllm_extras.kernels.cuda.cuda_gated_delta import TritonGatedDeltaNet
 from nanovllm_extras.kernels.cuda.sample import sample_tokens

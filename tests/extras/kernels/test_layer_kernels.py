@@ -22,7 +22,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary, Rotary
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.cuda.input_buffer import map_tensors
+from nanovllm_extras.execution.input_buffer import map_tensors
 from nanovllm_extras.kernels.backend import AttentionBackend
 from nanovllm_extras.kernels.cuda import cuda_decoder_layer as decoder_layer
 from nanovllm_extras.kernels.cuda import few_tokens

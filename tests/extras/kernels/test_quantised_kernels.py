@@ -15,17 +15,17 @@ from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.kernels.cuda import cuda_quantised as quantised
 from nanovllm_extras.kernels.cuda import quantised_layers
 from nanovllm_extras.kernels.cuda.quantised_layers import plain_version_of, replace_quantised
-from nanovllm_extras.quantization.quantised_linear import (
+from nanovllm_extras.machine.own_process import SelfCheckError
+from nanovllm_extras.self_check import runner_check
+from nanovllm_extras.self_check.crash_test import CrashTest
+from nanovllm_extras.weights.quantised_linear import (
     QuantisedEmbedding,
     QuantisedFusedLinear,
     QuantisedLinear,
     QuantisedWeight,
     quantise_weight,
 )
-from nanovllm_extras.quantization.quantised_linear import multiply as multiply_by_definition
-from nanovllm_extras.self_check import runner_check
-from nanovllm_extras.self_check.crash_test import CrashTest
-from nanovllm_extras.self_check.own_process import SelfCheckError
+from nanovllm_extras.weights.quantised_linear import multiply as multiply_by_definition
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")

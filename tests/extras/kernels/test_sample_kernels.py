@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from nanovllm import sampler
 from nanovllm.batch import SamplingBatch
 from nanovllm_extras.kernels.cuda import sample
-from nanovllm_extras.processed_batch import ProcessedSampling, values_of
-from nanovllm_extras.runner_hooks import draw_arguments
-from nanovllm_extras.runner_hooks import sample as sample_and_judge
+from nanovllm_extras.sampling.processed_batch import ProcessedSampling, values_of
+from nanovllm_extras.sampling.runner_hooks import draw_arguments
+from nanovllm_extras.sampling.runner_hooks import sample as sample_and_judge
 from tests.conftest import examples
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

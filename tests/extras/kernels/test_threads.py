@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
+from nanovllm_extras.cli.machine_report import describe_machine
 from nanovllm_extras.kernels.cpu import threads
-from nanovllm_extras.self_check.machine_report import describe_machine
 from tests.extras.kernels.processors import need_a_compiler
 
 

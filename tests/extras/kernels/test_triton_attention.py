@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras import LLM
-from nanovllm_extras.kernels.choices import select_backend, with_small_cache
+from nanovllm_extras.execution.choices import select_backend, with_small_cache
 from nanovllm_extras.models.masking import AttentionOptions
 from tests.extras.kernels.conftest import KERNEL_TESTS
 

@@ -17,12 +17,12 @@ import torch
 from benchmarks import kernels
 from nanovllm.layers.attention import Attention, TorchAttention
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.cuda.input_buffer import map_tensors
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.execution.input_buffer import map_tensors
 from nanovllm_extras.kernels.cuda import triton_attention
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm_extras.kernels.cuda.kernel_launch import Launch
 from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
+from nanovllm_extras.records.full_sequence import Sequence
 from tests.conftest import every_second
 from tests.extras.attention_options import OPTIONS
 from tests.extras.attention_steps import Step, check_close

@@ -12,9 +12,9 @@ import torch
 from nanovllm_extras import Config
 from nanovllm_extras.kv_groups.equal_blocks import LONG, lay_out
 from nanovllm_extras.kv_groups.equal_blocks_layout import slots_of_pieces
-from nanovllm_extras.kv_groups.groups import KVGroup
 from nanovllm_extras.kv_groups.layer_groups import describe_tables, group_layers, why_one_table
 from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.models.groups import KVGroup
 from nanovllm_extras.models.masking import AttentionOptions
 from tests.extras.models.gemma4_checkpoints import FULL, WINDOW, make_config
 

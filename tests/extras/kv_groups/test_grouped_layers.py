@@ -13,8 +13,8 @@ from collections import Counter
 import pytest
 
 from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
-from nanovllm_extras.full_engine import LLMEngine
-from nanovllm_extras.full_observer import Observer
+from nanovllm_extras.engine.full_engine import LLMEngine
+from nanovllm_extras.records.full_observer import Observer
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.recording import read_recording
 from nanovllm_extras.trace.replay import Replay

@@ -19,18 +19,18 @@ from nanovllm.batch import build_batch
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.scheduler import make_step
 from nanovllm_extras import Config, LLMEngine, SamplingParams
-from nanovllm_extras.cuda.forward_graphs import ForwardGraphs
-from nanovllm_extras.cuda.graphs import CudaGraphs, DecodeInputs, choose_graphs
-from nanovllm_extras.cuda.input_buffer import InputBuffer
-from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.execution.forward_graphs import ForwardGraphs
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.input_buffer import InputBuffer
+from nanovllm_extras.execution.layouts import Layout
+from nanovllm_extras.execution.step_graphs import CudaGraphs, DecodeInputs, choose_graphs
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
 from nanovllm_extras.kv_groups.grouped_graphs import WindowInputs
 from nanovllm_extras.kv_groups.grouped_layout import LayersOfBlocks
-from nanovllm_extras.kv_groups.grouped_tables import GroupedBlockTables, GroupedMetadata
 from nanovllm_extras.kv_groups.shapes_layout import ShapesLayout
-from nanovllm_extras.layouts import Layout
+from nanovllm_extras.memory.grouped_tables import GroupedBlockTables, GroupedMetadata
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.self_check.runner_check import SelfCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
 from tests.extras.cuda import test_core_graphs, test_graphs

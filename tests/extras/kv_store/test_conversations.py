@@ -16,7 +16,7 @@ from nanovllm_extras.kv_store.conversations import (
     save_conversation,
 )
 from nanovllm_extras.kv_store.disk_tier import DiskTier
-from nanovllm_extras.kv_store.tier import BlockName
+from nanovllm_extras.records.tier import BlockName
 from tests.conftest import examples
 from tests.extras.kv_store.tier_machine import MAX_BYTES, block_data, block_name
 

@@ -12,11 +12,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm_extras import LLM, Config, SamplingParams
-from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.kv_store.memory_tier import MemoryTier
 from nanovllm_extras.kv_store.saver import Saver
-from nanovllm_extras.kv_store.tier import Tier
-from nanovllm_extras.logits import BiasRows, LogitBias
+from nanovllm_extras.records.tier import Tier
+from nanovllm_extras.sampling.logits import BiasRows, LogitBias
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.recording import read_recording

@@ -179,7 +179,7 @@ for name, folder in zip(("nanovllm", "nanovllm_extras"), {folders!r}):
 from pathlib import Path
 import numpy as np
 from nanovllm_extras.kv_store.shared_tier import SharedTier
-from nanovllm_extras.kv_store.tier import BlockName
+from nanovllm_extras.records.tier import BlockName
 tier = SharedTier("default", 1000, root=Path({str(root)!r}))
 block = BlockName(bytes(32), bytes(16))
 tier.save(block, np.zeros(40, np.uint8))

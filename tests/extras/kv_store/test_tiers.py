@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.kv_store.keys import digest_model, make_root_key, names_of
 from nanovllm_extras.kv_store.memory_tier import MemoryTier
-from nanovllm_extras.kv_store.tier import BlockName, Chain, Tier
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.tier import BlockName, Chain, Tier
 from tests.conftest import examples
 
 SIZE = 8  # bytes of a block

@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from nanovllm_extras.kv_store.tier import BlockName
+from nanovllm_extras.records.tier import BlockName
 
 MAX_BYTES = 1000
 OVERHEAD = 16 + 16 + 32 + 16 + 8  # magic, lengths, key, tokens, checksum

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.models.architectures import find_architecture
-from nanovllm_extras.parallel.cut import share_of
+from nanovllm_extras.weights.cut import share_of
 from tests.extras.models.gemma4_checkpoints import (
     FULL,
     GEMMA4,

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary import ApplyRotary
-from nanovllm_extras.fp8_kv import with_fp8_cache
-from nanovllm_extras.int8_kv import to_bytes
-from nanovllm_extras.kernels.choices import LATENT_BACKENDS, select_backend
+from nanovllm_extras.execution.choices import LATENT_BACKENDS, select_backend
+from nanovllm_extras.kernels.fp8_kv import with_fp8_cache
+from nanovllm_extras.kernels.int8_kv import to_bytes
 from nanovllm_extras.kernels.latent_backend import Int8LatentAttention, TorchLatentAttention
 from nanovllm_extras.models.latent_attention import UpProjection, deinterleave
-from nanovllm_extras.records import Moves
+from nanovllm_extras.records.moves import Moves
 from tests.extras.attention_steps import LatentStep, attend_with_loops, random_lens
 from tests.extras.swap.test_host_blocks import Cache
 

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from nanovllm_extras import LLM
-from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.models.rope import Rope
+from nanovllm_extras.weights.checkpoint import read_model_config
 from tests.extras.models import gemma4_checkpoints, hybrid_checkpoints
 from tests.extras.models.architectures import ARCHITECTURES, IS_4, Checkpoints
 from tests.extras.models.test_architectures import logits_of

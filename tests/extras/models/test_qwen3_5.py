@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanovllm_extras import LLM, BeamSearchParams, Config, SamplingParams
-from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.memory.slots import StateStats
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.states.pool import StateShape

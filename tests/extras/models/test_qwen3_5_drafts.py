@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from nanovllm_extras import LLM, Config, SamplingParams
-from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.memory.slots import Slots
 from tests.conftest import every_second
 from tests.extras.failing_request import FailingError, serve_beside_a_failing_one

@@ -14,7 +14,7 @@ from torch import nn
 from nanovllm_extras import SamplingParams
 from nanovllm_extras.kernels.cpu.cpu_gated_delta import CpuGatedDeltaNet
 from nanovllm_extras.kernels.cpu.cpu_quantised import CpuQuantisedFusedLinear
-from nanovllm_extras.quantization.quantised_linear import QuantisedFusedLinear, quantise_weight, round_rows, spread
+from nanovllm_extras.weights.quantised_linear import QuantisedFusedLinear, quantise_weight, round_rows, spread
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, continue_greedily
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, logprobs, make_llm

@@ -9,9 +9,9 @@ import itertools
 import pytest
 
 from nanovllm_extras import SamplingParams
+from nanovllm_extras.execution.transfers import Transfers
 from nanovllm_extras.memory.slots import Slots
 from nanovllm_extras.memory.swap_space import SwapSpace
-from nanovllm_extras.transfers import Transfers
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, logprobs_of
 from tests.extras.models.test_qwen3_5 import GREEDY, TINY_POOLS, check_all_free, check_greedy, logprobs, make_llm
 

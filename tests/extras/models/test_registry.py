@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from nanovllm_extras.checkpoint import read_model_config
 from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.weights.checkpoint import read_model_config
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, Config, SamplingParams
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.kv_store.disk_tier import LENGTHS, MAGIC
 from nanovllm_extras.kv_store.kv_slots import Slots
 from nanovllm_extras.kv_store.memory_tier import MemoryTier
 from nanovllm_extras.kv_store.share import name_of_state
 from nanovllm_extras.kv_store.store import KVStore
-from nanovllm_extras.logits import BiasRows, LogitBias
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.sampling.logits import BiasRows, LogitBias
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.recording import read_recording

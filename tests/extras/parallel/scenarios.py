@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.dead import EngineDeadError
+from nanovllm_extras.machine.dead import EngineDeadError
 
 PLANTED = Path(__file__).with_name("planted")
 PROMPTS = [[1, 2, 3, 4], [9, 8, 7]]

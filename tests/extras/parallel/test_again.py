@@ -8,7 +8,7 @@ import functools
 import pytest
 
 from nanovllm_extras import Config, SamplingParams
-from nanovllm_extras.dead import EngineDeadError
+from nanovllm_extras.machine.dead import EngineDeadError
 from tests.extras import test_isolation as isolation
 from tests.extras import test_parity as parity
 from tests.extras.test_isolation import answer  # noqa: F401 (a fixture)

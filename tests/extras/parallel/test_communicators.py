@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import all_reduce
 from nanovllm import TINY_QWEN3
-from nanovllm_extras.all_options import Config
 from nanovllm_extras.kernels.cpu.library import load_library
+from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.parallel.communicator import CommunicationError, GlooCommunicator
 from nanovllm_extras.parallel.meeting import make_meeting
 from nanovllm_extras.parallel.shared_memory import BUFFER_BYTES, SharedMemoryCommunicator

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, Config, LLMEngine
-from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.engine.isolation import IsolatingEngine
+from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.parallel.driver import Driver
 from tests.extras.failing_request import serve_beside_a_failing_one

@@ -13,10 +13,10 @@ import torch
 
 from nanovllm.plugins import OWN_BACKENDS
 from nanovllm_extras import Config, LLMEngine, PoolingParams, SamplingParams
-from nanovllm_extras.cuda.graphs import CudaGraphs, graph_sizes
-from nanovllm_extras.cuda.warm_up import draws, null_batch
-from nanovllm_extras.device_setup import Device
-from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.execution.cuda_warm_up import draws, null_batch
+from nanovllm_extras.execution.device_setup import Device
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.step_graphs import CudaGraphs, graph_sizes
 from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
 from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.parallel.communicator import Communicator

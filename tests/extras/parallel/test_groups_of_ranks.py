@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
-from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.engine.isolation import IsolatingEngine
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
 from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
 from nanovllm_extras.kv_groups.grouped_layout import GroupedLayout
 from nanovllm_extras.kv_groups.shapes_layout import ShapesLayout
-from nanovllm_extras.layouts import Layout
 from nanovllm_extras.parallel import messages, worker
 from nanovllm_extras.parallel import start_ranks as start
 from tests.extras.failing_request import serve_beside_a_failing_one

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from nanovllm_extras import LLM, Config, LLMEngine
-from nanovllm_extras.dead import EngineDeadError
 from nanovllm_extras.kv_store import share
+from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.parallel import nodes
 from tests.conftest import examples
 from tests.extras.kv_store.test_store_parity import NGRAM, OVERLAP, SWAP, TORCH, make_requests, serve, tokens_of

@@ -17,8 +17,7 @@ import nanovllm_extras.parallel
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.kv_groups.grouped_tables import GroupedMetadata
-from nanovllm_extras.kv_store.tier import BlockName
+from nanovllm_extras.memory.grouped_tables import GroupedMetadata
 from nanovllm_extras.parallel.messages import (
     HEADER_BYTES,
     LOGITS,
@@ -34,9 +33,10 @@ from nanovllm_extras.parallel.messages import (
     unpack_names,
     unpack_step,
 )
-from nanovllm_extras.processed_batch import ProcessedSampling
-from nanovllm_extras.records import Moves
-from nanovllm_extras.runner_hooks import draw_arguments
+from nanovllm_extras.records.moves import Moves
+from nanovllm_extras.records.tier import BlockName
+from nanovllm_extras.sampling.processed_batch import ProcessedSampling
+from nanovllm_extras.sampling.runner_hooks import draw_arguments
 from tests.conftest import examples
 
 INT32 = st.integers(-(2**31), 2**31 - 1)

@@ -6,8 +6,8 @@ The oracle is the engine with one rank.
 import pytest
 
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
-from nanovllm_extras.quantization.quantised_linear import multiply, quantise_weight
 from nanovllm_extras.self_check.steps import draw_vectors
+from nanovllm_extras.weights.quantised_linear import multiply, quantise_weight
 
 PROMPTS = ["What is a block table?", "How does the scheduler work?"]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=0, ignore_eos=True)

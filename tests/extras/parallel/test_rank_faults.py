@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.dead import EngineDeadError
+from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from tests.conftest import hf_greedy
 from tests.extras.parallel import scenarios

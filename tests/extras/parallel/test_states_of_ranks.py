@@ -10,15 +10,16 @@ from safetensors import safe_open
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras import LLM, Config, SamplingParams
-from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.engine.isolation import IsolatingEngine
+from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.kernels.cpu.cpu_gated_delta import CpuGatedDeltaNet
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.models.gated_delta import GatedDeltaNet
-from nanovllm_extras.parallel import cut, joined
+from nanovllm_extras.parallel import joined
 from nanovllm_extras.parallel import start_ranks as start
-from nanovllm_extras.parallel.cut import Cutter, read_part, share_of
 from nanovllm_extras.states.state_layout import StateLayout
+from nanovllm_extras.weights.cut import Cutter, read_part, share_of
+from nanovllm_extras.weights.load_model import cut
 from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.late_runner import LateRunner

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, TINY_QWEN3
-from nanovllm_extras.parallel.cut import Cut
-from nanovllm_extras.quantization.quantised_linear import multiply, quantise_weight
-from nanovllm_extras.quantization.shares import Share
+from nanovllm_extras.weights.cut import Cut
+from nanovllm_extras.weights.quantised_linear import multiply, quantise_weight
+from nanovllm_extras.weights.shares import Share
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.quantization.packed_models import Models, greedy_of, make_llm, write_packed
 from tests.extras.quantization.packers import write

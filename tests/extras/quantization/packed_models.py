@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.quantization.quantised_linear import round_rows, spread
+from nanovllm_extras.weights.quantised_linear import round_rows, spread
 from tests.extras.models.gemma4_checkpoints import Gemma4Checkpoints
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints
 from tests.extras.quantization.packers import (

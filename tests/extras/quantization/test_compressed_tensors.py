@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanovllm_extras.quantization.formats import read_compressed
-from nanovllm_extras.quantization.fp8_weights import read_compressed_fp8
+from nanovllm_extras.weights.formats import read_compressed
+from nanovllm_extras.weights.fp8_weights import read_compressed_fp8
 from tests.extras.quantization.packers import of_compressed
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.linear import Linear
 from nanovllm_extras import LLM, TINY_QWEN3
-from nanovllm_extras.quantization import quantised_linear
-from nanovllm_extras.quantization.quantise import quantise
-from nanovllm_extras.quantization.quantised_linear import QuantisedWeight, quantise_weight
+from nanovllm_extras.weights.load_model import quantised_linear
+from nanovllm_extras.weights.quantise import quantise
+from nanovllm_extras.weights.quantised_linear import QuantisedWeight, quantise_weight
 from tests.extras.quantization.packers import write
 from tests.extras.quantization.test_stored_weights import FORMATS
 

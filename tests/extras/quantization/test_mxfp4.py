@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.quantization.mxfp4 import dequantise
+from nanovllm_extras.weights.mxfp4 import dequantise
 from tests.extras.models.architectures import MAX_TOKENS, Checkpoints
 
 VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]  # by code (OCP Microscaling Formats 1.0)

@@ -14,7 +14,7 @@ from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.linear import FusedLinear
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from nanovllm_extras.kernels.dense_layers import dense_parts
-from nanovllm_extras.quantization.quantised_linear import QuantisedFusedLinear, SplitFusedLinear, quantise_weight
+from nanovllm_extras.weights.quantised_linear import QuantisedFusedLinear, SplitFusedLinear, quantise_weight
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.quantization.packed_models import (
     FORMATS,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanovllm_extras.quantization import quantised_linear as layers
-from nanovllm_extras.quantization.quantised_linear import (
+from nanovllm_extras.weights.load_model import quantised_linear as layers
+from nanovllm_extras.weights.quantised_linear import (
     QuantisedEmbedding,
     QuantisedFusedLinear,
     QuantisedLinear,

@@ -6,8 +6,8 @@ from torch import nn
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.models.moe import Router
-from nanovllm_extras.quantization.quantise import quantise
-from nanovllm_extras.quantization.quantised_linear import QuantisedEmbedding, QuantisedFusedLinear, QuantisedLinear
+from nanovllm_extras.weights.quantise import quantise
+from nanovllm_extras.weights.quantised_linear import QuantisedEmbedding, QuantisedFusedLinear, QuantisedLinear
 from tests.conftest import every_second
 
 CHAT = [{"role": "user", "content": "What is a block table?"}]

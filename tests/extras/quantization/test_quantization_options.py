@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm_extras import Config
-from nanovllm_extras.quantization.quantization_options import Quantization, read_options
+from nanovllm_extras.weights.quantization_options import Quantization, read_options
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm_extras.commands import run_command
+from nanovllm_extras.cli import check_command, machine_report, way_report
+from nanovllm_extras.cli.commands import run_command
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm_extras.self_check import check_command, machine_report, way_report
 from tests.extras.self_check.test_self_check import (  # noqa: F401 (fixtures)
     compiled_before,
     fresh_cache,

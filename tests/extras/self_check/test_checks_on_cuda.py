@@ -19,22 +19,22 @@ from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras import LLM, Config, SamplingParams
-from nanovllm_extras.cuda import startup
-from nanovllm_extras.cuda.graphs import DecodeInputs, choose_graphs
-from nanovllm_extras.cuda.startup import CudaDevice
-from nanovllm_extras.device_setup import Device
-from nanovllm_extras.full_runner import ModelRunner
+from nanovllm_extras.execution import cuda_startup as startup
+from nanovllm_extras.execution.cuda_startup import CudaDevice
+from nanovllm_extras.execution.device_setup import Device
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.layouts import Layout
+from nanovllm_extras.execution.step_graphs import DecodeInputs, choose_graphs
 from nanovllm_extras.kernels.backend import KernelBackend
-from nanovllm_extras.layouts import Layout
+from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.models.network_config import NetworkConfig
-from nanovllm_extras.quantization import quantised_linear
 from nanovllm_extras.self_check import crash_test, fallbacks
 from nanovllm_extras.self_check import runner_check as checks
 from nanovllm_extras.self_check.core_on_cuda import CoreLayout
 from nanovllm_extras.self_check.crash_test import CrashTest
-from nanovllm_extras.self_check.own_process import SelfCheckError
 from nanovllm_extras.self_check.random_layers import RandomLayers, describe_model
 from nanovllm_extras.self_check.stored_results import StoredResult
+from nanovllm_extras.weights.load_model import quantised_linear
 from tests.conftest import every_second
 from tests.cuda_stand_in import prefill
 from tests.extras.cuda import test_graphs

@@ -13,8 +13,8 @@ import sys
 import pytest
 import torch
 
-from nanovllm_extras.self_check import own_process
-from nanovllm_extras.self_check.own_process import LoadError
+from nanovllm_extras.machine import own_process
+from nanovllm_extras.machine.own_process import LoadError
 from tests.core_alone import ROOT
 from tests.extras.kernels.processors import need_a_compiler
 
@@ -38,8 +38,8 @@ FAULTS = {  # C, and how the message names it
 RUN = """
 import json, logging, os, sys
 import nanovllm, nanovllm_extras
-from nanovllm_extras.self_check import own_process
-from nanovllm_extras.self_check.own_process import LoadError
+from nanovllm_extras.machine import own_process
+from nanovllm_extras.machine.own_process import LoadError
 
 class Lines(logging.Handler):
     def emit(self, record):

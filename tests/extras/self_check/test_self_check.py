@@ -20,15 +20,15 @@ import torch
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
-from nanovllm_extras.dead import EngineDeadError
 from nanovllm_extras.kernels.cpu import library
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm_extras.machine.dead import EngineDeadError
+from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.models.window_layers import FULL, SLIDING
 from nanovllm_extras.self_check import crash_test, fallbacks, networks, steps
 from nanovllm_extras.self_check import runner_check as checks
 from nanovllm_extras.self_check.comparison import check_rows
 from nanovllm_extras.self_check.crash_test import CrashTest
-from nanovllm_extras.self_check.own_process import SelfCheckError
 from nanovllm_extras.self_check.stored_results import Result, StoredResult
 from tests.conftest import every_second
 from tests.extras.cuda.test_core_graphs import make_engine, recorded  # noqa: F401 (a fixture)

@@ -7,8 +7,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from nanovllm_extras.serve.app import make_app
 from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.state import ServerOptions
 
 CHAT_TEMPLATE = (

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
-from nanovllm_extras.serve.app import make_app
 from nanovllm_extras.serve.async_llm import AsyncLLM
-from nanovllm_extras.serve.server import DrainingServer, listen
+from nanovllm_extras.serve.routes.app import make_app
+from nanovllm_extras.serve.routes.server import DrainingServer, listen
 from nanovllm_extras.serve.state import ServerOptions
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import uvloop
 
-from nanovllm_extras.serve.app import make_app
 from nanovllm_extras.serve.inbox import Waker
 from nanovllm_extras.serve.pace import TURN_S, Pace
-from nanovllm_extras.serve.server import DrainingServer, listen, with_copies
+from nanovllm_extras.serve.routes.app import make_app
+from nanovllm_extras.serve.routes.server import DrainingServer, listen, with_copies
 from nanovllm_extras.serve.state import ServerOptions
 from tests.extras.serve.real_server import in_process
 

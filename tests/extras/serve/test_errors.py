@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from nanovllm_extras import SamplingParams
-from nanovllm_extras.serve.app import make_app
 from nanovllm_extras.serve.async_llm import AsyncLLM, QueueFullError
 from nanovllm_extras.serve.body import SHORT_BODY
 from nanovllm_extras.serve.engine_thread import EngineDeadError
+from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.state import ServerOptions
 from tests.extras.serve.conftest import CHAT_TEMPLATE, Client
 

@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from nanovllm_extras import SamplingParams
+from nanovllm_extras.cli.front_command import main
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.disaggregation import prefill_body
 from nanovllm_extras.serve.front import FrontOptions, make_front
-from nanovllm_extras.serve.front_command import main
 from tests.conftest import hf_greedy
 from tests.extras.serve.conftest import CHAT_TEMPLATE
 from tests.extras.serve.real_server import QUESTIONS, Offline, in_thread, started

@@ -24,11 +24,11 @@ from nanovllm_extras import SamplingParams
 from nanovllm_extras.answer_parts.events import CallArguments, CallStart, Content, Reasoning
 from nanovllm_extras.answer_parts.harmony import MARKERS, Harmony
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
-from nanovllm_extras.full_detokenizer import FullDetokenizer, TokenDecoder
+from nanovllm_extras.requests.full_detokenizer import FullDetokenizer, TokenDecoder
 from nanovllm_extras.serve.answer import parse_output
-from nanovllm_extras.serve.app import make_app
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.parsers.parser_registry import parsers_named
+from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.state import ServerOptions
 from tests.conftest import examples
 from tests.extras.harmony_tokens import (

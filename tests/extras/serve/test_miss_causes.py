@@ -12,9 +12,9 @@ from conftest import Client
 from test_responses import stream as response_events
 
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.serve.app import make_app
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.disaggregation import prefill_body
+from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.state import ServerOptions
 from tests.extras.serve.real_server import in_thread
 

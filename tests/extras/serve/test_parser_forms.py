@@ -19,8 +19,8 @@ from nanovllm_extras.answer_parts.events import CallArguments
 from nanovllm_extras.answer_parts.reasoning import DeepSeekR1, Gemma4Reasoning, ReasoningParser, find_call
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
 from nanovllm_extras.serve.answer import Answer, merge
+from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest, Function
 from nanovllm_extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, Parsers
-from nanovllm_extras.serve.protocol import ChatCompletionRequest, Function
 from tests.conftest import every_second, examples
 
 B, E = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"

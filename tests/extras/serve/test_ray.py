@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from nanovllm import TINY_QWEN3
-from nanovllm_extras.serve.app import make_app
 from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.state import ServerOptions
 from tests.extras.serve.conftest import Client
 from tests.extras.serve.ray_server import processes_below, ray_command, replicas_below, server_of, variables_of_ray

@@ -10,8 +10,8 @@ from typing import get_args
 import pytest
 from test_structured import ADD, CALL, FORMAT, MESSAGES, NUMBER, SCHEMA, TEMPLATE, WEATHER
 
-from nanovllm_extras.serve.responses.responses_conversation import to_chat
-from nanovllm_extras.serve.responses.responses_protocol import Include, ResponsesRequest, ResponseTool
+from nanovllm_extras.serve.messages.responses_protocol import Include, ResponsesRequest, ResponseTool
+from nanovllm_extras.serve.routes.responses_conversation import to_chat
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 FLAT_ADD = {"type": "function", **ADD["function"]}

@@ -16,12 +16,12 @@ import httpx
 import pytest
 
 from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5
-from nanovllm_extras.serve import serve_command as launch
-from nanovllm_extras.serve import server as server_module
-from nanovllm_extras.serve.app import make_app
+from nanovllm_extras.cli import serve_command as launch
 from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.routes import server as server_module
+from nanovllm_extras.serve.routes.app import make_app
+from nanovllm_extras.serve.routes.server import DrainingServer, listen
 from nanovllm_extras.serve.serve_settings import API_KEY_VARIABLE
-from nanovllm_extras.serve.server import DrainingServer, listen
 from nanovllm_extras.serve.state import ServerOptions
 from nanovllm_extras.trace.recording import read_recording
 from nanovllm_extras.trace.replay import Replay

@@ -25,12 +25,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import TINY_QWEN3
-from nanovllm_extras.serve import access, async_llm, body, bounds, server, streaming, workers
-from nanovllm_extras.serve.app import make_app, set_engine
+from nanovllm_extras.serve import access, async_llm, body, bounds, streaming, workers
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.bounds import BoundedTokenizer, Bounds, count_values
 from nanovllm_extras.serve.prompts import are_many
-from nanovllm_extras.serve.responses import route
+from nanovllm_extras.serve.routes import responses_route as route
+from nanovllm_extras.serve.routes import server
+from nanovllm_extras.serve.routes.app import make_app, set_engine
 from nanovllm_extras.serve.serve_settings import PlainFormatter
 from nanovllm_extras.serve.state import ServerOptions
 from nanovllm_extras.serve.workers import ClientGone, Workers

@@ -9,8 +9,8 @@ import re
 import jsonschema
 import pytest
 
+from nanovllm_extras.serve.messages.protocol import Function
 from nanovllm_extras.serve.parsers.hermes import Hermes
-from nanovllm_extras.serve.protocol import Function
 from nanovllm_extras.serve.structured_outputs import call_grammar
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 from nanovllm import TINY_QWEN3
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
-from nanovllm_extras.full_detokenizer import TokenDecoder
-from nanovllm_extras.logprobs import PositionLogprobs
+from nanovllm_extras.requests.full_detokenizer import TokenDecoder
+from nanovllm_extras.sampling.logprobs import PositionLogprobs
 from nanovllm_extras.serve.openai_logprobs import chat_logprobs
 from nanovllm_extras.serve.streaming import Written, encode, go_on
 from tests.tiny_tokenizers import byte_level, metaspace, sentencepiece

@@ -8,15 +8,15 @@ import math
 import pydantic
 import pytest
 
-from nanovllm_extras.serve.embeddings import EmbeddingRequest
-from nanovllm_extras.serve.protocol import (
+from nanovllm_extras.serve.messages.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     SlotRequest,
     TokenizeRequest,
 )
-from nanovllm_extras.serve.responses.responses_protocol import ResponsesRequest
+from nanovllm_extras.serve.messages.responses_protocol import ResponsesRequest
+from nanovllm_extras.serve.routes.embeddings import EmbeddingRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 GREEDY = {"temperature": 0, "max_tokens": 3}

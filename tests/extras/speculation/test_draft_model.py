@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm_extras.memory.kinds import AllTokens, Window
-from nanovllm_extras.runner_hooks import NO_TOKEN
+from nanovllm_extras.sampling.runner_hooks import NO_TOKEN
 from nanovllm_extras.speculation.draft_model import DraftModel
 from tests.extras.models.architectures import MAX_TOKENS, Checkpoints
 from tests.extras.speculation.test_speculation import serve

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 import transformers
 
 from nanovllm_extras import LLM, Config, SamplingParams
-from nanovllm_extras.invariants import check_invariants
-from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.engine.invariants import check_invariants
+from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.models.architectures import SHAPE, Checkpoints

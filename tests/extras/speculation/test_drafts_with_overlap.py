@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 
 from nanovllm_extras import Config, LLMEngine, SamplingParams
-from nanovllm_extras.isolation import IsolatingEngine
-from nanovllm_extras.runner_hooks import has_placeholders
+from nanovllm_extras.engine.isolation import IsolatingEngine
+from nanovllm_extras.sampling.runner_hooks import has_placeholders
 from tests.conftest import every_second
 from tests.extras.cuda import test_graphs
 from tests.extras.failing_request import serve_beside_a_failing_one

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
-from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.engine.isolation import IsolatingEngine
 from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.models.test_qwen3_5 import GREEDY, TINY_POOLS, check_all_free, check_greedy, logprobs, make_llm

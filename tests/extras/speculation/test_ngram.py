@@ -5,7 +5,7 @@ import random
 import pytest
 
 from nanovllm_extras import SamplingParams
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.speculation.ngram import NGrams
 
 

@@ -13,8 +13,8 @@ import random
 import pytest
 
 from nanovllm_extras import LLM, TINY_QWEN3, BeamSearchParams, Config, LLMEngine, SamplingParams
-from nanovllm_extras.invariants import check_invariants
-from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.engine.invariants import check_invariants
+from nanovllm_extras.engine.isolation import IsolatingEngine
 from tests.conftest import every_second, examples
 from tests.extras.full_fake_kv_cache import check_stored
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids

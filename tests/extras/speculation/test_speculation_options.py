@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm_extras import Config
-from nanovllm_extras.speculation.speculation_options import Speculation, read_options
+from nanovllm_extras.options.speculation_options import Speculation, read_options
 from nanovllm_extras.vllm.engine_args import EngineArgs
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}

@@ -7,16 +7,16 @@ and so does a block of another prefix.
 
 import random
 
-from nanovllm_extras.full_observer import SchedulingStats
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.invariants import check_invariants
+from nanovllm_extras.engine.invariants import check_invariants
 from nanovllm_extras.kv_store.share import name_of_state
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.slots import Slots
 from nanovllm_extras.memory.store_link import StoreLink
 from nanovllm_extras.memory.swap_space import SwapSpace
-from nanovllm_extras.records import Moves
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_observer import SchedulingStats
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.scheduling.drafter import Drafter
 from nanovllm_extras.scheduling.ordered_queues import fcfs
 from nanovllm_extras.scheduling.roll_back import roll_back

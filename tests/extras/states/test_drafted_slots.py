@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.request_params import SamplingParams
-from nanovllm_extras.speculation.patience import Patience
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.scheduling.patience import Patience
 from tests.extras.states.state_traffic import Guesser, Model, Traffic, expected, make_scheduler
 
 

@@ -14,8 +14,8 @@ from itertools import combinations
 
 import pytest
 
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling.roll_back import roll_back
 from tests.extras.states.state_traffic import Traffic, make_scheduler
 

@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from nanovllm_extras import Config, SamplingParams
-from nanovllm_extras.cuda.forward_graphs import ForwardGraphs
-from nanovllm_extras.cuda.graphs import CudaGraphs, DecodeInputs, graph_sizes, measure_graph_bytes
-from nanovllm_extras.cuda.input_buffer import InputBuffer
-from nanovllm_extras.full_runner import ModelRunner
-from nanovllm_extras.isolation import IsolatingEngine
+from nanovllm_extras.engine.isolation import IsolatingEngine
+from nanovllm_extras.execution.forward_graphs import ForwardGraphs
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.input_buffer import InputBuffer
+from nanovllm_extras.execution.step_graphs import CudaGraphs, DecodeInputs, graph_sizes, measure_graph_bytes
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.memory.slots import NULL_SLOT
 from nanovllm_extras.models.architectures import find_architecture
-from nanovllm_extras.records import Moves
-from nanovllm_extras.runner_hooks import ArrivingTokens
-from nanovllm_extras.self_check.own_process import SelfCheckError
+from nanovllm_extras.records.moves import Moves
+from nanovllm_extras.sampling.runner_hooks import ArrivingTokens
 from nanovllm_extras.self_check.state_check import StateCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
 from nanovllm_extras.speculation.mtp_layout import MtpLayout
@@ -311,7 +311,7 @@ def test_graphs_of_whole_steps_have_no_head():
     runner = SimpleNamespace(device=torch.device("cuda"), slowest_backend=None, max_num_batched_tokens=9, max_rows=3)
     with pytest.MonkeyPatch.context() as patch:
         found = SimpleNamespace(replayed="step", note=", with CUDA graphs")
-        patch.setattr("nanovllm_extras.cuda.startup.CudaDevice", lambda *_: found)
+        patch.setattr("nanovllm_extras.execution.cuda_startup.CudaDevice", lambda *_: found)
         device = MtpLayout(Config("model"), None).make_device(runner)
     assert device.replayed == "forward"
     assert device.note == ", with CUDA graphs of the forward pass only (without the head)"

@@ -12,16 +12,16 @@ import torch
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.full_observer import SchedulingStats
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.engine.prefix_misses import PrefixMisses
+from nanovllm_extras.engine.watching import Observers
+from nanovllm_extras.execution.transfers import Transfers
 from nanovllm_extras.kv_store.copies import copy_out
 from nanovllm_extras.kv_store.share import name_of_state
-from nanovllm_extras.prefix_misses import PrefixMisses
-from nanovllm_extras.records import Moves
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_observer import SchedulingStats
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.states.pool import StatePool, StateShape
-from nanovllm_extras.transfers import Transfers
-from nanovllm_extras.watching import Observers
 from tests.extras.fake_store import FakeStore
 from tests.extras.states.state_traffic import Model, Traffic, make_scheduler
 

@@ -8,12 +8,12 @@ import torch
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.execution.transfers import Transfers
 from nanovllm_extras.memory.swap_space import SwapSpace
-from nanovllm_extras.records import Moves
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.states.pool import StatePool, StateShape
-from nanovllm_extras.transfers import Transfers
 from tests.extras.states import state_traffic
 
 SHAPE = StateShape(num_layers=3, conv=(3, 10), recurrent=(2, 4, 5))

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.records import Moves
-from nanovllm_extras.swap.host_blocks import HostBlocks
-from nanovllm_extras.transfers import Transfers
+from nanovllm_extras.execution.transfers import Transfers
+from nanovllm_extras.kv_store.host_blocks import HostBlocks
+from nanovllm_extras.records.moves import Moves
 
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 3, 8, 6, 4
 KINDS = ("swap_outs", "swap_ins", "copies")

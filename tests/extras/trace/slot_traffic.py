@@ -2,13 +2,13 @@
 
 import random
 
-from nanovllm_extras.full_observer import SchedulingStats
-from nanovllm_extras.full_sequence import Sequence
+from nanovllm_extras.engine.prefix_misses import PrefixMisses
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.slots import Slots
 from nanovllm_extras.memory.swap_space import SwapSpace
-from nanovllm_extras.prefix_misses import PrefixMisses
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_observer import SchedulingStats
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.scheduling.scheduler import Scheduler
 from nanovllm_extras.trace.recorder import Recorder

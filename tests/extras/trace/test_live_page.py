@@ -67,8 +67,8 @@ class Stage:
         import uvicorn
         from fastapi import FastAPI, Request, Response
 
+        from nanovllm_extras.serve.routes.ui import LiveLines, make_router
         from nanovllm_extras.serve.state import get_ready_server
-        from nanovllm_extras.serve.ui import LiveLines, make_router
 
         self.live = LiveLines()
         self.run = RecordedRun(self.live, **options)

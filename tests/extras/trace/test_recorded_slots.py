@@ -6,9 +6,9 @@ import json
 import pytest
 
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.full_sequence import Sequence
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.slots import Slots
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling.scheduler import Scheduler
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.recorder import Recorder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm_extras import LLM, BeamSearchParams, SamplingParams
-from nanovllm_extras.prefix_misses import CAUSES
+from nanovllm_extras.engine.prefix_misses import CAUSES
 from nanovllm_extras.trace import view
 from nanovllm_extras.trace.asked_params import describe_params, read_params
 from nanovllm_extras.trace.check import check_recording

@@ -19,7 +19,7 @@ from nanovllm_extras import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from nanovllm_extras.vllm.tables import VALUES
+from nanovllm_extras.options.vllm_tables import VALUES
 
 VLLM = json.loads((Path(__file__).parent / "vllm_engine_options.json").read_text())
 OWN = {field.name: field.default for field in dataclasses.fields(Config) if field.name != "model"}

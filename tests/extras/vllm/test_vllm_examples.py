@@ -25,7 +25,7 @@ from nanovllm_extras import (
     TextPrompt,
     TokensPrompt,
 )
-from nanovllm_extras.observations import Observations
+from nanovllm_extras.engine.observations import Observations
 from nanovllm_extras.vllm.vllm_metrics import BOUNDS, Counter, Gauge, Histogram, make_histogram
 
 PROMPTS = ["What is a block table?", "Paged attention", "The KV cache"]

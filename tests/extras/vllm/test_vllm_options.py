@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from nanovllm_extras import Config, EngineArgs
-from nanovllm_extras.option_checks import translate_options
-from nanovllm_extras.vllm.tables import WITHOUT_EFFECT
+from nanovllm_extras.options.option_checks import translate_options
+from nanovllm_extras.options.vllm_tables import WITHOUT_EFFECT
 
 VLLM = json.loads((Path(__file__).parent / "vllm_engine_options.json").read_text())
 OWN = [field.name for field in fields(Config)]

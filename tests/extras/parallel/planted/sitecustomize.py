@@ -94,7 +94,7 @@ def fail_for_memory():
 
 
 def fail_self_check():
-    from nanovllm_extras.self_check.own_process import SelfCheckError
+    from nanovllm_extras.machine.own_process import SelfCheckError
 
     raise SelfCheckError("planted")
 

@@ -1,0 +1,137 @@
+"""Run the commands of `nanovllm COMMAND …`, or `python -m nanovllm_extras COMMAND …`.
+
+The module of a command is imported only when the command is run, so that the other commands do not need its packages.
+The module has a function `main(arguments: list[str]) -> int | None`, which returns the exit status.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from nanovllm_extras.machine.printing import escape_unprintable, flush_output, say
+
+
+class Command(NamedTuple):
+    """The module of a command, the packages that it needs, and a line of help."""
+
+    module: str
+    extra: str
+    """The extra of pyproject.toml that installs the packages of the module."""
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "serve": Command("nanovllm_extras.cli.serve_command", "serve", "serve a model over HTTP, with OpenAI's API"),
+    "front": Command(
+        "nanovllm_extras.cli.front_command", "front", "send requests to a prefill engine, then to a decode engine"
+    ),
+    "run-batch": Command(
+        "nanovllm_extras.serve.batch.command", "batch", "answer files of requests, on one machine or with Ray"
+    ),
+    "chat": Command("nanovllm_extras.terminal.chat_command", "chat", "talk to a model in the terminal"),
+    "bench serve": Command(
+        "nanovllm_extras.bench.benchmark", "bench", "measure an OpenAI-compatible server under load"
+    ),
+    "check": Command(
+        "nanovllm_extras.cli.check_command", "", "check what computes on this machine, and what is missing"
+    ),
+    "learn": Command("labs.learn.learn_command", "learn", "exercises: write an engine's parts, with a checker"),
+    "view": Command("nanovllm_extras.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
+}
+"""Name of a command, one or two words -> the command. `labs` is not installed: it is found in a checkout."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command of this process. Returns the exit status."""
+    return run_command(sys.argv[1:] if arguments is None else arguments)
+
+
+def run_command(arguments: list[str]) -> int:
+    """Run the command that `arguments` begin with, and return its exit status.
+
+    If the first argument has a space, all arguments are questions: `nanovllm "What is a block table?"`. The status is 1
+    if the output cannot be written. A closed pipe ends the command without a message.
+    """
+    escape_unprintable()
+    lost: OSError | None = None
+    status = 1
+    try:
+        status = run_words(arguments)
+    except OSError as error:
+        lost = flush_output()
+        if lost is None and not isinstance(error, BrokenPipeError):  # it is not about the output
+            raise
+    finally:
+        lost = lost or flush_output()
+        if lost is not None and not isinstance(lost, BrokenPipeError):
+            say(f"nanovllm: the output cannot be written: {lost.strerror}", sys.stderr)
+    return status if lost is None else 1
+
+
+def run_words(arguments: list[str]) -> int:
+    """Run the command that `arguments` begin with, and return its exit status."""
+    for name, command in COMMANDS.items():
+        words = name.split()
+        if arguments[: len(words)] == words:
+            return run(name, command, arguments[len(words) :])
+    if arguments and " " in arguments[0]:
+        from nanovllm.__main__ import ask
+
+        return ask(arguments)
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if arguments:
+        print(f"nanovllm: unknown command {arguments[0]!r}\n", file=sys.stderr)
+    print(usage(), file=sys.stderr)
+    return 2
+
+
+def run(name: str, command: Command, arguments: list[str]) -> int:
+    """Import and run a command, and return its exit status: 1 if a package or the checkout is missing."""
+    if command.module.startswith("labs.") and not find_labs():
+        print(
+            f"nanovllm {name}: the exercises are part of a checkout, and not installed: `git clone` the repository, "
+            f"then run `nanovllm {name}` or `python -m labs.{name}` in its folder",
+            file=sys.stderr,
+        )
+        return 1
+    try:
+        module = importlib.import_module(command.module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in ("nanovllm", "nanovllm_extras", "labs"):
+            raise
+        install = f"pip install 'nanovllm[{command.extra}]'"
+        print(f"nanovllm {name} needs the package {error.name}: run {install}", file=sys.stderr)
+        return 1
+    return module.main(arguments) or 0
+
+
+def find_labs() -> bool:
+    """Let Python import `labs` from the checkout that holds this package, or from the current folder.
+
+    Returns False if neither has it.
+    """
+    for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
+        if (folder / "labs" / "learn" / "learn_command.py").exists():
+            if str(folder) not in sys.path:
+                sys.path.insert(0, str(folder))
+            return True
+    return False
+
+
+def usage() -> str:
+    """Return the help text: a line for each command."""
+    width = max(map(len, COMMANDS), default=0)
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: nanovllm COMMAND …",
+            '       nanovllm "What is a block table?"  (the bundled model answers)',
+            "",
+            *lines,
+            "",
+            "nanovllm COMMAND --help lists a command's options.",
+        ]
+    )

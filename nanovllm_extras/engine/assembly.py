@@ -1,0 +1,223 @@
+"""The parts of an engine that options choose: runner, scheduler, block manager, observer, K/V store.
+
+Each extra is imported where its option asks for it. `full_engine.py` calls these functions, unless the core's parts
+suffice (`is_plain` in `plain_parts.py`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.block_manager import BlockManager as CoreBlockManager
+from nanovllm.config import DTYPES, resolve_dtype
+from nanovllm.scheduler import Scheduler as CoreScheduler
+from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.layouts import Layout
+from nanovllm_extras.execution.parts import Parts
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.compatibility import check_combinations
+from nanovllm_extras.records.full_observer import Observer, SchedulingStats
+from nanovllm_extras.weights.checkpoint import read_model_config
+
+if TYPE_CHECKING:
+    from nanovllm_extras.engine.watching import Observers
+    from nanovllm_extras.kv_store.store import KVStore
+
+
+def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
+    """Return a runner with kernels, ranks, states, groups or a draft model, and the options as they are possible.
+
+    The self-check has passed, or was not needed.
+    """
+    _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
+    check_combinations(config, shape)
+    config = with_own_cache_dtype(config, shape.dtype)
+    layout = choose_layout(config, shape)
+    drafts = config.speculative_config or {}
+    if drafts.get("method") == "mtp":
+        from nanovllm_extras.speculation.mtp_layout import check_head
+
+        check_head(config, folder, shape)
+    kind: Callable[..., ModelRunner] = ModelRunner
+    if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
+        from nanovllm_extras.parallel.start_ranks import start_ranks
+
+        kind = start_ranks
+        if config.load_format == "gguf":  # a file that cannot be read is refused before the ranks start
+            from nanovllm_extras.weights.gguf import GgufFile
+
+            GgufFile(folder, shape)
+    if layout is not Layout:
+        kind = partial(kind, layout=layout)
+    if drafts.get("model") is not None:
+        from nanovllm_extras.speculation.draft_needs import measure_draft
+
+        kind = partial(kind, measure_draft=measure_draft)
+    if config.attention_backend != "torch" or not config.enforce_eager:  # not only PyTorch's layers
+        from nanovllm_extras.self_check.fallbacks import start
+
+        kind = partial(start, kind)
+    runner = kind(config, folder)
+    if len(set(shape.attention_options)) > 1:  # layers with and without a window
+        from nanovllm_extras.kv_groups.layer_groups import describe_tables
+
+        runner.description = describe_tables(config, shape) + runner.description
+    return runner, replace(config, max_num_seqs=runner.config.max_num_seqs)  # fewer, if there is memory for fewer
+
+
+def choose_layout(config: Config, shape: NetworkConfig) -> type[Layout]:
+    """Return what the layers of a network keep for each sequence, and where. shape: of all ranks"""
+    if shape.state_shape is not None:
+        if (config.speculative_config or {}).get("method") == "mtp":
+            from nanovllm_extras.speculation.mtp_layout import MtpLayout
+
+            return MtpLayout
+        from nanovllm_extras.states.state_layout import StateLayout
+
+        return StateLayout
+    has_own_tables = False
+    if len(set(shape.attention_options)) > 1:  # layers with and without a window
+        from nanovllm_extras.kv_groups.layer_groups import has_groups
+
+        has_own_tables = has_groups(config, shape)
+    if has_own_tables and shape.kv_groups:
+        from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
+
+        return EqualBlocksLayout
+    if has_own_tables:
+        from nanovllm_extras.kv_groups.grouped_layout import GroupedLayout
+
+        return GroupedLayout
+    if shape.kv_groups:
+        from nanovllm_extras.kv_groups.shapes_layout import ShapesLayout
+
+        return ShapesLayout
+    return Layout
+
+
+def with_own_cache_dtype(config: Config, checkpoint_dtype: str) -> Config:
+    """Return options whose `kv_cache_dtype` is `auto` if it names the dtype that K and V have anyway.
+
+    Raises ValueError if it names another dtype that is not of 8 bits.
+    """
+    named = DTYPES.get(config.kv_cache_dtype)
+    if named is None:
+        return config
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype)
+    if named != dtype:
+        own = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"kv_cache_dtype must be auto, fp8, int8 or {own}, which the model computes in, got "
+            f"{config.kv_cache_dtype!r}; set dtype={config.kv_cache_dtype!r} to change both"
+        )
+    return replace(config, kv_cache_dtype="auto")
+
+
+def make_block_manager(parts: Parts, observer: Observer) -> CoreBlockManager:
+    """Return the core's block manager, unless the model or an option needs more."""
+    config, sizes = parts.config, (parts.num_kv_blocks, parts.block_size)
+    if not needs_full_scheduler(parts):
+        return CoreBlockManager(*sizes, config.enable_prefix_caching, observer)
+    from nanovllm_extras.memory.block_manager import BlockManager
+    from nanovllm_extras.memory.kinds import AllTokens, Window
+
+    max_chunk_len = config.long_prefill_token_threshold or parts.max_num_batched_tokens
+    runner = parts.runner
+    has_draft_model = (config.speculative_config or {}).get("model") is not None  # it reads K and V of all tokens
+    held: dict[str, Any] = {"kind": AllTokens()}
+    if (groups := runner.layout.layer_groups) is not None:
+        held |= {"num_groups": groups.num_groups, "other_kind": Window(groups.window, max_chunk_len, parts.block_size)}
+    elif (window := parts.model_config.widest_window) is not None and not has_draft_model:
+        held["kind"] = Window(window, max_chunk_len, parts.block_size)
+    if parts.model_config.state_shape is not None:
+        from nanovllm_extras.memory.slots import Slots
+
+        pool = runner.layout.pool
+        held["states"] = Slots(
+            pool.num_slots,
+            parts.block_size,
+            observer,
+            config.enable_prefix_caching,
+            config.state_snapshot_interval,
+            pool.bytes_per_slot,
+        )
+    if config.preemption_mode == "swap":
+        from nanovllm_extras.memory.swap_space import SwapSpace
+
+        held["swap_space"] = SwapSpace(runner.transfers.num_swap_blocks, runner.transfers.num_swap_slots)
+    if parts.kv_store is not None:
+        from nanovllm_extras.memory.store_link import StoreLink
+
+        held["store"] = StoreLink(parts.kv_store)
+    return BlockManager(*sizes, config.enable_prefix_caching, observer, **held)
+
+
+def needs_full_scheduler(parts: Parts) -> bool:
+    """Return whether the core's scheduler and block manager lack what the model or an option needs."""
+    config, shape, runner = parts.config, parts.model_config, parts.runner
+    return any(
+        [
+            config.scheduling_policy != "fcfs",
+            config.long_prefill_token_threshold,
+            config.preemption_mode != "recompute",
+            config.speculative_config is not None,
+            parts.enable_overlap,
+            parts.kv_store is not None,
+            shape.state_shape is not None,
+            shape.widest_window is not None,
+            runner.layout.layer_groups is not None,
+        ]
+    )
+
+
+def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str, Any]) -> CoreScheduler:
+    """Return an empty scheduler: the core's, if `blocks` is the core's. requests: the engine's"""
+    config = parts.config
+    sizes = (config.max_num_seqs, parts.max_num_batched_tokens, parts.max_model_len)
+    if type(blocks) is CoreBlockManager:
+        return CoreScheduler(blocks, *sizes)
+    from nanovllm_extras.scheduling.policies import POLICIES
+    from nanovllm_extras.scheduling.scheduler import Scheduler
+
+    full_blocks: Any = blocks
+    policy, drafter = config.scheduling_policy, None
+    if config.speculative_config is not None:
+        from nanovllm_extras.speculation.start_speculation import make_drafter
+
+        drafter = make_drafter(parts, requests)
+    scheduler = Scheduler(
+        full_blocks,
+        *sizes,
+        policy if callable(policy) else POLICIES[policy],
+        config.long_prefill_token_threshold,
+        overlaps=parts.enable_overlap,
+        drafter=drafter,
+    )
+    bind: Any = None if drafter is None else getattr(drafter.proposer, "bind", None)
+    if bind is not None:  # a draft model reads the block tables of this scheduler
+        bind(scheduler)
+    return scheduler
+
+
+def make_observers(stats: SchedulingStats, watcher: Observer | None, explains_misses: bool) -> "Observers":
+    """Return the observers of an engine with a watcher (a user's observer, a recording) or with explained misses."""
+    from nanovllm_extras.engine.watching import Observers
+
+    watchers = [] if watcher is None else [watcher]
+    if not explains_misses:
+        return Observers(stats, watchers)
+    from nanovllm_extras.engine.prefix_misses import CAUSES, PrefixMisses
+
+    stats.prefix_cache_miss_tokens = dict.fromkeys(CAUSES, 0)
+    return Observers(stats, watchers, PrefixMisses())
+
+
+def make_store(runner: ModelRunner) -> "KVStore":
+    """Return the K/V store of an engine, which has the tiers that the options name."""
+    from nanovllm_extras.kv_store.store import KVStore
+
+    store = runner.store = KVStore(runner)
+    return store

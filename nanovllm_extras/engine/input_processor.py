@@ -1,0 +1,163 @@
+"""How does a prompt with its parameters become a request? Checked first, so that a bad one changes nothing.
+
+A prompt is text, token ids, or a dict of one of the two. What this engine could never serve is refused before anything
+changes. Called by `LLM`, and by `LLMEngine` when requests are added.
+"""
+
+import time
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+from nanovllm import sampling_params
+from nanovllm.checks import checks_of
+from nanovllm.request import Prompt, check_prompt_len, encode_prompt, make_seed
+from nanovllm_extras.execution.parts import Parts
+from nanovllm_extras.options.request_params import RequestOutputKind, SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.requests.full_detokenizer import TokenDecoder
+from nanovllm_extras.requests.full_request import Completion, Request
+from nanovllm_extras.sampling.logits_processors import Processor, PromptReader
+
+
+class OtherParams(Protocol):
+    """What other kinds of request ask for, such as an embedding. They bring their own class of request."""
+
+    def checked(self, parts: Parts) -> "OtherParams":
+        """Return a copy, checked again. Raises ValueError for what this engine can never serve."""
+
+    def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> Request: ...
+
+
+class TakenParams(NamedTuple):
+    """Parameters, copied and checked, and what is made of them. Requests may share them: sequences copy the grammar."""
+
+    params: Any
+    processors: tuple[Processor, ...] = ()
+    grammar: Any = None
+
+
+Params = SamplingParams | OtherParams | TakenParams
+
+
+class InputProcessor:
+    """Makes requests for one engine. A TypeError or ValueError names the field, the value and what is allowed.
+
+    `capacity`: tokens that one sequence can have in the cache when no other has any.
+    """
+
+    def __init__(self, parts: Parts, capacity: int) -> None:
+        self.parts = parts
+        self.capacity = capacity
+        self.vocab_size = parts.model_config.vocab_size
+        self.tokenizer = parts.tokenizer
+        self.decoder = None if parts.tokenizer is None else TokenDecoder(parts.tokenizer)
+        self.eos_token_ids = parts.eos_token_ids
+
+    def encode(self, prompt: Prompt, params: Params | None = None) -> tuple[str | None, list[int]]:
+        """Return the text of a prompt, or None, and its token ids, truncated as `params` request."""
+        if isinstance(prompt, Mapping) and not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+            from nanovllm_extras.requests.prompt_forms import check_keys
+
+            check_keys(prompt)
+        text, token_ids = encode_prompt(prompt, self.tokenizer, self.vocab_size)
+        if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
+            from nanovllm_extras.requests.prompt_truncation import truncate
+
+            token_ids = truncate(token_ids, params, self.parts.max_model_len)
+        parts, options = self.parts, "num_kv_blocks or kv_cache_memory_bytes"
+        check_prompt_len(len(token_ids), parts.max_model_len, self.capacity, parts.block_size, options)
+        return text, token_ids
+
+    def take_params(self, params: Any) -> TakenParams:
+        """Check parameters, and prepare what needs no prompt, such as a compiled grammar. None is the default."""
+        params = self.check_params(self.parts.default_sampling_params if params is None else params)
+        if not isinstance(params, SamplingParams):
+            return TakenParams(params)
+        form = params.structured_outputs
+        return TakenParams(params, self._processors(params), None if form is None else self.grammars.compile(form))
+
+    def check_params(self, params: Any) -> Any:
+        """Return a checked copy of the parameters, so that later changes by the user do not affect the request."""
+        if hasattr(params, "make_request"):
+            return params.checked(self.parts)
+        if not isinstance(params, sampling_params.SamplingParams):
+            raise TypeError(f"sampling_params must be a SamplingParams or None, got {params!r}")
+        if not isinstance(params, SamplingParams):  # of nanovllm
+            params = SamplingParams(
+                **{name: getattr(params, name) for name in checks_of(sampling_params.SamplingParams)}
+            )
+        if not self.parts.model_config.has_head:
+            raise ValueError("the checkpoint has no lm_head, so it cannot generate text; LLM.embed computes embeddings")
+        params = params.clone()
+        if not params.is_plain or params.stop_token_ids or params.prompt_logprobs is not None:
+            from nanovllm_extras.options.token_limits import check_token_limits
+
+            check_token_limits(params, self.vocab_size)
+        if self.tokenizer is None and (params.stop_strings or params.bad_words or params.structured_outputs):
+            raise ValueError("stop, bad_words and structured_outputs need a tokenizer, but this model has none")
+        return params
+
+    def make_request(
+        self, request_id: str, prompt: Prompt, given: Params | None, priority: int, stream: bool, number: int
+    ) -> Request:
+        """Make the request that follows `number` earlier ones. Without a seed, `number` is part of it."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority must be an int, got {priority!r}")
+        params, processors, grammar = given if isinstance(given, TakenParams) else self.take_params(given)
+        if not isinstance(params, SamplingParams):
+            return params.make_request(self, request_id, prompt, priority)
+        text, token_ids = self.encode(prompt, params)
+        seed = make_seed(params.seed, self.parts.config.seed, number, token_ids)
+        stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
+        gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
+        readers = self._readers(params, gives_deltas)
+        if grammar is not None:
+            grammar = self.grammars.for_prompt(grammar, self.decoder, params, token_ids)
+        seqs: list[Sequence] = []  # one for each sample
+        for i in range(params.n):
+            own_processors = processors if grammar is None else (*processors, grammar.copy())
+            own_readers = readers if i == 0 else ()
+            seq = Sequence(
+                request_id, token_ids, params, self.eos_token_ids, seed, i, priority, own_processors, own_readers
+            )
+            seqs.append(seq)
+        # the first computes the prompt, the others are its children. If there are more samples than sequences may run,
+        # the next `max_num_seqs` are a family of their own, and so on
+        most = self.parts.config.max_num_seqs
+        for first in range(0, params.n, most):
+            seqs[first].children = [*seqs[first + 1 : first + most]]
+        kind = Request if grammar is None else self.grammars.request_class
+        now, completion_class = time.monotonic(), self._completion_class(gives_deltas)
+        return kind(text, token_ids, seqs, stream, self.decoder, now, completion_class)
+
+    @cached_property
+    def grammars(self) -> Any:
+        """Return the compiler of structured outputs, made for the first request that needs it."""
+        from nanovllm_extras.structured.compiler import GrammarCompiler
+
+        return GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
+
+    def _processors(self, params: SamplingParams) -> tuple[Processor, ...]:
+        """Return what changes the logits of the request's rows."""
+        if params.is_plain:
+            return ()
+        from nanovllm_extras.sampling.logits import processors_of
+
+        return processors_of(params, self.tokenizer, self.vocab_size)
+
+    def _readers(self, params: SamplingParams, gives_deltas: bool) -> tuple[PromptReader, ...]:
+        """Return the readers of the prompt's hidden states."""
+        if params.prompt_logprobs is None:
+            return ()
+        from nanovllm_extras.requests.prompt_logprobs import PromptLogprobs
+
+        return (PromptLogprobs(params.prompt_logprobs, self.decoder, gives_once=gives_deltas),)
+
+    def _completion_class(self, gives_deltas: bool) -> type[Completion]:
+        """Return the class of samples whose outputs hold all tokens so far, or only the new ones (deltas)."""
+        if not gives_deltas:
+            return Completion
+        from nanovllm_extras.requests.deltas import DeltaCompletion
+
+        return DeltaCompletion

@@ -1,0 +1,82 @@
+"""The runner as the objects see it that it is made of: its device setup, its K/V store, its self-check.
+
+`full_runner.py` imports them, so they cannot import `ModelRunner`.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nanovllm.batch import Batch
+from nanovllm.cuda_graphs import CudaGraphs
+from nanovllm.kv_cache import KVCache
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm_extras.execution.alone import Alone, Whole
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.sampling.runner_hooks import ArrivingTokens, Draw
+
+
+class Runner(Protocol):
+    """A `ModelRunner`: what its parts read, call and set."""
+
+    config: Config
+    folder: Path
+    model_class: Any
+    shape: NetworkConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_rows: int
+    backend: Any
+    layout: Any  # a `Layout`
+    model: Qwen3ForCausalLM
+    kv_cache: KVCache
+    transfers: Any
+    draw: Draw
+    part: Whole
+    ranks: Alone
+    graphs: CudaGraphs | None
+    step_graphs: Any  # of `execution/step_graphs.py`
+
+    @property
+    def backends(self) -> Sequence[Any]:
+        """Return the attention backend of each shape of K and V."""
+
+    @property
+    def slowest_backend(self) -> Any:
+        """Return the first backend that CUDA graphs cannot record, or the first one."""
+
+    @property
+    def network(self) -> Any:
+        """Return the model, for CUDA graphs."""
+
+    @property
+    def more_inputs(self) -> Any:
+        """Return what rows of decodes have beside one slot and one block table, or None."""
+
+    def run(self, batch: Batch) -> ArrivingTokens:
+        """Compute a batch."""
+
+    def send(self, record: Any) -> Any:
+        """Return a record of tensors on the device."""
+
+    def step_context(self) -> AbstractContextManager[None]:
+        """Return a context for what computes."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]"""
+
+    def count_blocks(self) -> int:
+        """Return the number of blocks of each group of layers."""
+
+    def make_graphs(self) -> CudaGraphs:
+        """Return graphs of the forward pass of decodes."""
+
+    def bytes_to_leave(self, num_graph_bytes: int) -> int:
+        """Return the memory for what is loaded later. num_graph_bytes: of this runner's graphs"""

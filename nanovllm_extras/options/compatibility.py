@@ -1,0 +1,99 @@
+"""What does not go together: one table of pairs of features, with the reason for each.
+
+Every feature works with every other feature, unless a row of `CONTRADICTIONS` names both. A feature is what options ask
+for, such as swap, or what a model has, such as experts. `Config` checks its options against each other when it
+is made. `assembly.start_runner` checks them against the model when config.json has been read, before it loads weights.
+
+A value that is wrong by itself is refused where it is read. What a kernel cannot compute on this machine is the
+backend's own `why_not` (`execution/choices.py`). `python -m tools.combinations` writes `docs/combinations.md`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What options ask for or, if there are no `options`, what a model has."""
+
+    name: str
+    options: tuple[str, ...] = ()
+    """The default values of these options do not ask for it."""
+    is_meant: Callable[[Any], Any] = lambda value: True
+    """Whether another value of an option, or a model's `NetworkConfig`, is or has the feature."""
+
+    def is_in(self, config: Any, shape: Any) -> bool:
+        """Return whether an engine has it. shape: the model's `NetworkConfig`, None until config.json is read"""
+        if self.options:
+            return any(self.is_meant(getattr(config, name)) for name in self.given(config))
+        return shape is not None and bool(self.is_meant(shape))
+
+    def given(self, config: Any) -> list[str]:
+        """Return its options whose values are not the defaults."""
+        return [name for name in self.options if getattr(config, name) != getattr(type(config), name)]
+
+    def describe(self, config: Any) -> str:
+        values = ", ".join([f"{name}={getattr(config, name)!r}" for name in self.given(config)])
+        return f"{self.name} ({values})" if values else self.name
+
+    def way_out(self, config: Any) -> str:
+        """Return how to do without it, in words: nothing for what a model has."""
+        return f"leave out {' and '.join(self.given(config))}" if self.options else ""
+
+
+# ---- features of options
+
+GRAPHS = Feature("CUDA graphs", ("enable_cuda_graphs",), lambda value: value)
+EAGER = Feature("eager execution", ("enforce_eager",))
+NO_PREFIXES = Feature("no prefix cache", ("enable_prefix_caching",))
+STORE = Feature("a K/V store", ("kv_offloading_size", "kv_transfer_config"))
+HOST_TIER = Feature("a tier in host memory", ("kv_offloading_size",))
+CONNECTOR = Feature(
+    "the OffloadingConnector", ("kv_transfer_config",), lambda given: given["kv_connector"] == "OffloadingConnector"
+)
+OWN_TIER = Feature(
+    "a `Tier` of your own", ("kv_transfer_config",), lambda given: not isinstance(given["kv_connector"], str)
+)
+RANKS = Feature("several ranks", ("tensor_parallel_size", "nnodes"))
+
+# ---- features of models
+
+EXPERTS = Feature("a mixture of experts", (), lambda shape: shape.num_experts > 0)
+
+
+class Row(NamedTuple):
+    """Two features that do not go together."""
+
+    first: Feature
+    second: Feature
+    reason: str
+
+
+CONTRADICTIONS = (
+    # ---- of options
+    Row(STORE, NO_PREFIXES, "a store finds blocks by their prefix"),
+    Row(OWN_TIER, RANKS, "other ranks are processes, which cannot use the object"),
+    Row(HOST_TIER, CONNECTOR, "both are the same tier"),
+    Row(GRAPHS, EAGER, "eager execution is kernel by kernel"),
+    # ---- of an option and any model
+    Row(
+        GRAPHS, EXPERTS,
+        "tokens are grouped by expert on the host, when the layer's router has run, and a graph cannot wait for that",
+    ),
+)  # fmt: skip
+"""The first row that holds is the one that an error names."""
+
+
+def check_combinations(config: Any, shape: Any = None) -> None:
+    """Raise ValueError for the first two features of an engine that do not go together.
+
+    config: a `Config`; shape: the model's `NetworkConfig`, or None to check options against each other only
+    """
+    for row in CONTRADICTIONS:
+        if row.first.is_in(config, shape) and row.second.is_in(config, shape):
+            ways = [row.first.way_out(config), row.second.way_out(config)]
+            raise ValueError(
+                f"{row.first.describe(config)} and {row.second.describe(config)} do not go together: {row.reason}; "
+                f"{', or '.join([way for way in ways if way])}"
+            )

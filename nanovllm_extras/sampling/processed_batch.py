@@ -1,0 +1,62 @@
+"""The batch of a step in which some sequence asks for more than the core's sampler does.
+
+Log-probabilities, changes of logits and readers of hidden states are added to the core's `Batch`. If no sequence of a
+step asks for any, the batch is the core's own. `LLMEngine.compute` calls `build_batch`.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from nanovllm import batch
+from nanovllm.batch import Batch, build_sampling_batch
+from nanovllm.block_tables import BlockTables
+from nanovllm.scheduler import Step
+from nanovllm_extras.sampling.logits_processors import ProcessorRows, ReaderRows, build_processors, build_readers
+
+
+@dataclass(frozen=True)
+class ProcessedSampling(batch.SamplingBatch):
+    processors: tuple[ProcessorRows, ...] = ()  # what changes the logits before sampling, in this order
+    num_logprobs: int | None = None  # the most likely tokens whose log-probabilities are wanted at most; None for none
+
+
+@dataclass(frozen=True)
+class ReadBatch(Batch):
+    readers: tuple[ReaderRows, ...] = ()  # what is read of the hidden states of prompts
+
+
+def build_batch(step: Step, block_tables: BlockTables) -> Batch:
+    """Return the tensors of a step, as the core's `build_batch` does, with all that its sequences ask for."""
+    built = batch.build_batch(step, block_tables)
+    add_groups = getattr(block_tables, "add_groups", None)  # of `GroupedBlockTables`
+    if add_groups is not None:
+        built = add_groups(step, built)
+    chunks: list[Any] = step.chunks
+    if all([seq.is_plain for seq, _, _ in chunks]):
+        return built
+    positions = [chunks[i][1] + chunks[i][2] for i in step.sampled_chunks]
+    sampling = add_processors(built.sampling, step.samples, positions)
+    readers = build_readers(step, built.metadata.cu_seqlens_q.numpy())
+    return ReadBatch(**{**values_of(built), "sampling": sampling}, readers=readers)
+
+
+def build_sampling(samples: list[Any], positions: list[int]) -> batch.SamplingBatch:
+    """Build the sampling batch as `build_sampling_batch` does, with all that the sequences ask for."""
+    return add_processors(build_sampling_batch(samples, np.array(positions)), samples, positions)
+
+
+def add_processors(sampling: batch.SamplingBatch, samples: list[Any], positions: list[int]) -> batch.SamplingBatch:
+    """Add logits processors. positions: for each sample, the position that its new token will have"""
+    wanted = [seq.sampling_params.logprobs for seq in samples]
+    num_logprobs = [one for one in wanted if one is not None]
+    return ProcessedSampling(
+        **values_of(sampling),
+        processors=build_processors(samples, positions),
+        num_logprobs=(-1 if -1 in num_logprobs else max(num_logprobs)) if num_logprobs else None,
+    )
+
+
+def values_of(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}

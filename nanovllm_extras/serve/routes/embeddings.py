@@ -1,0 +1,179 @@
+"""Handle `POST /v1/embeddings`: return a vector for each text, as a list of numbers or in base64.
+
+https://platform.openai.com/docs/api-reference/embeddings. Each prompt logs a line when it ends:
+
+    embd-5f2…-0 stop: 24 tokens in (16 cached), embedded after 3.1 ms
+"""
+
+import base64
+import logging
+import time
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from nanovllm.loader import read_json
+from nanovllm.request import Prompt
+from nanovllm_extras.embedding.pooling_params import EmbeddingRequestOutput, PoolingParams
+from nanovllm_extras.engine.full_engine import LLMEngine
+from nanovllm_extras.serve.body import JSONRoute
+from nanovllm_extras.serve.engine_thread import NewRequest
+from nanovllm_extras.serve.errors import refuse
+from nanovllm_extras.serve.generation import engine_ids, told_name
+from nanovllm_extras.serve.messages.protocol import Name, Salt, StrictModel, Text, Texts, TokenIds, Whole
+from nanovllm_extras.serve.prompts import are_many, check_lengths, encode_prompts, salted
+from nanovllm_extras.serve.request_ids import new_id
+from nanovllm_extras.serve.state import ReadyServer, Server
+from nanovllm_extras.serve.streaming import encode
+from nanovllm_extras.serve.workers import Check, unless_client_leaves
+from nanovllm_extras.weights.checkpoint import resolve_model
+from nanovllm_extras.weights.checkpoint_options import overridden
+
+logger = logging.getLogger(__name__)
+router = APIRouter(route_class=JSONRoute)
+
+MAX_INPUTS = 2048  # OpenAI's limit
+
+
+class EmbeddingRequest(StrictModel):
+    model: Name | None = None
+    input: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    """One text or several texts, or the token ids of one prompt or of several prompts."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """`base64` encodes float32 numbers in little-endian order."""
+    dimensions: Whole | None = Field(None, ge=1)
+    """The length to which vectors are cut, for models that were trained for this (Matryoshka embeddings).
+
+    Any model has vectors of its own length.
+    """
+    # nanovllm's additions
+    pooling: Literal["last", "mean"] | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: Whole | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: Salt | None = None
+
+
+@router.post("/v1/embeddings")
+async def create_embeddings(body: EmbeddingRequest, request: Request, server: ReadyServer) -> Response:
+    """Return one vector for each input."""
+    server.check_model(body.model)
+    engine = server.check_ready().engine
+    if body.dimensions not in (None, engine.parts.model_config.hidden_size):
+        raw = await server.workers.run(request, lambda check: read_raw_config(engine), is_long=True)
+        with refuse("dimensions"):
+            check_dimensions(body.dimensions, engine.parts.model_config.hidden_size, raw)
+    bounds, adds = server.bounds, body.add_special_tokens is not False
+    prompts = await server.workers.run(
+        request,
+        lambda check: encode_prompts(
+            bounds.tokenizer(engine.tokenizer, check), bounds, "input", body.input, adds, MAX_INPUTS
+        ),
+        is_long=are_many(body.input) or None,
+    )
+    embedding_id = new_id("embd", request)
+
+    async def embed_and_write() -> bytes:
+        outputs = await embed(server, request, body, embedding_id, prompts)
+        write = partial(write_answer, server, body, embedding_id, outputs)
+        return await server.workers.write(request.state.caller, write) if are_many(outputs) else write(lambda: None)
+
+    content = await unless_client_leaves(request.receive, embed_and_write())
+    return Response(content, media_type="application/json")
+
+
+def write_answer(
+    server: Server, body: EmbeddingRequest, embedding_id: str, outputs: list[EmbeddingRequestOutput], check: Check
+) -> bytes:
+    """Return the JSON of the answer. `check` is called before each vector."""
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    usage = {
+        "prompt_tokens": num_tokens,
+        "total_tokens": num_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+    whole = encode({"id": embedding_id, "object": "list", "model": server.model_name, "usage": usage})
+    vectors = []
+    for i, one in enumerate(outputs):
+        check()
+        vectors.append(encode(describe(i, one, body)))
+    return whole[:-1] + b',"data":[' + b",".join(vectors) + b"]}"
+
+
+async def embed(
+    server: Server, request: Request, body: EmbeddingRequest, embedding_id: str, prompts: list[Prompt]
+) -> list[EmbeddingRequestOutput]:
+    """Return the embeddings of all prompts, in their order. If cancelled, it aborts the unfinished requests."""
+    arrival_time, llm = time.monotonic(), server.check_ready()
+    params = PoolingParams(body.pooling or "last", True if body.normalize is None else body.normalize)
+    requests = [
+        NewRequest(name, salted(prompt, body.cache_salt), params, body.priority or 0, False)
+        for name, prompt in zip(engine_ids(embedding_id, len(prompts)), prompts, strict=True)
+    ]
+    check_lengths(prompts, "input", server.bounds)
+    with refuse("input"):
+        inbox = await llm.submit(requests, partial(server.workers.run_long, request))
+    server.num_in_progress += 1
+    outputs: dict[str, Any] = {}
+    try:
+        while inbox.unfinished:
+            for output in await inbox.take():
+                outputs[output.request_id] = output
+                note_end(server, output, arrival_time)
+    finally:
+        llm.close(inbox)
+        server.num_in_progress -= 1
+        for request_id in sorted(inbox.unfinished):
+            server.metrics.note_abort()
+            if server.options.log_requests:
+                logger.info("%s abort: before it was embedded", told_name(request_id))
+    return [outputs[request.request_id] for request in requests]
+
+
+def read_raw_config(engine: LLMEngine) -> dict[str, Any]:
+    """Return the values of config.json, with the engine's overrides."""
+    config = engine.config
+    folder = resolve_model(config.model, with_weights=False, revision=config.revision)
+    return overridden(read_json(folder / "config.json"), config.hf_overrides or {})
+
+
+def check_dimensions(dimensions: int, size: int, raw: dict[str, Any]) -> None:
+    """Raise ValueError unless config.json allows shorter vectors, by the fields that vLLM reads."""
+    sizes = raw.get("matryoshka_dimensions")
+    if isinstance(sizes, list):
+        if dimensions not in sizes:
+            raise ValueError(f"dimensions must be one of {sorted({*sizes, size})}, got {dimensions}")
+    elif not raw.get("is_matryoshka"):
+        raise ValueError(
+            f"dimensions must be {size}, the length of the model's vectors, got {dimensions}. If the model was trained "
+            "for shorter vectors, set is_matryoshka in hf_overrides"
+        )
+    elif dimensions > size:
+        raise ValueError(f"dimensions must be at most {size}, got {dimensions}")
+
+
+def note_end(server: Server, output: Any, arrival_time: float) -> None:
+    """Count and log the end of a request."""
+    num_tokens, reason = len(output.prompt_token_ids), "stop" if output.outputs.embedding else "abort"
+    server.metrics.note_end(output.metrics, arrival_time, num_tokens, [], reason)
+    after = 1000 * (output.metrics.finished_time - arrival_time)
+    if not server.options.log_requests:
+        return
+    message = "%s %s: %d tokens in (%d cached), embedded after %.1f ms"
+    logger.info(message, told_name(output.request_id), reason, num_tokens, output.num_cached_tokens, after)
+
+
+def describe(index: int, output: EmbeddingRequestOutput, body: EmbeddingRequest) -> dict[str, Any]:
+    """Return the JSON of one embedding, cut to `body.dimensions`."""
+    embedding: Any = output.outputs.embedding
+    if body.dimensions is not None and body.dimensions < len(embedding):
+        embedding = embedding[: body.dimensions]
+        length = float(np.linalg.norm(embedding)) if body.normalize is not False else 1.0
+        embedding = [value / max(length, 1e-12) for value in embedding]
+    if body.encoding_format == "base64":
+        embedding = base64.b64encode(np.array(embedding, dtype="<f4").tobytes()).decode("ascii")
+    return {"object": "embedding", "index": index, "embedding": embedding}

@@ -1,0 +1,113 @@
+"""Handle the routes that do not generate: health, version, metrics, models, and the tokenizer."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from nanovllm_extras.serve.body import JSONRoute
+from nanovllm_extras.serve.errors import APIError, refuse
+from nanovllm_extras.serve.messages.protocol import DetokenizeRequest, TokenizeRequest
+from nanovllm_extras.serve.prompts import chat_prompt, encode_text
+from nanovllm_extras.serve.state import AnyServer, ReadyServer, Server
+from nanovllm_extras.serve.streaming import JSON
+from nanovllm_extras.serve.workers import Check
+
+router = APIRouter(route_class=JSONRoute)
+
+
+@router.get("/health")
+@router.head("/health", include_in_schema=False)
+@router.get("/ping")
+@router.head("/ping", include_in_schema=False)
+@router.post("/ping", include_in_schema=False)
+async def health(server: ReadyServer) -> Response:
+    """Return 200 if the server is ready, 503 while it loads or shuts down, or if the engine has died."""
+    return Response()
+
+
+@router.get("/version")
+@router.head("/version", include_in_schema=False)
+async def show_version() -> dict[str, str]:
+    """Return the version of nanovllm."""
+    try:
+        return {"version": version("nanovllm")}
+    except PackageNotFoundError:  # run from a folder that was not installed
+        return {"version": "unknown"}
+
+
+@router.get("/metrics")
+@router.head("/metrics", include_in_schema=False)
+async def metrics(server: AnyServer) -> Response:
+    """Return the metrics for Prometheus."""
+    return Response(server.metrics.as_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/v1/models")
+@router.head("/v1/models", include_in_schema=False)
+async def list_models(server: ReadyServer) -> dict[str, Any]:
+    """Return all names of the model."""
+    return {"object": "list", "data": [describe(server, name) for name in server.options.model_names]}
+
+
+@router.get("/v1/models/{name:path}")
+@router.head("/v1/models/{name:path}", include_in_schema=False)
+async def show_model(name: str, server: ReadyServer) -> dict[str, Any]:
+    """Return one name of the model."""
+    server.check_model(name)
+    return describe(server, name)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request, server: ReadyServer) -> Response:
+    """Return the token ids of a text, or of a conversation rendered by the chat template."""
+    server.check_model(body.model)
+    engine = server.check_ready().engine
+
+    def encode(check: Check) -> Any:
+        tokenizer = server.bounds.tokenizer(engine.tokenizer, check)
+        if body.messages is not None:
+            return chat_prompt(tokenizer, server.bounds, body)
+        with refuse("prompt"):
+            return encode_text(require_tokenizer(tokenizer), body.prompt or "", body.add_special_tokens is not False)
+
+    prompt = await server.workers.run(request, encode)
+    tokens = prompt["prompt_token_ids"]
+    strings = engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    return JSON(
+        {"count": len(tokens), "max_model_len": engine.parts.max_model_len, "tokens": tokens, "token_strs": strings}
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request, server: ReadyServer) -> Response:
+    """Return the text of token ids."""
+    server.check_model(body.model)
+    tokenizer, bounds = require_tokenizer(server.check_ready().engine.tokenizer), server.bounds
+    with refuse("tokens"):
+        bounds.check_count(body.tokens, bounds.max_model_len, "tokens (max_model_len)")
+    most = bounds.vocab_size - 1
+    if body.tokens and max(body.tokens) > most:
+        raise APIError(400, f"tokens must be token ids from 0 to {most}, got {max(body.tokens)}", "tokens")
+    return JSON({"prompt": await server.workers.run(request, lambda check: tokenizer.decode(body.tokens))})
+
+
+def describe(server: Server, name: str) -> dict[str, Any]:
+    """Return OpenAI's JSON of the model under one of its names."""
+    engine = server.check_ready().engine
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.started,
+        "owned_by": "nanovllm",
+        "root": str(engine.config.model),
+        "parent": None,
+        "max_model_len": engine.parts.max_model_len,
+    }
+
+
+def require_tokenizer(tokenizer: Any) -> Any:
+    """Return the tokenizer. Raises APIError 400 if it is None."""
+    if tokenizer is None:
+        raise APIError(400, "this model has no tokenizer")
+    return tokenizer

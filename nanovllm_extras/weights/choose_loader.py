@@ -1,0 +1,30 @@
+"""Choose the function that loads a checkpoint which is quantised already.
+
+`full_runner.py` calls it for one rank, `parallel/start_ranks.py` for each of several.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.weights.quantise import Finish
+from nanovllm_extras.weights.shares import Share
+
+
+def choose_loader(
+    shape: NetworkConfig, config: Config, finish: Finish, share: Share | None = None
+) -> Callable[..., Any]:
+    """Return the loader for the format that config.json names, or for a GGUF file.
+
+    shape: that of the whole network; share: the rank's part of it, None for all
+    """
+    share = share or Share()
+    if config.load_format == "gguf":
+        from nanovllm_extras.weights.gguf import load_gguf  # whose library may be missing
+
+        return partial(load_gguf, finish, share, shape)
+    from nanovllm_extras.weights.stored import load_stored, read_format
+
+    return partial(load_stored, read_format("quantization_config", shape.quantization_config), finish, share)

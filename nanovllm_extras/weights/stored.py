@@ -1,0 +1,198 @@
+"""Checkpoints that are quantised already: `checkpoint.py` asks `read_format`, `choose_loader.py` asks `load_stored`.
+
+Each projection that has the tensors of the format becomes a layer of `quantised_linear.py`. Other quantised
+weights, such as routers and output layers, are widened to the model's dtype. All others are loaded as always.
+Weights in fp8 (DeepSeek's, Qwen's) and MXFP4 (gpt-oss's) are widened to the model's dtype: no kernel here multiplies by
+them.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from nanovllm.loader import WEIGHT_DTYPES, checkpoint_files, fill, init_dummy_weights
+from nanovllm_extras.weights.dummies import make_dummies
+from nanovllm_extras.weights.formats import READERS, Format
+from nanovllm_extras.weights.fp8_weights import KV_SCALES, Fp8, read_compressed_fp8, read_fp8
+from nanovllm_extras.weights.load_layers import Kind, load_layers
+from nanovllm_extras.weights.load_model import BARE, OF_QUANTISED, load_model, network_tensors
+from nanovllm_extras.weights.mxfp4 import Mxfp4, read_mxfp4
+from nanovllm_extras.weights.quantise import Finish
+from nanovllm_extras.weights.quantised_linear import QuantisedWeight
+from nanovllm_extras.weights.shares import Share
+
+logger = logging.getLogger(__name__)
+
+
+def read_format(field: str, raw: Any) -> Format | Fp8 | Mxfp4:
+    """Parse `raw`, the value of `field` in config.json. Raises ValueError if the format is not supported."""
+    given = raw if isinstance(raw, Mapping) else {}
+    name = given.get("quant_method") or given.get("format") or raw
+    known: dict[str, Any] = {**READERS, "fp8": read_fp8, "mxfp4": read_mxfp4}
+    if field != "quantization_config" or not isinstance(name, str) or name not in known:
+        raise ValueError(
+            f"config.json has a {field}: the weights are quantised with {name}, which is not supported; "
+            f"known are {', '.join(known)}. Take the same model in bfloat16, float16 or float32"
+        )
+    if name == "compressed-tensors" and given.get("format") in ("float-quantized", "naive-quantized"):
+        return read_compressed_fp8(given)
+    read: Callable[[Any], Format | Fp8 | Mxfp4] = known[name]
+    return read(given)
+
+
+def load_stored(
+    form: Any,
+    finish: Finish,
+    share: Share,
+    model_class: Any,
+    shape: Any,
+    backend: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    dummy_seed: int | None = None,
+) -> Any:
+    """Load a checkpoint of format `form`, or random weights, with the arguments of `load_model`.
+
+    Each quantised layer becomes what `finish` makes of it before the next one is loaded. share: the rank's part
+    """
+    with torch.device("meta"):
+        model = model_class(shape, backend)
+    if dummy_seed is not None:
+        made = make_dummies(form, finish, share, model, dtype, device, dummy_seed, shape.initializer_range)
+        init_dummy_weights(made, dummy_seed, shape.initializer_range)
+        return made
+    if not isinstance(form, Fp8 | Mxfp4):
+        checkpoint = Checkpoint(folder, getattr(model, "rename_stored", None))
+        return load_projections(StoredSource(form, checkpoint), finish, share, model, dtype, device)
+    logger.info("the checkpoint's weights in %s are widened to %s", type(form).__name__.lower(), dtype)
+    read_whole = form.reader(Checkpoint(folder), dtype)
+
+    def read(file: Any, name: str) -> Tensor | None:
+        share.check()
+        return read_whole(file, name)
+
+    return load_model(model_class, shape, backend, dtype, device, folder, read=read, part_of=share.of)
+
+
+class Checkpoint:
+    """The tensors of a folder, by the names that the model has for them. rename: the model's `rename_stored`"""
+
+    def __init__(self, folder: Path, rename: Callable[[str, Tensor], Any] | None = None) -> None:
+        self.folder, self.rename = folder, rename
+        self.files: dict[str, tuple[Path, str]] = {}  # file, and name in the file
+        for file, wanted in checkpoint_files(folder).items():
+            with safe_open(file, framework="pt") as tensors:
+                names = set(tensors.keys()) & (wanted or set(tensors.keys()))
+            self.files |= {self.name_of(name): (file, name) for name in names}
+
+    def name_of(self, stored_name: str) -> str:
+        """Return the model's name of a tensor. One that holds several tensors of the model keeps its own name."""
+        name = BARE.sub("model.", stored_name)
+        renamed = [] if self.rename is None else [one for one, _ in self.rename(name, torch.empty(0))]
+        return renamed[0] if len(renamed) == 1 else name
+
+    def read(self, name: str) -> Tensor:
+        file, stored_name = self.files[name]
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.get_tensor(stored_name)
+
+
+class StoredSource:
+    """A checkpoint whose weights are decoded to `QuantisedWeight`: a `Source` (`load_layers.py`)."""
+
+    def __init__(self, form: Format, checkpoint: Checkpoint) -> None:
+        self.form, self.checkpoint = form, checkpoint
+        self.loaded: set[str] = set()  # names of tensors
+
+    def is_quantised(self, part: str) -> bool:
+        return f"{part}.{self.form.mark}" in self.checkpoint.files
+
+    def kind(self, part: str, shape: tuple[int, ...]) -> Kind | None:
+        if not self.is_quantised(part):
+            return None
+        order = None
+        if "g_idx" in self.form.tensors and f"{part}.g_idx" in self.checkpoint.files:
+            size = self.form.group_size or shape[1]
+            found = self.decoding(part, lambda: self.form.find_order(self.checkpoint.read(f"{part}.g_idx"), size))
+            order = None if found is None else found.numpy().tobytes()
+        return Kind(self.form.bits, self.form.group_size, order)
+
+    def weight(self, part: str, shape: tuple[int, ...]) -> QuantisedWeight:
+        names = [name for name in self.form.tensors if f"{part}.{name}" in self.checkpoint.files]
+        if missing := [name for name in self.form.tensors if name not in (*names, "g_idx")]:
+            raise ValueError(f"{part} in {self.checkpoint.folder} lacks {', '.join(missing)}")
+        self.loaded |= {f"{part}.{name}" for name in names}
+        tensors = {name: self.checkpoint.read(f"{part}.{name}") for name in names}
+        weight: QuantisedWeight = self.decoding(part, lambda: self.form.decode(tensors, shape[1]))
+        if len(weight.q) != shape[0]:
+            raise ValueError(
+                f"{part} in {self.checkpoint.folder} has {len(weight.q)} outputs, the model needs {shape[0]}"
+            )
+        return weight
+
+    def decoding(self, part: str, decode: Callable[[], Any]) -> Any:
+        """Call `decode`, and name the projection in its errors."""
+        try:
+            return decode()
+        except ValueError as error:
+            raise ValueError(f"{part} in {self.checkpoint.folder}: {error}") from error
+
+    def floats(self, name: str) -> Tensor:
+        if name not in self.checkpoint.files:
+            raise ValueError(f"{name} is missing in {self.checkpoint.folder}")
+        self.loaded.add(name)
+        tensor = self.checkpoint.read(name)
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"{name} in {self.checkpoint.folder} is {tensor.dtype}, but lacks {self.form.mark}")
+        return tensor
+
+    def bias(self, part: str, num_outputs: int) -> Tensor:
+        """Read a bias. Some tools write zeros for layers without a bias; other values raise ValueError."""
+        name = f"{part}.bias"
+        if num_outputs:
+            return self.floats(name)
+        if name in self.checkpoint.files and bool(self.floats(name).any()):
+            raise ValueError(f"unexpected tensor {name} in {self.checkpoint.folder}: the model's layer has no bias")
+        return torch.empty(0)
+
+
+def load_projections(
+    source: StoredSource, finish: Finish, share: Share, model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Return the network on `device`. model: on the meta device"""
+    form, checkpoint = source.form, source.checkpoint
+    model, places = load_layers(source, model, share, finish, dtype, device)
+    if not source.loaded:
+        raise ValueError(f"config.json says {form.name}, but no projection in {checkpoint.folder} is quantised so")
+    # no kernel multiplies by other quantised weights as they are stored: routers, embeddings, up-projections of latents
+    others = [name.removesuffix(".weight") for name in places if source.is_quantised(name.removesuffix(".weight"))]
+    source.loaded |= {f"{path}.{name}" for path in others for name in (*form.tensors, "bias")}
+    is_unused = getattr(model, "is_unused", lambda name: False)
+
+    def read_plain(file: Any, stored_name: str) -> Tensor | None:
+        share.check()
+        name = checkpoint.name_of(stored_name)
+        if name in source.loaded or is_unused(BARE.sub("model.", stored_name)) or KV_SCALES.search(name):
+            return None
+        if OF_QUANTISED.search(name):
+            raise ValueError(f"unexpected tensor {name} in {checkpoint.folder}: the model has no such quantised layer")
+        return file.get_tensor(stored_name)
+
+    plain = network_tensors(model, checkpoint.folder, read_plain, share.of)
+    widened = ((f"{path}.weight", widen(source, share, path, places[f"{path}.weight"].shape)) for path in others)
+    fill(places, chain(plain, widened), checkpoint.folder)
+    return model
+
+
+def widen(source: StoredSource, share: Share, path: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the rank's part of a quantised weight as floats: `shape` float32."""
+    name = f"{path}.weight"
+    source.bias(path, 0)
+    return share.of(name, source.weight(path, share.whole_shape(name, shape)).dequantised())
