@@ -56,8 +56,8 @@ class SamplingParams(sampling_params.SamplingParams):
     """Subtracted from the logit of a token as many times as the output holds it; in [-2, 2]."""
     repetition_penalty: float = checked(1.0, check_number, low=0, open_low=True)
     """Divides positive logits of tokens in prompt or output, multiplies others (CTRL, https://arxiv.org/abs/1909.05858)."""
-    stop: str | Sequence[str] | None = checked(None, check_in, module="logits")
-    bad_words: Sequence[str] | None = checked(None, check_in, module="logits")
+    stop: str | Sequence[str] | None = checked(None, check_in, module="sampling.logits")
+    bad_words: Sequence[str] | None = checked(None, check_in, module="sampling.logits")
     """Words that must not appear: the last token of a word is not chosen after its first tokens."""
     include_stop_str_in_output: bool = checked(False, check_bool)
     """Whether the text keeps the stop string that ended it."""
@@ -73,15 +73,15 @@ class SamplingParams(sampling_params.SamplingParams):
     """Whether the text leaves out special tokens such as end markers."""
     spaces_between_special_tokens: bool = checked(True, check_bool)
     """Whether neighbouring special tokens keep the spaces that the tokenizer writes between them."""
-    truncate_prompt_tokens: int | None = checked(None, check_in, module="prompt_truncation")
+    truncate_prompt_tokens: int | None = checked(None, check_in, module="requests.prompt_truncation")
     """Keep only this number of the prompt's last tokens; -1 keeps as many as leave room for `max_tokens`."""
     output_kind: RequestOutputKind = checked(RequestOutputKind.CUMULATIVE, check_output_kind)
     """What each output of a stream holds: all so far, what is new, or only the end."""
-    logit_bias: Mapping[int, float] | None = checked(None, check_in, module="logits")
+    logit_bias: Mapping[int, float] | None = checked(None, check_in, module="sampling.logits")
     """Added to the logits of these tokens; each in [-100, 100]."""
-    allowed_token_ids: Sequence[int] | None = checked(None, check_in, module="logits")
+    allowed_token_ids: Sequence[int] | None = checked(None, check_in, module="sampling.logits")
     """No other tokens are chosen."""
-    logits_processors: Sequence[LogitsProcessor] | None = checked(None, check_in, module="logits")
+    logits_processors: Sequence[LogitsProcessor] | None = checked(None, check_in, module="sampling.logits")
     """Called with the output so far and the request's logits, in order; each returns the logits to go on with."""
     structured_outputs: "StructuredOutputsParams | Mapping[str, Any] | None" = checked(
         None, check_in, module="options.structured_params"
