@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.loader import places_of
+from nanovllm_extras.weights import load_model as weights
 from nanovllm_extras.weights.checkpoint import read_model_config
 from nanovllm_extras.weights.load_model import load_model
-from nanovllm_extras.weights.load_model import load_model as weights
 from tests.core_alone import ROOT
 from tests.test_loader import (  # noqa: F401 (with the fixture `load` below)
     check_equals,

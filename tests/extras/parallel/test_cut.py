@@ -19,11 +19,11 @@ from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.parallel.start_ranks import RankPart
+from nanovllm_extras.weights import cut as cut_module
+from nanovllm_extras.weights import load_model as weights
 from nanovllm_extras.weights.checkpoint import read_model_config
 from nanovllm_extras.weights.cut import Cut, Cutter, read_part, share_of
-from nanovllm_extras.weights.load_model import cut as cut_module
 from nanovllm_extras.weights.load_model import load_model, places_of_stored
-from nanovllm_extras.weights.load_model import load_model as weights
 from tests.conftest import examples
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.extras.parallel.shareable import LATENT

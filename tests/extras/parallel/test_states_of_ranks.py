@@ -18,8 +18,8 @@ from nanovllm_extras.models.gated_delta import GatedDeltaNet
 from nanovllm_extras.parallel import joined
 from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.states.state_layout import StateLayout
+from nanovllm_extras.weights import cut
 from nanovllm_extras.weights.cut import Cutter, read_part, share_of
-from nanovllm_extras.weights.load_model import cut
 from tests.extras.failing_request import serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.late_runner import LateRunner

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.linear import Linear
 from nanovllm_extras import LLM, TINY_QWEN3
-from nanovllm_extras.weights.load_model import quantised_linear
+from nanovllm_extras.weights import quantised_linear
 from nanovllm_extras.weights.quantise import quantise
 from nanovllm_extras.weights.quantised_linear import QuantisedWeight, quantise_weight
 from tests.extras.quantization.packers import write

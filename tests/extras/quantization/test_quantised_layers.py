@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm_extras.weights.load_model import quantised_linear as layers
+from nanovllm_extras.weights import quantised_linear as layers
 from nanovllm_extras.weights.quantised_linear import (
     QuantisedEmbedding,
     QuantisedFusedLinear,

@@ -34,7 +34,7 @@ from nanovllm_extras.self_check.core_on_cuda import CoreLayout
 from nanovllm_extras.self_check.crash_test import CrashTest
 from nanovllm_extras.self_check.random_layers import RandomLayers, describe_model
 from nanovllm_extras.self_check.stored_results import StoredResult
-from nanovllm_extras.weights.load_model import quantised_linear
+from nanovllm_extras.weights import quantised_linear
 from tests.conftest import every_second
 from tests.cuda_stand_in import prefill
 from tests.extras.cuda import test_graphs
