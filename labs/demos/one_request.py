@@ -45,10 +45,10 @@ def main() -> None:
 
 def run_server() -> None:
     from nanovllm.scheduler import Scheduler
-    from nanovllm_extras.cli import serve_command
     from nanovllm_extras.engine.full_engine import LLMEngine
     from nanovllm_extras.execution.full_runner import ModelRunner
     from nanovllm_extras.serve.async_llm import AsyncLLM
+    from nanovllm_extras.serve.commands import serve_command
     from nanovllm_extras.serve.engine_thread import EngineThread
     from nanovllm_extras.serve.routes import chat_route
     from nanovllm_extras.serve.streaming import EventStream

@@ -1,1 +1,1 @@
-"""The commands `nanovllm serve`, `front` and `check`, and the table of all commands. Read `commands.py` first."""
+"""The table of all commands, and the command `nanovllm check`. Read `commands.py` first."""

@@ -22,9 +22,13 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "serve": Command("nanovllm_extras.cli.serve_command", "serve", "serve a model over HTTP, with OpenAI's API"),
+    "serve": Command(
+        "nanovllm_extras.serve.commands.serve_command", "serve", "serve a model over HTTP, with OpenAI's API"
+    ),
     "front": Command(
-        "nanovllm_extras.cli.front_command", "front", "send requests to a prefill engine, then to a decode engine"
+        "nanovllm_extras.serve.commands.front_command",
+        "front",
+        "send requests to a prefill engine, then to a decode engine",
     ),
     "run-batch": Command(
         "nanovllm_extras.serve.batch.command", "batch", "answer files of requests, on one machine or with Ray"

@@ -80,7 +80,9 @@ def test_a_missing_package_is_named_with_its_extra(name, monkeypatch, capsys):
 def test_exercises_are_found_beside_the_package_or_in_the_current_folder(monkeypatch, tmp_path, capsys):
     """An installed package has none: a line says so. `labs` is found again in the folder of a checkout."""
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(ROOT))])
-    monkeypatch.setattr(entrance, "__file__", str(tmp_path / "site-packages" / "nanovllm_extras" / "commands.py"))
+    monkeypatch.setattr(
+        entrance, "__file__", str(tmp_path / "site-packages" / "nanovllm_extras" / "cli" / "commands.py")
+    )
     monkeypatch.chdir(tmp_path)
     assert entrance.run_command(["learn", "list"]) == 1
     printed = capsys.readouterr()

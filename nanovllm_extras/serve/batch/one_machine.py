@@ -9,11 +9,11 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from nanovllm_extras.cli.serve_command import run as run_loop
 from nanovllm_extras.serve.batch.batch_inputs import Chunk, Digests, Input, Records, are_in, digests_of
 from nanovllm_extras.serve.batch.parts import Parts
 from nanovllm_extras.serve.batch.replica import Replica, ReplicaSpec
 from nanovllm_extras.serve.batch.rows import Row
+from nanovllm_extras.serve.commands.serve_command import run as run_loop
 from nanovllm_extras.serve.engine_thread import EngineDeadError
 
 logger = logging.getLogger(__name__)

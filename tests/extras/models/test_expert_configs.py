@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.weights.checkpoint import check_stored_weights
 from tests.extras.models.architectures import ARCHITECTURES, IS_4, Checkpoints
 
 CASES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
@@ -27,7 +28,9 @@ def written(name, **fields):
 
 
 def read(name, **fields):
-    return find_architecture(written(name, **fields))[1]
+    raw = written(name, **fields)
+    check_stored_weights(raw)
+    return find_architecture(raw)[1]
 
 
 @pytest.mark.parametrize("name", CASES)

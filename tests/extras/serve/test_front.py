@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from nanovllm_extras import SamplingParams
-from nanovllm_extras.cli.front_command import main
 from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.commands.front_command import main
 from nanovllm_extras.serve.disaggregation import prefill_body
 from nanovllm_extras.serve.front import FrontOptions, make_front
 from tests.conftest import hf_greedy

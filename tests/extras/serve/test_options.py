@@ -11,9 +11,9 @@ import pytest
 
 from nanovllm_extras import TINY_QWEN3, SamplingParams
 from nanovllm_extras.bench.workloads import make_random
-from nanovllm_extras.cli import serve_command as launch
 from nanovllm_extras.options.chat_options import check_chat_template
 from nanovllm_extras.serve import serve_settings
+from nanovllm_extras.serve.commands import serve_command as launch
 from nanovllm_extras.serve.routes.server import listen
 from nanovllm_extras.serve.state import ServerOptions
 from tests.extras.serve.real_server import in_process

@@ -8,9 +8,9 @@ import os
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanovllm_extras.cli import serve_command as launch
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.requests.lazy_outputs import RequestMetrics
+from nanovllm_extras.serve.commands import serve_command as launch
 from nanovllm_extras.serve.metrics_route import Metrics
 from nanovllm_extras.serve.ray.calls import Call, run
 from nanovllm_extras.serve.ray.prefix import PIECE, prefix_of

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5
-from nanovllm_extras.cli import serve_command as launch
 from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.commands import serve_command as launch
 from nanovllm_extras.serve.routes import server as server_module
 from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.routes.server import DrainingServer, listen

@@ -7,8 +7,8 @@ import contextlib
 
 import pytest
 
-from nanovllm_extras.cli import serve_command
 from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve.commands import serve_command
 from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.state import ServerOptions
 from tests.extras.serve.conftest import CHAT_TEMPLATE, Client

@@ -7,10 +7,10 @@ from types import FrameType
 
 import uvicorn
 
-from nanovllm_extras.cli.serve_command import url_of
 from nanovllm_extras.machine.machine_limits import allow_open_files
 from nanovllm_extras.machine.printing import say
 from nanovllm_extras.options.argument_types import filled, http_url, port
+from nanovllm_extras.serve.commands.serve_command import url_of
 from nanovllm_extras.serve.front import FrontOptions, make_front
 from nanovllm_extras.serve.routes.server import listen, with_copies
 from nanovllm_extras.serve.serve_settings import log_to_stderr, seconds
