@@ -66,7 +66,7 @@ class PrefixCache:
             return hits
         parent_serial = seq.root_serial
         for i in range(seq.max_cached_tokens // self.block_size):
-            block_hash, tokens = self._key(seq, i)
+            block_hash, tokens = self.key(seq, i)
             hit = self._by_hash.get(block_hash)
             if hit is None or hit.parent_serial != parent_serial or hit.tokens != tokens:
                 break
@@ -79,7 +79,7 @@ class PrefixCache:
         if not self.is_enabled:
             return
         for i in range(seq.num_registered_blocks, num_tokens // self.block_size):
-            block_hash, tokens = self._key(seq, i)
+            block_hash, tokens = self.key(seq, i)
             known = self._by_hash.get(block_hash)
             # If another block with this prefix is registered, it stays the one that is found; `seq` keeps its own.
             if known is None or known.parent_serial != seq.parent_serial or known.tokens != tokens:
@@ -99,7 +99,7 @@ class PrefixCache:
             del self._by_hash[cached.block_hash]
             self.observer.on_forget_block(block_id)
 
-    def _key(self, seq: Sequence, i: int) -> tuple[int, bytes]:
+    def key(self, seq: Sequence, i: int) -> tuple[int, bytes]:
         """Return hash and tokens of full block `i` of `seq`. Callers count `i` up, so the parent's hash is known."""
         tokens = seq.token_ids.view(i * self.block_size, (i + 1) * self.block_size).tobytes()
         if i == len(seq.block_hashes):

@@ -234,11 +234,39 @@ class BlockManager(block_manager.BlockManager):
     def _try_swap_in(self, seq: Sequence, space: SwapSpace, num_free: int) -> bool:
         if self.num_missing_blocks(seq) > num_free:
             return False
-        self.try_allocate(seq, seq.num_computed_tokens)  # blocks of its own
+        has_room = self.try_allocate(seq, seq.num_computed_tokens)  # blocks of its own
+        assert has_room, "there is room for all tokens of the sequence"
         if self.states is not None:
             self.states.copy_in(seq, space.slot_of(seq))
         space.swap_in(seq, self.computed_blocks(seq))
         return True
+
+    def append_loaded(self, seq: Sequence, shared: list[CachedBlock], num_loaded: int) -> list[tuple[int, int, int]]:
+        """Append the cached blocks `shared`, and `num_loaded` free ones, to the tables of `seq`, as computed.
+
+        Returns (index, group, block id) for each free block that was taken, whose contents the caller loads. `index`
+        counts from the first appended block. In groups with a window, cached blocks are not shared, but loaded.
+        """
+        first, taken = seq.block_table.length, []
+        stop = first + len(shared) + num_loaded
+        num_tokens = stop * self.block_size
+        self.give_back(seq, num_tokens)  # what the pool has found and the next token does not see
+        for i in range(seq.block_table.length, stop):
+            if i - first < len(shared):
+                self._share(seq, shared[i - first].block_id)
+            else:
+                block_id = self._take(seq)
+                self._append(seq, block_id)
+                taken.append((i - first, 0, block_id))
+            if self.num_groups > 1 and i >= self.other_kind.num_behind(num_tokens):
+                blocks = self._take_in_groups(seq, i)
+                self._set_in_groups(seq, i, blocks)
+                taken += [(i - first, group, block_id) for group, block_id in enumerate(blocks, 1)]
+        if (num_behind := self.kind.num_behind(num_tokens)) > first:
+            self.prefix_cache.skip(seq, num_behind)
+        seq.num_computed_tokens = num_tokens
+        self.prefix_cache.register(seq, num_tokens)
+        return taken
 
     def _free_all(self, seq: Sequence) -> None:
         owned: list[int] = []
@@ -381,16 +409,14 @@ class BlockManager(block_manager.BlockManager):
         while table.length < num_behind:  # it comes back from host memory, where there are no blocks for these entries
             self._share(seq, NULL_BLOCK)
 
-    def take_in_groups(self, seq: Sequence, i: int) -> tuple[int, ...]:
-        """Let `seq` own a free block as block `i` of each other group. Returns these blocks."""
+    def _take_in_groups(self, seq: Sequence, i: int) -> tuple[int, ...]:
+        """Take a free block of each other group for place `i` of `seq`, which does not own them yet."""
         taken = []
         for group in range(1, self.num_groups):
             block_id, _ = self._free.popitem(last=False)
             self.observer.on_take_in_group(seq, group, i, block_id, block_id in self.prefix_cache)
             self.prefix_cache.forget(block_id)
             taken.append(block_id)
-        if i < seq.block_table.length:  # else it is a copy, which `_copy_tail` puts into its place
-            self._set_in_groups(seq, i, tuple(taken))
         return tuple(taken)
 
     def _try_allocate_in_groups(self, seq: Sequence, num_tokens: int) -> bool:
@@ -408,7 +434,7 @@ class BlockManager(block_manager.BlockManager):
         for i in range(table.length, num_blocks):
             self._append(seq, self._take(seq))
             if i >= num_behind:
-                self.take_in_groups(seq, i)
+                self._set_in_groups(seq, i, self._take_in_groups(seq, i))
         return True
 
     def _hits_of_others(self, hits: list[CachedBlock]) -> list[tuple[int, ...]]:
@@ -443,7 +469,7 @@ class BlockManager(block_manager.BlockManager):
             return
         i = seq.num_computed_tokens // self.block_size
         sources = self.tables.windows_of(seq.block_table)[:, i].tolist()
-        destinations = self.take_in_groups(seq, seq.block_table.length)
+        destinations = self._take_in_groups(seq, seq.block_table.length)
         self._set_in_groups(seq, i, destinations)
         self._copies += zip(sources, destinations, strict=True)
         for group, (source, destination) in enumerate(zip(sources, destinations, strict=True), 1):

@@ -78,7 +78,7 @@ class PrefixCache(prefix_cache.PrefixCache):
         are registered after it, but parts take note of them.
         """
         for i in range(len(seq.block_hashes), num_blocks):
-            self._key(seq, i)  # appends the hash, from which the next one follows
+            self.key(seq, i)  # appends the hash, from which the next one follows
         seq.num_registered_blocks, seq.parent_serial = num_blocks, next(self._serials)
 
     def forget(self, block_id: int) -> None:
@@ -96,7 +96,7 @@ class PrefixCache(prefix_cache.PrefixCache):
 
     def _has_block(self, seq: Sequence, i: int) -> bool:
         """Return whether the contents of block `i` of `seq` are cached, whichever block holds them."""
-        block_hash, tokens = self._key(seq, i)
+        block_hash, tokens = self.key(seq, i)
         known = self._by_hash.get(block_hash)
         return known is not None and known.parent_serial == seq.parent_serial and known.tokens == tokens
 

@@ -193,34 +193,19 @@ class StoreLink:
         data: dict[BlockName, Loaded],
     ) -> None:
         """Append blocks with these names to the tables of `seq`: those of the pool, `shared`, and then loaded ones."""
-        store, size, first = self._store, blocks.block_size, seq.block_table.length
-        stop = first + len(names)
-        blocks.give_back(seq, stop * size)  # what the pool has found and the next token does not see
+        store, num_loaded = self._store, len(names) - len(shared)
         by_tier: dict[str, list[int]] = {}  # name of a tier -> ids of the blocks that it had
-        for i in range(seq.block_table.length, stop):
-            name, taken = names[i - first], []
-            if i - first < len(shared):
-                blocks._share(seq, shared[i - first].block_id)
-            else:
-                block_id = blocks._take(seq)
-                blocks._append(seq, block_id)
-                taken.append((0, block_id))
-            if blocks.num_groups > 1 and i >= blocks.other_kind.num_behind(stop * size):
-                taken += enumerate(blocks.take_in_groups(seq, i), 1)
-            for group, block_id in taken:
-                own = name_in_group(name, group)
-                self._loads.loads.append((own, block_id))
-                self._loads.loaded[own] = data[own].data
-                by_tier.setdefault(data[own].tier, []).append(block_id)
-        if (num_behind := blocks.kind.num_behind(stop * size)) > first:
-            blocks.prefix_cache.skip(seq, num_behind)
-        seq.num_computed_tokens = stop * size
         self._is_loading = True
         try:
-            blocks.prefix_cache.register(seq, seq.num_computed_tokens)
+            taken = blocks.append_loaded(seq, shared, num_loaded)
         finally:
             self._is_loading = False
-        num_tokens = (len(names) - len(shared)) * size
+        for i, group, block_id in taken:
+            name = name_in_group(names[i], group)
+            self._loads.loads.append((name, block_id))
+            self._loads.loaded[name] = data[name].data
+            by_tier.setdefault(data[name].tier, []).append(block_id)
+        num_tokens = num_loaded * blocks.block_size
         store.stats.num_loaded_blocks += sum(map(len, by_tier.values()))
         store.stats.loaded_tokens += num_tokens
         if num_tokens:  # else only a state is loaded

@@ -51,7 +51,7 @@ DECIDED_BY = {  # code of an event, or what `sourceOf` of events.js returns -> a
     "register": "nanovllm/prefix_cache.py PrefixCache.register",
     "forget": "nanovllm/prefix_cache.py PrefixCache.forget",
     "reset": "nanovllm_extras/scheduling/roll_back.py reset_prefix_cache",
-    "take.group": "nanovllm_extras/memory/block_manager.py BlockManager.take_in_groups",
+    "take.group": "nanovllm_extras/memory/block_manager.py BlockManager._take_in_groups",
     "share.group": "nanovllm_extras/memory/block_manager.py BlockManager._share_in_groups",
     "copy.group": "nanovllm_extras/memory/block_manager.py BlockManager._copy_tail",
     "register.group": "nanovllm_extras/memory/prefix_cache.py OtherGroups.registered",

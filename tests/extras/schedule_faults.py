@@ -77,7 +77,7 @@ def a_block_is_known_by_its_own_tokens_only(replace):
     def find(self, seq):
         hits = []
         for i in range(seq.max_cached_tokens // self.block_size):
-            block_hash, tokens = self._key(seq, i)
+            block_hash, tokens = self.key(seq, i)
             hit = self._by_hash.get(block_hash)
             if hit is None or hit.tokens != tokens:
                 break
@@ -367,12 +367,9 @@ def an_evicted_block_of_a_window_can_still_be_found(replace):
 
 def a_taken_block_of_a_group_can_still_be_found(replace):
     def take_in_groups(self, seq, i):
-        taken = tuple(self._free.popitem(last=False)[0] for _ in range(1, self.num_groups))
-        if i < seq.block_table.length:
-            self._set_in_groups(seq, i, taken)
-        return taken
+        return tuple(self._free.popitem(last=False)[0] for _ in range(1, self.num_groups))
 
-    replace(BlockManager, "take_in_groups", take_in_groups)
+    replace(BlockManager, "_take_in_groups", take_in_groups)
 
 
 def blocks_of_a_group_replace_those_that_are_found(replace):

@@ -90,3 +90,41 @@ def test_the_small_programs_need_only_torch(name):
     tree = ast.parse((LABS / f"{name}.py").read_text(encoding="utf-8"))
     others = packages_of(node for node, _ in walk_with_kind(tree)) - set(sys.stdlib_module_names)
     assert others <= {"torch", "safetensors", "tokenizers", "labs.model"}
+
+
+# ---- calls
+
+
+PRIVATE_OF_PYTHON = ("os._exit", "ProcessGroupGloo._Options", "self._open()._allgather_base")
+NAMED_TUPLE = ("_replace", "_asdict")
+
+
+def test_no_private_method_of_another_object_is_called():
+    """Only those of named tuples, and of libraries that have no other way. A copy may call its own."""
+    allowed = {"self", "cls", "super()", "copied", "parts"}
+    called = [
+        file.place(node)
+        for file in files().values()
+        for node in file.nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr.startswith("_")
+        and not node.func.attr.startswith("__")
+        and node.func.attr not in NAMED_TUPLE
+        and ast.unparse(node.func) not in PRIVATE_OF_PYTHON
+        and ast.unparse(node.func.value) not in allowed
+    ]
+    assert called == []
+
+
+def test_no_refusal_is_ignored():
+    """A method `try_…` returns False if it has changed nothing."""
+    ignored = [
+        file.place(node)
+        for file in files().values()
+        for node in file.nodes
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func).rpartition(".")[2].lstrip("_").startswith("try_")
+    ]
+    assert ignored == []
