@@ -42,10 +42,6 @@ class Eviction(NamedTuple):
     request_id: str
 
 
-Place = tuple[int, str | None]
-"""The serial number of the block before, and the salt: a prompt is never compared with those of another salt."""
-
-
 class PrefixMisses:
     """Writes `seq.prefix_misses` of each sequence that is admitted for the first time, and notifies of `on_miss`.
 
@@ -56,8 +52,10 @@ class PrefixMisses:
     def __init__(self, max_evictions: int | None = None) -> None:
         self.max_evictions = max_evictions
         self._num_scheduled = 0  # steps
-        self._cached: dict[int, tuple[CachedBlock, Place]] = {}  # block id -> what is cached in it, and where
-        self._next: defaultdict[Place, list[bytes]] = defaultdict(list)  # -> the tokens of the cached blocks, sorted
+        self._cached: dict[int, CachedBlock] = {}  # by block id
+        # by the serial number of the block before: the tokens of the cached blocks, sorted. Prompts with different
+        # salts have different roots (`Sequence.root_serial`), so they are never compared
+        self._next: defaultdict[int, list[bytes]] = defaultdict(list)
         self._evictions: OrderedDict[int, Eviction] = OrderedDict()  # by the hash of the evicted block, oldest first
         # by the serial number of a cached block of group 0: what evicted the other groups' blocks with the same tokens
         self._window_evictions: dict[int, Eviction] = {}
@@ -79,22 +77,20 @@ class PrefixMisses:
             self._observer.on_miss(seq, seq.prefix_misses)
 
     def on_register_block(self, seq: Sequence, block_id: int, block_hash: int, serial: int) -> None:
-        one = self.cache._by_id[block_id]
-        place = one.parent_serial, getattr(seq, "cache_salt", None)
-        self._cached[block_id] = one, place
-        insort(self._next[place], one.tokens)
+        one = self._cached[block_id] = self.cache._by_id[block_id]
+        insort(self._next[one.parent_serial], one.tokens)
 
     def on_register_in_group(self, seq: Sequence, group: int, block_id: int, block_hash: int, serial: int) -> None:
         """Note that all groups with a window have blocks with the tokens of the cached block `serial`."""
         self._window_evictions.pop(serial, None)
 
     def on_forget_block(self, block_id: int) -> None:
-        one, place = self._cached.pop(block_id)
+        one = self._cached.pop(block_id)
         self._window_evictions.pop(one.serial, None)
-        tokens = self._next[place]
+        tokens = self._next[one.parent_serial]
         del tokens[bisect_left(tokens, one.tokens)]
         if not tokens:
-            del self._next[place]
+            del self._next[one.parent_serial]
 
     def on_take_block(self, seq: Sequence, block_id: int, is_evicted: bool) -> None:
         """Remember the eviction of a block, which the prefix cache is about to forget."""
@@ -104,7 +100,7 @@ class PrefixMisses:
         if block_id not in self._cached:  # it is of a group of layers with a window
             self._window_evictions[self.cache.others.serial_of[block_id]] = eviction
             return
-        block_hash = self._cached[block_id][0].block_hash
+        block_hash = self._cached[block_id].block_hash
         self._evictions[block_hash] = eviction
         self._evictions.move_to_end(block_hash)
         if len(self._evictions) > self._num_remembered:
@@ -163,7 +159,7 @@ class PrefixMisses:
         cache, evictions = self.cache, self._evictions
         newest = max((evictions[one] for one in seq.block_hashes[:first] if one in evictions), default=None)
         for i in range(first, stop):
-            block_hash, tokens = cache._key(seq, i)
+            block_hash, tokens = cache.key(seq, i)
             known, own = cache._by_hash.get(block_hash), evictions.get(block_hash)
             eviction = newest if known is not None and known.tokens == tokens else own
             if eviction is None:
@@ -178,8 +174,8 @@ class PrefixMisses:
         block `i`.
         """
         size = self.cache.block_size
-        siblings = self._next.get((parent_serial, getattr(seq, "cache_salt", None)), [])
-        tokens = self.cache._key(seq, i)[1]
+        siblings = self._next.get(parent_serial, [])
+        tokens = self.cache.key(seq, i)[1]
         place = bisect_left(siblings, tokens)
         near = [pair_up(one, tokens) for one in siblings[max(0, place - 1) : place + 1]]  # neighbours in sorted order
         if not near:

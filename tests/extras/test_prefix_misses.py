@@ -253,7 +253,7 @@ def test_each_token_has_the_cause_that_the_whole_history_gives(
     assert len(model._evictions) <= max_evictions
     assert set(model._cached) == set(traffic.blocks.prefix_cache._by_id), "nothing is kept longer"
     assert sum(map(len, model._next.values())) == len(model._cached)
-    assert model._window_evictions.keys() <= {one.serial for one, _ in model._cached.values()}
+    assert model._window_evictions.keys() <= {one.serial for one in model._cached.values()}
 
 
 def play(traffic, operations):
