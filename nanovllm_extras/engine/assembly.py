@@ -187,8 +187,8 @@ def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str
     if config.speculative_config is not None:
         from nanovllm_extras.speculation.start_speculation import make_drafter
 
-        drafter = make_drafter(parts, requests)
-    scheduler = Scheduler(
+        drafter = make_drafter(parts, full_blocks, requests)
+    return Scheduler(
         full_blocks,
         *sizes,
         policy if callable(policy) else POLICIES[policy],
@@ -196,10 +196,6 @@ def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str
         overlaps=parts.enable_overlap,
         drafter=drafter,
     )
-    bind: Any = None if drafter is None else getattr(drafter.proposer, "bind", None)
-    if bind is not None:  # a draft model reads the block tables of this scheduler
-        bind(scheduler)
-    return scheduler
 
 
 def make_observers(stats: SchedulingStats, watcher: Observer | None, explains_misses: bool) -> "Observers":

@@ -74,10 +74,10 @@ class Drafter:
         """Put drafts after the known tokens of running sequences. may_admit: the step may admit a waiting one"""
         drafts: Drafts = {}
         wanted = self._choose(blocks, running, may_admit)
-        if not wanted:
+        if not wanted or not blocks.has_room_for_drafts(running, dict(wanted)):
             return drafts
         all_proposed = self.proposer.propose(wanted)
-        if not any(all_proposed) or not blocks.has_room_for_drafts(running, dict(wanted)):
+        if not any(all_proposed):
             return drafts
         for (seq, count), proposed in zip(wanted, all_proposed, strict=True):
             if allowed := self._allow(seq, proposed[:count]):

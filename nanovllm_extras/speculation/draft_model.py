@@ -26,6 +26,7 @@ from torch import Tensor
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.scheduler import Step
 from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.compatibility import check_combinations
 from nanovllm_extras.options.speculation_options import Speculation
@@ -33,31 +34,26 @@ from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.sampling.processed_batch import build_batch
 from nanovllm_extras.sampling.runner_hooks import NO_TOKEN, Computed
 from nanovllm_extras.scheduling.pending import as_if, write_after
-from nanovllm_extras.scheduling.scheduler import Scheduler
 from nanovllm_extras.self_check.fallbacks import start
 from nanovllm_extras.weights.checkpoint import read_model_config, resolve_model
 
 
 class DraftModel:
-    """A `Proposer`. `bind` tells it whose block tables it reads."""
+    """A `Proposer` that runs `runner`. It reads the block tables of `blocks`, so each scheduler has one of its own."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, blocks: BlockManager) -> None:
         self.runner = runner
-        self._scheduler: Scheduler | None = None
-
-    def bind(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+        self.blocks = blocks
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Propose the requested number of drafts for each sequence, or none while it shares its last block."""
-        assert self._scheduler is not None
+        """Propose the requested number of drafts for each sequence, or none while it shares its last block.
+
+        The caller has checked that there are free blocks for the drafts.
+        """
         drafts: list[list[int]] = [[] for _ in wanted]
-        blocks = self._scheduler.block_manager
-        if not blocks.has_room_for_drafts(self._scheduler.running, dict(wanted)):
-            return drafts
         growing = [(i, seq) for i, (seq, _) in enumerate(wanted) if not seq.has_shared_tail]
         for i, seq in growing:
-            blocks.reserve(seq, seq.num_known_tokens + wanted[i][1])
+            self.blocks.reserve(seq, seq.num_known_tokens + wanted[i][1])
         while growing:
             for (i, _), token_id in zip(growing, self._draw(growing, drafts), strict=True):
                 drafts[i].append(token_id)
@@ -71,11 +67,17 @@ class DraftModel:
 
     def _make_batch(self, growing: list[tuple[int, Sequence]], drafts: list[list[int]]) -> Batch:
         """Return a batch with the newest token of each sequence. Copies of the sequences hold their drafts so far."""
-        assert self._scheduler is not None
         seqs = [with_tokens(seq, drafts[i]) for i, seq in growing]
         count = len(seqs)
         step = Step([(seq, seq.num_known_tokens - 1, 1) for seq in seqs], count, count, [*seqs], [*range(count)])
-        return build_batch(step, self._scheduler.block_manager.block_tables)
+        return build_batch(step, self.blocks.block_tables)
+
+
+class Following:
+    """Lets a draft model compute each step of the large model, for its K and V: a `Follower` (`execution/full_runner.py`)."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
 
     def follow(self, batch: Batch, computed: Computed, newest_ids: Tensor) -> None:
         """Compute the tokens of a step of the large model, for their K and V. Placeholders are tokens of that model."""
@@ -90,14 +92,17 @@ def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
     return as_if(seq, write_after(seq, token_ids))
 
 
-def load_draft_model(runner: ModelRunner, options: Speculation) -> DraftModel:
-    """Load the draft model. Raises ValueError or TypeError if it cannot be loaded, or cannot draft for this model."""
+def load_draft_model(runner: ModelRunner, options: Speculation) -> ModelRunner:
+    """Load the draft model, which computes each step of `runner`, too, and return its runner.
+
+    Raises ValueError or TypeError if it cannot be loaded, or cannot draft for this model.
+    """
     found = find_draft_model(runner, options, runner.kv_cache.num_blocks)
     with named(options):
-        proposer = DraftModel(start(partial(ModelRunner, max_rows=runner.max_rows), *found))
-    runner.followers = (proposer,)
-    runner.transfers.add(proposer.runner.kv_cache)
-    return proposer
+        draft = start(partial(ModelRunner, max_rows=runner.max_rows), *found)
+    runner.followers = (Following(draft),)
+    runner.transfers.add(draft.kv_cache)
+    return draft
 
 
 @contextmanager

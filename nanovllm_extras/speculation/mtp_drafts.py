@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.sampling.runner_hooks import ArrivingTokens, SampledTokens
 from nanovllm_extras.speculation.draft_model import DraftModel
@@ -25,8 +26,8 @@ from nanovllm_extras.speculation.draft_model import DraftModel
 class MtpDrafts(DraftModel):
     """A `Proposer` that runs the head of `runner`'s model."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner)
+    def __init__(self, runner: ModelRunner, blocks: BlockManager) -> None:
+        super().__init__(runner, blocks)
         (head,) = runner.followers
         self._head: Any = head
         self._hidden: dict[int, Tensor] = {}  # of the newest draft of each entry of `propose`: [hidden_size]
@@ -53,8 +54,7 @@ class MtpDrafts(DraftModel):
 
     def _newest(self, seq: Sequence) -> Tensor:
         """Return the model's hidden state of the newest computed token of `seq`: [hidden_size]"""
-        assert self._scheduler is not None
-        states = self._scheduler.block_manager.states
+        states = self.blocks.states
         assert states is not None
         hidden: Tensor = self.runner.layout.pool.hidden[0, states.slot_to_read(seq)]
         return hidden

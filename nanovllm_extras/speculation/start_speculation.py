@@ -5,8 +5,9 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from nanovllm.batch import build_batch
@@ -14,6 +15,7 @@ from nanovllm.block_tables import BlockTables
 from nanovllm.scheduler import Chunk, Step
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.parts import Parts
+from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.options.speculation_options import MAX_DRAFTED_ROWS, Speculation, read_options
 from nanovllm_extras.records.full_sequence import Sequence
@@ -32,12 +34,12 @@ class Ready(NamedTuple):
     """What an engine keeps beside its runner, since `make_scheduler` may be called again."""
 
     options: Speculation
-    proposer: Proposer
+    make_proposer: Callable[[BlockManager], Proposer]  # of a new scheduler, whose block manager this is
     max_rows: int
 
 
-def make_drafter(parts: Parts, requests: Mapping[str, Any]) -> Drafter:
-    """Return who decides on drafts for a new scheduler. requests: the engine's"""
+def make_drafter(parts: Parts, blocks: BlockManager, requests: Mapping[str, Any]) -> Drafter:
+    """Return the drafter of a new scheduler over `blocks`. requests: the engine's"""
     keeper: Any = parts.runner
     ready: Ready | None = getattr(keeper, "speculation", None)
     if ready is None:
@@ -45,7 +47,7 @@ def make_drafter(parts: Parts, requests: Mapping[str, Any]) -> Drafter:
     config, max_num_batched_tokens = parts.config, parts.max_num_batched_tokens
     max_chunk_len = config.long_prefill_token_threshold or max_num_batched_tokens
     return Drafter(
-        ready.proposer,
+        ready.make_proposer(blocks),
         max_drafts=min(ready.options.num_speculative_tokens, max_chunk_len - 1),
         max_rows=min(ready.max_rows, max_num_batched_tokens),
         max_seqs=ready.options.disable_by_batch_size or config.max_num_seqs,
@@ -57,7 +59,7 @@ def make_drafter(parts: Parts, requests: Mapping[str, Any]) -> Drafter:
 def get_ready(parts: Parts) -> Ready:
     assert parts.config.speculative_config is not None
     options = read_options(parts.config.speculative_config)
-    proposer = make_proposer(parts, options)  # first: what a draft model computes along is part of a step
+    make_proposer = load_proposer(parts, options)  # first: what a draft model computes along is part of a step
     if options.disable_by_batch_size is not None:
         max_rows = options.disable_by_batch_size * (1 + options.num_speculative_tokens)
         if parts.model_config.state_shape is not None:  # on a GPU, its kernels for steps with drafts are compiled
@@ -65,25 +67,27 @@ def get_ready(parts: Parts) -> Ready:
     else:
         max_rows = measure_rows(parts.runner, min(MAX_MEASURED_ROWS, parts.max_num_batched_tokens))
         logger.info("speculation: up to %d tokens a step are nearly free, drafts included", max_rows)
-    return Ready(options, proposer, max_rows)
+    return Ready(options, make_proposer, max_rows)
 
 
-def make_proposer(parts: Parts, options: Speculation) -> Proposer:
+def load_proposer(parts: Parts, options: Speculation) -> Callable[[BlockManager], Proposer]:
+    """Load what proposes drafts, and return a function that makes the proposer for a block manager."""
     if options.method == "ngram":
-        return NGrams(*options.lookup)
+        return lambda _: NGrams(*options.lookup)
     if options.method == "draft_model":
-        from nanovllm_extras.speculation.draft_model import load_draft_model
+        from nanovllm_extras.speculation.draft_model import DraftModel, load_draft_model
 
-        proposer = load_draft_model(parts.runner, options)
+        draft = load_draft_model(parts.runner, options)
         if parts.kv_store is not None:
-            parts.kv_store.add_draft(proposer.runner)
-        return proposer
+            parts.kv_store.add_draft(draft)
+        return partial(DraftModel, draft)
     if options.method == "mtp":
         from nanovllm_extras.speculation.mtp_drafts import MtpDrafts
 
         runner: Any = parts.runner
-        return MtpDrafts(runner)
-    return options.method
+        return partial(MtpDrafts, runner)
+    proposer = options.method
+    return lambda _: proposer
 
 
 # ---- how many tokens

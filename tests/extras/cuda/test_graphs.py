@@ -302,7 +302,7 @@ def test_steps_of_a_draft_model_are_replayed(monkeypatch, with_tokenizer):
     """Those that propose, and those of the large model, which it computes along."""
     options = drafting(model=str(with_tokenizer))
     eager, graphs = make_engines(monkeypatch, with_tokenizer, max_num_seqs=2, **options)
-    draft, computed = graphs.runner.speculation.proposer.runner, []
+    draft, computed = graphs.scheduler.drafter.proposer.runner, []
     draft.model.register_forward_hook(lambda model, args, output: computed.append(args[2].max_seqlen_q))
     requests = [
         (prompt, dataclasses.replace(params, logprobs=i or None)) for i, (prompt, params) in enumerate(REPEATING)

@@ -108,7 +108,7 @@ def test_all_ranks_have_the_blocks_that_fit_beside_the_draft_model(with_tokenize
     monkeypatch.setattr(start.Device, "free_bytes", lambda self, runner: 1 << 20)
     options = {"device": "cpu", "attention_backend": "torch", "max_num_seqs": 64, **TWO, **memory}
     engine = LLMEngine(Config(with_tokenizer, speculative_config=drafting(with_tokenizer), **options))
-    draft = engine.runner.speculation.proposer.runner
+    draft = engine.scheduler.drafter.proposer.runner
     assert [one.part.communicator.rank for one in runners if one is not draft] in ([0, 1], [1, 0])
     assert len({one.kv_cache.num_blocks for one in runners}) == 1
     of_rank_0 = engine.runner.kv_cache.tensor.nbytes + draft.kv_cache.tensor.nbytes

@@ -64,6 +64,21 @@ def test_samples_that_still_share_their_last_block(with_tokenizer):
     assert engine.get_stats().num_draft_tokens == engine.get_stats().num_accepted_tokens > 10
 
 
+def test_a_scheduler_that_the_engine_does_not_use_changes_nothing(with_tokenizer):
+    """As after a reset that was interrupted. Seen to fail when the newest scheduler got the proposer of all."""
+    made = [(ids(9), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))]
+    drafting = {"model": str(with_tokenizer), "num_speculative_tokens": 3, "disable_by_batch_size": 256}
+    outputs, engine = serve(with_tokenizer, made, drafting, block_size=4)
+    engine.make_scheduler(engine.make_block_manager())
+    before = engine.get_stats()
+    engine.add_request("again", *made[0])
+    while engine.has_unfinished_requests():
+        again = engine.step()
+    assert again[0].outputs[0].token_ids == outputs["0"].outputs[0].token_ids
+    stats = engine.get_stats()
+    assert stats.num_accepted_tokens - before.num_accepted_tokens == before.num_accepted_tokens > 5
+
+
 def test_nothing_follows_a_draft_for_which_all_tokens_are_forbidden(with_tokenizer, monkeypatch):
     """No network can read NO_TOKEN. Seen to fail if the next draft is drawn after it."""
 
@@ -107,8 +122,8 @@ def test_the_pool_has_room_for_both_models(checkpoints, with_tokenizer):
     other, _ = checkpoints.make(num_hidden_layers=1, vocab_size=300)
     drafting = {"model": str(other), "num_speculative_tokens": 2, "disable_by_batch_size": 256}
     options = {"device": "cpu", "attention_backend": "torch", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 20}
-    runner = LLMEngine(Config(with_tokenizer, speculative_config=drafting, **options)).runner
-    draft = runner.speculation.proposer.runner
+    engine = LLMEngine(Config(with_tokenizer, speculative_config=drafting, **options))
+    runner, draft = engine.runner, engine.scheduler.drafter.proposer.runner
     assert draft.kv_cache.num_blocks == runner.kv_cache.num_blocks
     caches = [runner.kv_cache.tensor.nbytes, draft.kv_cache.tensor.nbytes]
     of_a_block = sum(caches) // (1 + runner.kv_cache.num_blocks)

@@ -212,8 +212,8 @@ def test_memory_is_divided_between_both_models(pairs, name):
     """Blocks of both models and slots of states fill it, but for less than one block."""
     folder, small, _, _ = pairs.make(name)
     sizes = {"num_kv_blocks": None, "kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 2}
-    runner = LLM(folder, **options_for(small, **sizes)).engine.runner
-    of_draft = runner.speculation.proposer.runner.kv_cache
+    engine = LLM(folder, **options_for(small, **sizes)).engine
+    runner, of_draft = engine.runner, engine.scheduler.drafter.proposer.runner.kv_cache
     pool, caches = runner.layout.pool, [*runner.kv_caches, of_draft]
     assert {cache.num_blocks for cache in caches} == {of_draft.num_blocks}
     num_bytes = sum(tensor.nbytes for tensor in (cache.tensor for cache in caches))
