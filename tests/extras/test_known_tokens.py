@@ -28,7 +28,7 @@ from tests.extras.full_fake_kv_cache import (
     forget_new,
 )
 from tests.fake_kv_cache import WriterCheck, check_cached_blocks, table_of, tokens_of
-from tests.test_block_manager import SETTINGS, advance, full_pool, num_hits, seconds_of_use
+from tests.test_block_manager import SETTINGS, Known, advance, full_pool, num_hits, seconds_of_use
 
 
 def make_seq(tokens, name="seq", **params):
@@ -122,9 +122,9 @@ class BlockManagerMachine(test_block_manager.BlockManagerMachine):
         """The step has failed."""
 
     def register(self, seq, table, num_tokens):
-        before = set(map(id, self.known.values()))
+        before = {*self.known.values()}  # not their ids, which new records may get
         super().register(seq, table, num_tokens)
-        self.registered_now |= {known.block_id for known in self.known.values() if id(known) not in before}
+        self.registered_now |= {known.block_id for known in self.known.values() if known not in before}
 
     def check_blocks(self):
         check_ownership(self.manager, self.seqs)
@@ -216,6 +216,18 @@ TestSwap = traffic(SwapMachine, "real", 300)
 TestSwapWithConstantHash = traffic(SwapMachine, "constant")
 TestSwapWithWeakHash = traffic(SwapMachine, "weak")
 TestSwapWithBlindHash = traffic(SwapMachine, "blind for the parent")
+
+
+def test_the_oracle_notes_each_block_that_is_registered_again():
+    """Also if a new record gets the place in memory, and so the `id`, of one that it has replaced."""
+    machine = BlockManagerMachine()
+    machine.make(1, 8)
+    seq, table, another = make_seq([1, 2, 3]), [4, 5, 6], Known(7, None)
+    machine.known = {(1,): Known(1, another), (1, 2): Known(2, another), (1, 2, 3): Known(3, another)}
+    machine.registered, machine.registered_now = {seq: (0, None)}, set()
+    machine.register(seq, table, 3)
+    machine.teardown()
+    assert machine.registered_now == {4, 5, 6}
 
 
 # ---- tokens that are not known yet
