@@ -48,6 +48,9 @@ class Scheduler:
 
     `max_model_len` limits prompt and output together. Both queues keep the order of arrival: the first of `waiting` is
     admitted next, and the last of `running` is preempted first.
+
+    An interrupt can come between any two lines. A sequence enters its next queue before it leaves the last one, and
+    owns blocks only while it is in a queue, so that an engine that goes on (`LLMEngine.on_failure`) can find it.
     """
 
     def __init__(
@@ -100,7 +103,8 @@ class Scheduler:
         step = replace(step, copies=copies, admitted=admitted, preempted=preempted)
         for seq in step.samples:
             while seq.children:  # the last chunk of the prompt is scheduled: the children share its blocks from now on
-                self.fork(seq, seq.children.pop(0))
+                self.fork(seq, seq.children[0])
+                seq.children.pop(0)
         if step.chunks:
             self.observer.on_schedule(step, self.running, self.block_manager)
         return step
@@ -128,17 +132,17 @@ class Scheduler:
         """Let `child`, whose tokens begin with all computed tokens of `parent`, share its blocks and run."""
         child.num_cached_tokens = parent.num_cached_tokens
         self.observer.on_fork(parent, child)
-        self.block_manager.fork(parent, child)
         place = self.running.index(parent) + child.sample_index - parent.sample_index  # after the earlier siblings
         self.running.insert(place, child)
+        self.block_manager.fork(parent, child)
 
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None = None) -> None:
         """End `seq`, which may be running or waiting."""
         seq.finish_reason, seq.stop_reason = finish_reason, stop_reason
+        self.block_manager.free(seq)
         for queue in (self.running, self.waiting):
             if seq in queue:
                 queue.remove(seq)
-        self.block_manager.free(seq)
         self.observer.on_finish(seq)
 
     # ---- the parts of `schedule`
@@ -155,7 +159,8 @@ class Scheduler:
         while not self.block_manager.try_allocate(seq, seq.num_computed_tokens + num_new_tokens):
             last = self.running[-1]
             self.preempt(last, needy=seq)
-            self.waiting.insert(0, self.running.pop())
+            self.waiting.insert(0, last)
+            self.running.pop()
             preempted.append(last)
             if last is seq:
                 return False
@@ -184,7 +189,8 @@ class Scheduler:
             if not has_place or not blocks.try_admit(seq, num_reserved):
                 self.observer.on_wait(seq, has_place, blocks.num_missing_blocks(seq), num_reserved)
                 break
-            self.running.append(self.waiting.pop(0))
+            self.running.append(seq)
+            self.waiting.pop(0)
             admitted.append(seq)
             self.observer.on_admit(seq)
             if seq.num_cached_tokens is None:  # admitted for the first time: its computed tokens are cached ones

@@ -26,10 +26,17 @@ def roll_back(scheduler: Scheduler) -> None:
         if seq.block_table.length:
             seq.num_computed_tokens = 0  # so that `free` registers no block that may not have been filled
             blocks.free(seq)
-    while scheduler.running:
-        scheduler.waiting.insert(0, scheduler.running.pop())
-    for seq in scheduler.waiting:
+    # if scheduling was interrupted, a sequence may be in two places, or may have ended and still be in a queue
+    started = {*scheduler.running, *scheduler.waiting}
+    for seq in reversed(scheduler.running):
+        if seq not in scheduler.waiting:
+            scheduler.waiting.insert(0, seq)
+    scheduler.running.clear()
+    for seq in [*scheduler.waiting]:
+        seq.children = [child for child in seq.children if child not in started]
         seq.num_tokens = seq.token_ids.length  # without placeholders and drafts
+        if seq.finish_reason is not None:
+            scheduler.waiting.remove(seq)
     observer.on_roll_back()
 
 
