@@ -74,7 +74,7 @@ class DraftModel:
 
 
 class Following:
-    """Lets a draft model compute each step of the large model, for its K and V: a `Follower` (`execution/full_runner.py`)."""
+    """A `Follower` of the large model's runner: the draft model computes each step, too, for its K and V."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner

@@ -7,12 +7,12 @@ import pytest
 import nanovllm.scheduler
 import nanovllm_extras.scheduling.scheduler
 from nanovllm import block_manager
-from nanovllm_extras.full_observer import SchedulingStats
-from nanovllm_extras.full_sequence import Sequence
-from nanovllm_extras.invariants import check_invariants
+from nanovllm_extras.engine.invariants import check_invariants
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.swap_space import SwapSpace
-from nanovllm_extras.request_params import SamplingParams
+from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_observer import SchedulingStats
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling.roll_back import roll_back
 from tests.fake_kv_cache import tokens_of
 from tests.scheduling_traffic import next_token

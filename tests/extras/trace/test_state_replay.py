@@ -146,7 +146,8 @@ def test_exactly_the_running_sequences_without_a_chunk_are_idle():
             seq = replay.seqs[number]
             waits = [step for step, numbers in replay.in_flight.items() if number in numbers and step < replay.step]
             if code == "caught_up":  # it waits for the token that ends it
-                assert waits and seq.num_computed_tokens == len(seq.tokens)
+                assert waits
+                assert seq.num_computed_tokens == len(seq.tokens)
             else:
                 assert (code, num_tokens) == ("budget", budget)
 
