@@ -354,12 +354,11 @@ class BlockManager(block_manager.BlockManager):
     def _put_back(self, moves: Moves) -> None:
         """Let the next step do what a step without chunks was to do.
 
-        Only preemptions, forks and ends of sequences come without a chunk, so there are no blocks to fill. Blocks that
+        Only forks and ends of sequences come without a chunk, so there are no blocks to fill. A step that preempts has
+        chunks: it is not launched ahead, and its first running sequence has room when all others have none. Blocks that
         are to be saved may still be evicted, and then they must not be saved.
         """
-        assert not any([moves, moves.swap_ins, moves.loads, moves.state_loads])
-        if self.swap_space is not None:
-            self.swap_space.put_back(moves.swap_outs)
+        assert not any([moves, moves.swap_outs, moves.swap_ins, moves.loads, moves.state_loads])
         if self.states is not None:
             self.states.put_back(moves.state_copies)
         if self.store is not None:

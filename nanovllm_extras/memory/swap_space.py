@@ -111,11 +111,6 @@ class SwapSpace:
         self._left, self._leaving = self._leaving, []
         return moves
 
-    def put_back(self, outs: list[Pair]) -> None:
-        """Let the next step do the copies out of a step that is not launched."""
-        self._outs = outs + self._outs
-        self._left, self._leaving = [], self._left + self._leaving
-
     def forget_step(self) -> list[Sequence]:
         """Forget the copies of a step that has failed. Returns the sequences that it was to copy out."""
         seqs = [seq for seq in [*self._left, *self._leaving] if seq in self._held]

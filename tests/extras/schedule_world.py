@@ -405,6 +405,7 @@ class World:
         writers = WriterCheck(self.scheduler.running)
         step = self.scheduler.schedule()
         assert step.chunks or self.flights or not self.seqs, "a deadlock: there are requests, and none is computed"
+        assert step.chunks or not step.preempted, "a step preempts a sequence, and computes nothing"
         if not step.chunks:
             return
         assert not (self.flights and step.preempted), "a sequence loses blocks that a step in flight writes to"
