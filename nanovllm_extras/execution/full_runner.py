@@ -42,7 +42,7 @@ from nanovllm_extras.sampling.runner_hooks import (
     wants_only_tokens,
 )
 from nanovllm_extras.weights.checkpoint import read_model_config
-from nanovllm_extras.weights.load_model import load_model
+from nanovllm_extras.weights.load_model import Wanted, load_model
 
 if TYPE_CHECKING:
     from nanovllm_extras.execution.step_graphs import CudaGraphs as CudaGraphsOfSteps
@@ -338,13 +338,18 @@ class ModelRunner(model_runner.ModelRunner):
 
     def load_network(self) -> Qwen3ForCausalLM:
         """Return the whole network on the device, with its weights."""
-        config, load = self.config, load_model
+        config = self.config
+        wanted = self.wanted(config.seed if config.load_format == "dummy" else None)
         if self.shape.quantization_config is not None or config.load_format == "gguf":
             from nanovllm_extras.weights.choose_loader import choose_loader
 
-            load = choose_loader(self.shape, config, self.pack_quantised)
-        seed = config.seed if config.load_format == "dummy" else None
-        return load(self.model_class, self.shape, self.backend_of_layers, self.dtype, self.device, self.folder, seed)
+            return choose_loader(self.shape, config, self.pack_quantised)(wanted)
+        return load_model(wanted)
+
+    def wanted(self, seed: int | None = None) -> Wanted:
+        """Return what a loader needs to know of the network. seed: of random weights, if it gets those"""
+        where = self.dtype, self.device, self.folder
+        return Wanted(self.model_class, self.shape, self.backend_of_layers, *where, seed)
 
     @property
     def network(self) -> Network:

@@ -180,7 +180,6 @@ class RankPart(Whole):
             whole = runner.model_class(runner.whole_shape, runner.backend_of_layers)
             share = runner.model_class(runner.shape, runner.backend_of_layers)
         cuts = cutter.cuts_of_checkpoint(whole, share)
-        where = (runner.backend_of_layers, runner.dtype, runner.device, runner.folder)
         if config.load_format == "dummy":
             model = self.allocate(runner, share, cuts)
             fill_with_dummies(model, whole, cutter, config.seed, runner.shape.initializer_range)
@@ -190,13 +189,13 @@ class RankPart(Whole):
             from nanovllm_extras.weights.shares import Share
 
             load = choose_loader(runner.whole_shape, config, runner.pack_quantised, Share(cuts, self.check))
-            return load(runner.model_class, runner.shape, *where)
+            return load(runner.wanted())
 
         def read(file: Any, name: str) -> torch.Tensor:
             self.check()
             return read_part(cuts, file, name)
 
-        return load_model(runner.model_class, runner.shape, *where, None, read, partial(part_of_whole, cuts))
+        return load_model(runner.wanted(), read, partial(part_of_whole, cuts))
 
     def allocate(self, runner: ModelRunner, share: Any, cuts: dict[str, Cut]) -> Any:
         """Return the network on the device, with random weights where the checkpoint's are quantised."""
@@ -207,8 +206,7 @@ class RankPart(Whole):
         from nanovllm_extras.weights.stored import read_format
 
         form, part = read_format("quantization_config", runner.shape.quantization_config), Share(cuts, self.check)
-        how = runner.dtype, runner.device, runner.config.seed, runner.shape.initializer_range
-        return make_dummies(form, runner.pack_quantised, part, share, *how)
+        return make_dummies(form, runner.pack_quantised, part, share, runner.wanted(runner.config.seed))
 
     def wrap(self, device: Device, vocab_size: int) -> Device:
         return RankDevice(device, self.communicator, vocab_size, self.hears_tokens)

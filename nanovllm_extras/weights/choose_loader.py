@@ -9,13 +9,14 @@ from typing import Any
 
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.weights.load_model import Wanted
 from nanovllm_extras.weights.quantise import Finish
 from nanovllm_extras.weights.shares import Share
 
 
 def choose_loader(
     shape: NetworkConfig, config: Config, finish: Finish, share: Share | None = None
-) -> Callable[..., Any]:
+) -> Callable[[Wanted], Any]:
     """Return the loader for the format that config.json names, or for a GGUF file.
 
     shape: that of the whole network; share: the rank's part of it, None for all

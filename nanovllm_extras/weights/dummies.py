@@ -12,21 +12,22 @@ from torch import Tensor
 from nanovllm.loader import allocate
 from nanovllm_extras.weights.formats import ACTIVATIONS_GROUP, Format
 from nanovllm_extras.weights.load_layers import Kind, load_layers
+from nanovllm_extras.weights.load_model import Wanted
 from nanovllm_extras.weights.quantise import VECTOR, Finish
 from nanovllm_extras.weights.quantised_linear import QuantisedWeight
 from nanovllm_extras.weights.shares import Share
 
 
-def make_dummies(
-    form: Any, finish: Finish, share: Share, model: Any, dtype: torch.dtype, device: torch.device, seed: int, std: float
-) -> Any:
-    """Return the network on `device` with random quantised layers. All other weights have no values yet.
+def make_dummies(form: Any, finish: Finish, share: Share, model: Any, wanted: Wanted) -> Any:
+    """Return the network with random quantised layers. All other weights have no values yet.
 
-    form: a format of `stored.py`; model: on the meta device. The values depend only on `seed`, not on the ranks.
+    form: a format of `stored.py`; model: on the meta device. The values depend only on the seed, not on the ranks.
     """
     if not isinstance(form, Format):
-        return allocate(model, dtype, device)
-    return load_layers(Dummies(form, seed, std, device), model, share, finish, dtype, device)[0]
+        return allocate(model, wanted.dtype, wanted.device)
+    assert wanted.seed is not None
+    source = Dummies(form, wanted.seed, wanted.shape.initializer_range, wanted.device)
+    return load_layers(source, model, share, finish, wanted.dtype, wanted.device)[0]
 
 
 class Dummies:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nanovllm_extras.weights.gguf_tensors import ARCHITECTURES, EXPERT, Tensors
 from nanovllm_extras.weights.load_layers import Kind, load_layers
+from nanovllm_extras.weights.load_model import Wanted
 from nanovllm_extras.weights.quantise import Finish
 from nanovllm_extras.weights.quantised_linear import QuantisedWeight
 from nanovllm_extras.weights.shares import Share
@@ -54,33 +55,21 @@ OF_ROUTERS = {  # ends of names here -> tensor that has it as its `.scale`
 }
 
 
-def load_gguf(
-    finish: Finish,
-    share: Share,
-    whole: Any,
-    model_class: Any,
-    config: Any,
-    backend: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    folder: Path,
-    dummy_seed: int | None = None,
-) -> Any:
-    """Load the network to `device`. Raises ValueError with the tensor's name if file and model do not match exactly.
+def load_gguf(finish: Finish, share: Share, whole: Any, wanted: Wanted) -> Any:
+    """Load a network. Raises ValueError with the tensor's name if file and model do not match exactly.
 
     Each quantised layer becomes what `finish` makes of it before the next one is loaded. share: the rank's part;
-    config, whole: the shapes of the rank's network and of the whole one
+    whole: the shape of the whole network
     """
-    file = GgufFile(folder, whole)
+    file, config = GgufFile(wanted.folder, whole), wanted.shape
     if config.tie_word_embeddings and file.has_own_head():
         logger.info("%s has an output layer of its own, though config.json ties it to the embeddings", file.path)
         config = replace(config, tie_word_embeddings=False)
     elif not config.tie_word_embeddings and not file.has("lm_head.weight"):
         logger.info("%s has no output.weight, so the token embeddings are the output layer", file.path)
         config = replace(config, tie_word_embeddings=True)
-    with torch.device("meta"):
-        model = model_class(config, backend)
-    model, places = load_layers(file, model, share, finish, dtype, device)
+    model = wanted._replace(shape=config).make_empty()
+    model, places = load_layers(file, model, share, finish, wanted.dtype, wanted.device)
     fill(places, file, share)
     return model
 

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,30 +23,39 @@ BARE = re.compile(r"^(model\.language_model\.|(?=(layers|embed_tokens|norm)\.))"
 Read = Callable[[Any, str], torch.Tensor | None]  # a tensor of an open file, a part of it, or None: not needed
 
 
+class Wanted(NamedTuple):
+    """The network that a loader makes, where it goes, and where its weights come from."""
+
+    model_class: Any
+    shape: NetworkConfig
+    backend: TorchAttention  # or one for each shape of K and V (`kv_groups/`)
+    dtype: torch.dtype
+    device: torch.device
+    folder: Path
+    seed: int | None = None  # of random weights, which replace those of the folder
+
+    def make_empty(self) -> Any:
+        """Return the network on the meta device."""
+        with torch.device("meta"):
+            return self.model_class(self.shape, self.backend)
+
+
 def load_model(
-    model_class: Any,
-    config: NetworkConfig,
-    backend: TorchAttention,
-    dtype: torch.dtype,
-    device: torch.device,
-    folder: Path,
-    dummy_seed: int | None = None,
+    wanted: Wanted,
     read: Read = safe_open.get_tensor,
     part_of: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: tensor,
 ) -> Any:
-    """Load the network to `device`, with the weights of `folder`, or with random ones of seed `dummy_seed`.
+    """Load a network whose weights are not quantised.
 
     `part_of` returns the part of a tensor that the network needs, if `read` has not cut it already.
     """
-    with torch.device("meta"):
-        model = model_class(config, backend)
-    model = allocate(model, dtype, device)
-    if dummy_seed is None:
-        load_weights(model, folder, read, part_of)
+    model = allocate(wanted.make_empty(), wanted.dtype, wanted.device)
+    if wanted.seed is None:
+        load_weights(model, wanted.folder, read, part_of)
     else:
         from nanovllm.loader import init_dummy_weights
 
-        init_dummy_weights(model, dummy_seed, config.initializer_range)
+        init_dummy_weights(model, wanted.seed, wanted.shape.initializer_range)
     return model
 
 

@@ -21,7 +21,7 @@ from nanovllm_extras.weights.dummies import make_dummies
 from nanovllm_extras.weights.formats import READERS, Format
 from nanovllm_extras.weights.fp8_weights import KV_SCALES, Fp8, read_compressed_fp8, read_fp8
 from nanovllm_extras.weights.load_layers import Kind, load_layers
-from nanovllm_extras.weights.load_model import BARE, OF_QUANTISED, load_model, network_tensors
+from nanovllm_extras.weights.load_model import BARE, OF_QUANTISED, Wanted, load_model, network_tensors
 from nanovllm_extras.weights.mxfp4 import Mxfp4, read_mxfp4
 from nanovllm_extras.weights.quantise import Finish
 from nanovllm_extras.weights.quantised_linear import QuantisedWeight
@@ -46,39 +46,27 @@ def read_format(field: str, raw: Any) -> Format | Fp8 | Mxfp4:
     return read(given)
 
 
-def load_stored(
-    form: Any,
-    finish: Finish,
-    share: Share,
-    model_class: Any,
-    shape: Any,
-    backend: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    folder: Path,
-    dummy_seed: int | None = None,
-) -> Any:
-    """Load a checkpoint of format `form`, or random weights, with the arguments of `load_model`.
+def load_stored(form: Any, finish: Finish, share: Share, wanted: Wanted) -> Any:
+    """Load a checkpoint of format `form`, or random weights.
 
     Each quantised layer becomes what `finish` makes of it before the next one is loaded. share: the rank's part
     """
-    with torch.device("meta"):
-        model = model_class(shape, backend)
-    if dummy_seed is not None:
-        made = make_dummies(form, finish, share, model, dtype, device, dummy_seed, shape.initializer_range)
-        init_dummy_weights(made, dummy_seed, shape.initializer_range)
+    if wanted.seed is not None:
+        made = make_dummies(form, finish, share, wanted.make_empty(), wanted)
+        init_dummy_weights(made, wanted.seed, wanted.shape.initializer_range)
         return made
     if not isinstance(form, Fp8 | Mxfp4):
-        checkpoint = Checkpoint(folder, getattr(model, "rename_stored", None))
-        return load_projections(StoredSource(form, checkpoint), finish, share, model, dtype, device)
-    logger.info("the checkpoint's weights in %s are widened to %s", type(form).__name__.lower(), dtype)
-    read_whole = form.reader(Checkpoint(folder), dtype)
+        model = wanted.make_empty()
+        checkpoint = Checkpoint(wanted.folder, getattr(model, "rename_stored", None))
+        return load_projections(StoredSource(form, checkpoint), finish, share, model, wanted.dtype, wanted.device)
+    logger.info("the checkpoint's weights in %s are widened to %s", type(form).__name__.lower(), wanted.dtype)
+    read_whole = form.reader(Checkpoint(wanted.folder), wanted.dtype)
 
     def read(file: Any, name: str) -> Tensor | None:
         share.check()
         return read_whole(file, name)
 
-    return load_model(model_class, shape, backend, dtype, device, folder, read=read, part_of=share.of)
+    return load_model(wanted, read, share.of)
 
 
 class Checkpoint:

@@ -21,7 +21,7 @@ from nanovllm.layers.attention import TorchAttention
 from nanovllm.loader import places_of
 from nanovllm_extras.weights import load_model as weights
 from nanovllm_extras.weights.checkpoint import read_model_config
-from nanovllm_extras.weights.load_model import load_model
+from nanovllm_extras.weights.load_model import Wanted, load_model
 from tests.core_alone import ROOT
 from tests.test_loader import (  # noqa: F401 (with the fixture `load` below)
     check_equals,
@@ -56,7 +56,7 @@ CPU = torch.device("cpu")
 def load_with_extras(folder, dtype=torch.float32, dummy_seed=None):
     model_class, config = read_model_config(folder)
     backend = TorchAttention(config.num_attention_heads, config.num_key_value_heads, config.head_dim, 16)
-    return load_model(model_class, config, backend, dtype, CPU, folder, dummy_seed)
+    return load_model(Wanted(model_class, config, backend, dtype, CPU, folder, dummy_seed))
 
 
 @pytest.fixture

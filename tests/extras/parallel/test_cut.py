@@ -23,7 +23,7 @@ from nanovllm_extras.weights import cut as cut_module
 from nanovllm_extras.weights import load_model as weights
 from nanovllm_extras.weights.checkpoint import read_model_config
 from nanovllm_extras.weights.cut import Cut, Cutter, read_part, share_of
-from nanovllm_extras.weights.load_model import load_model, places_of_stored
+from nanovllm_extras.weights.load_model import Wanted, load_model, places_of_stored
 from tests.conftest import examples
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.extras.parallel.shareable import LATENT
@@ -314,7 +314,7 @@ def test_dummy_weights_are_those_of_one_rank(shareable, name, dtype):
     for rank in range(3):
         share, shape, model_class, backend = share_from(folder, rank, 3, 7, dtype)
         if not rank:
-            whole = load_model(model_class, shape, backend, dtype, torch.device("cpu"), Path(folder), 7)
+            whole = load_model(Wanted(model_class, shape, backend, dtype, torch.device("cpu"), Path(folder), 7))
             assert sum(1 for p in whole.parameters() if p.dim() == 2 and p.std() > 0) > 9
         for path, module, parameter, cut in Cutter(rank, 3).cuts(whole, share):
             part = getattr(share.get_submodule(path), parameter)
