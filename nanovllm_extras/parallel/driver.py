@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,9 +30,8 @@ from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm_extras.parallel.messages import pack_logits, pack_step
 from nanovllm_extras.parallel.peers import Peers
-
-if TYPE_CHECKING:
-    from nanovllm_extras.records.tier import Chain
+from nanovllm_extras.parallel.store_ranks import AllRanks
+from nanovllm_extras.records.tier import Chain
 
 
 class Driver(Alone):
@@ -83,9 +82,7 @@ class Driver(Alone):
         yield
         self._is_underway = self._has_due_logits = False
 
-    def tiers_of_all(self, tiers: "Chain", bytes_per_state: int) -> "Chain":
-        from nanovllm_extras.parallel.store_ranks import AllRanks  # only now: most engines have no store
-
+    def tiers_of_all(self, tiers: Chain, bytes_per_state: int) -> Chain:
         return AllRanks(tiers.tiers, self, bytes_per_state)
 
     def stop(self) -> None:

@@ -21,6 +21,7 @@ from torch.distributed import FileStore, Store, TCPStore
 from nanovllm_extras.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.parallel.communicator import Communicator, GlooCommunicator
+from nanovllm_extras.parallel.nccl import NcclCommunicator
 from nanovllm_extras.parallel.shared_memory import SharedMemoryCommunicator
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,4 @@ def connect(
             store = FileStore(meeting.file, size)
     if meeting.kind == "gloo":
         return GlooCommunicator(store, rank, size, host or meeting.host)
-    from nanovllm_extras.parallel.nccl import NcclCommunicator
-
     return NcclCommunicator(store, rank, size, device)

@@ -28,7 +28,9 @@ import torch
 
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata
+from nanovllm_extras.memory.grouped_tables import with_windows
 from nanovllm_extras.records.moves import Moves
+from nanovllm_extras.records.tier import BlockName
 from nanovllm_extras.sampling.processed_batch import ProcessedSampling
 from nanovllm_extras.sampling.runner_hooks import wants_only_tokens
 
@@ -134,8 +136,6 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
     arrays: dict[str, Any] = {name: take(*shapes[name]) for name in ARRAYS}
     metadata = AttentionMetadata(**arrays, **{name: getattr(header, name) for name in NUMBERS})
     if header.num_windows:
-        from nanovllm_extras.memory.grouped_tables import with_windows
-
         windows = [
             [take(*shapes[name]) for _ in range(header.num_windows)] for name in ("slot_mapping", "block_tables")
         ]
@@ -187,8 +187,6 @@ def values_of(name: Any) -> np.ndarray:
 
 def name_in(values: np.ndarray) -> Any:
     """Return the name of a block from values: [KEY_VALUES + block_size] int32."""
-    from nanovllm_extras.records.tier import BlockName
-
     return BlockName(values[:KEY_VALUES].tobytes(), values[KEY_VALUES:].tobytes())
 
 

@@ -18,7 +18,7 @@ import torch
 
 from nanovllm.config import resolve_device, resolve_dtype
 from nanovllm.kv_cache import KVCache
-from nanovllm.loader import allocate
+from nanovllm.loader import allocate, init_dummy_weight
 from nanovllm_extras.execution.alone import Whole
 from nanovllm_extras.execution.device_setup import Device
 from nanovllm_extras.execution.full_runner import (
@@ -32,6 +32,7 @@ from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.speculation_options import read_options
+from nanovllm_extras.options.store_options import as_json as transfer_as_json
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm_extras.parallel.driver import Driver
 from nanovllm_extras.parallel.joined import join
@@ -40,8 +41,13 @@ from nanovllm_extras.parallel.processes import accept_other_machines, run_node, 
 from nanovllm_extras.sampling.runner_hooks import Draw, LapClock
 from nanovllm_extras.self_check.mode import begin
 from nanovllm_extras.weights.checkpoint import read_model_config
+from nanovllm_extras.weights.choose_loader import choose_loader
 from nanovllm_extras.weights.cut import Cut, Cutter, read_part, share_of
+from nanovllm_extras.weights.dummies import make_dummies
 from nanovllm_extras.weights.load_model import load_model, part_of_whole
+from nanovllm_extras.weights.quantization_options import check_stored
+from nanovllm_extras.weights.shares import Share
+from nanovllm_extras.weights.stored import read_format
 
 NOT_OF_WORKERS = (
     "scheduling_policy",
@@ -76,8 +82,6 @@ def start_ranks(
     check_nodes(config)
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     if config.quantization is not None:
-        from nanovllm_extras.weights.quantization_options import check_stored
-
         check_stored(config.quantization, shape)
     share_of(shape, config.tensor_parallel_size)
     longest = shape.max_position_embeddings
@@ -185,9 +189,6 @@ class RankPart(Whole):
             fill_with_dummies(model, whole, cutter, config.seed, runner.shape.initializer_range)
             return model
         if runner.shape.quantization_config is not None or config.load_format == "gguf":
-            from nanovllm_extras.weights.choose_loader import choose_loader
-            from nanovllm_extras.weights.shares import Share
-
             load = choose_loader(runner.whole_shape, config, runner.pack_quantised, Share(cuts, self.check))
             return load(runner.wanted())
 
@@ -201,10 +202,6 @@ class RankPart(Whole):
         """Return the network on the device, with random weights where the checkpoint's are quantised."""
         if runner.shape.quantization_config is None:
             return allocate(share, runner.dtype, runner.device)
-        from nanovllm_extras.weights.dummies import make_dummies
-        from nanovllm_extras.weights.shares import Share
-        from nanovllm_extras.weights.stored import read_format
-
         form, part = read_format("quantization_config", runner.shape.quantization_config), Share(cuts, self.check)
         return make_dummies(form, runner.pack_quantised, part, share, runner.wanted(runner.config.seed))
 
@@ -214,8 +211,6 @@ class RankPart(Whole):
 
 def fill_with_dummies(share: Any, whole: Any, cutter: Cutter, seed: int, std: float) -> None:
     """Fill `share` with the rank's part of the weights that a single rank would draw with this seed."""
-    from nanovllm.loader import init_dummy_weight
-
     generator = torch.Generator(device=next(share.parameters()).device).manual_seed(seed)
     filled = set()
     for path, module, name, cut in cutter.cuts(whole, share):
@@ -311,8 +306,6 @@ def as_json(config: Config) -> dict[str, Any]:
         if options.model is not None:  # so all layers of rank 0 have one block table (`why_one_table`)
             values["disable_hybrid_kv_cache_manager"] = True
     if config.kv_transfer_config is not None:
-        from nanovllm_extras.options.store_options import as_json as transfer_as_json
-
         values["kv_transfer_config"] = transfer_as_json(config.kv_transfer_config)
     if isinstance(config.dtype, torch.dtype):
         values["dtype"] = str(config.dtype).removeprefix("torch.")

@@ -6,7 +6,7 @@ The first line that comes says what to compute (`start.Plan`). From then on each
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Optional
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -26,9 +26,7 @@ from nanovllm_extras.parallel.messages import (
     unpack_step,
 )
 from nanovllm_extras.parallel.start_ranks import Plan, start_worker
-
-if TYPE_CHECKING:
-    from nanovllm_extras.parallel.store_ranks import RankShare
+from nanovllm_extras.parallel.store_ranks import RankShare
 
 REASON_S = 1.0  # within this time rank 0 hears of the rank that has ended first
 
@@ -61,7 +59,7 @@ def serve(
         header = Header(*np.frombuffer(receive(driver, HEADER_BYTES), dtype=np.int32).tolist())
         values = np.frombuffer(receive(driver, 4 * header.num_values), dtype=np.int32)
         if share is None and runner.config.has_kv_store:  # rank 0 has its own by now, and has raised its own errors
-            share = runner.store = make_share(runner)
+            share = runner.store = RankShare(runner)
             at_exit(share.saver.stop)
         if header.kind == STEP:
             compute_step(runner, header, values, share)
@@ -75,13 +73,7 @@ def serve(
             communicator.gather(torch.tensor([[answer]], dtype=torch.int64, device=runner.device))
 
 
-def make_share(runner: ModelRunner) -> "RankShare":
-    from nanovllm_extras.parallel.store_ranks import RankShare
-
-    return RankShare(runner)
-
-
-def compute_step(runner: ModelRunner, header: Header, values: np.ndarray, share: Optional["RankShare"] = None) -> None:
+def compute_step(runner: ModelRunner, header: Header, values: np.ndarray, share: RankShare | None = None) -> None:
     """Compute the rank's share of a step, from a CUDA graph exactly if rank 0 does."""
     batch = unpack_step(header, values)
     if share is not None:

@@ -21,6 +21,8 @@ from nanovllm_extras.options.speculation_options import MAX_DRAFTED_ROWS, Specul
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.scheduling.drafter import Drafter, Proposer
+from nanovllm_extras.speculation.draft_model import DraftModel, load_draft_model
+from nanovllm_extras.speculation.mtp_drafts import MtpDrafts
 from nanovllm_extras.speculation.ngram import NGrams
 
 logger = logging.getLogger(__name__)
@@ -75,15 +77,11 @@ def load_proposer(parts: Parts, options: Speculation) -> Callable[[BlockManager]
     if options.method == "ngram":
         return lambda _: NGrams(*options.lookup)
     if options.method == "draft_model":
-        from nanovllm_extras.speculation.draft_model import DraftModel, load_draft_model
-
         draft = load_draft_model(parts.runner, options)
         if parts.kv_store is not None:
             parts.kv_store.add_draft(draft)
         return partial(DraftModel, draft)
     if options.method == "mtp":
-        from nanovllm_extras.speculation.mtp_drafts import MtpDrafts
-
         runner: Any = parts.runner
         return partial(MtpDrafts, runner)
     proposer = options.method
