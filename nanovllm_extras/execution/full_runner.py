@@ -443,7 +443,7 @@ def pytorch_layers(module: nn.Module) -> set[str]:
     path = type(module).__module__
     if path.startswith("nanovllm_extras.kernels."):
         return set()  # what a fast version keeps of the layer that it has replaced
-    folders = ("nanovllm.layers.", "nanovllm.models.", "nanovllm_extras.models.", "nanovllm_extras.quantization.")
+    folders = ("nanovllm.layers.", "nanovllm.models.", "nanovllm_extras.models.", "nanovllm_extras.weights.")
     is_single = path.startswith(folders) and not list(module.children()) and not isinstance(module, Attention)
     own = {type(module).__name__} if is_single else set()
     return own.union(*(pytorch_layers(child) for child in module.children()))
