@@ -64,7 +64,7 @@ class LLM(llm.LLM):
             return LLMEngine(config)
         from nanovllm_extras.trace.recorder import start_engine
 
-        return start_engine(config, self._trace, self._on_shutdown, LLMEngine)
+        return start_engine(config, self._trace, self._on_shutdown)
 
     @property
     def engine(self) -> LLMEngine:

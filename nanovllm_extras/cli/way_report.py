@@ -1,18 +1,22 @@
 """Each way to compute, started and checked: is it right, how fast is it, and how many tokens does its cache hold?"""
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.engine.full_engine import LLMEngine
+from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.kernels.cpu.library_cache import CacheError, cache_folder
 from nanovllm_extras.machine.own_process import NotAvailableError, SelfCheckError
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.self_check.fallbacks import release_memory, ways_to_compute
+from nanovllm_extras.self_check.mode import begin
 from nanovllm_extras.weights.checkpoint import resolve_model
 
 NUM_SEQS = 4
@@ -51,10 +55,11 @@ def measure_ways(model: str, options: dict[str, Any]) -> list[WayReport]:
     return reports
 
 
-def measure_way(name: str, options: dict[str, Any], kind: Any, model: str) -> WayReport:
+def measure_way(name: str, options: dict[str, Any], kind: Callable[..., ModelRunner] | None, model: str) -> WayReport:
     """Start an engine, and let it generate for about a second."""
     try:
-        engine = start_engine(Config(model, **options, self_check="strict"), kind)
+        runner_class = None if kind is None else partial(kind, begin_check=begin)
+        engine = LLMEngine(Config(model, **options, self_check="strict"), runner_class=runner_class)
     except NotAvailableError as error:
         return WayReport(name, "not available", str(error))
     except SelfCheckError as error:
@@ -74,18 +79,6 @@ def measure_way(name: str, options: dict[str, Any], kind: Any, model: str) -> Wa
         model_bytes * tokens_per_s / NUM_SEQS / 1e9,
         runner.kv_cache.num_blocks * runner.backend.block_size,
     )
-
-
-def start_engine(config: Config, kind: Any) -> LLMEngine:
-    """Return an engine whose runner is of the class `kind`, unless that is None."""
-    if kind is None:
-        return LLMEngine(config)
-
-    class Engine(LLMEngine):
-        def make_runner(self, folder: Any) -> Any:
-            return kind(config, folder)
-
-    return Engine(config)
 
 
 def decode(engine: LLMEngine) -> float:

@@ -1,13 +1,13 @@
 """The engine with everything: options that choose extras, times of each part of a step, requests of other kinds.
 
 The loop is the core's. A step that fails is rolled back: its requests keep their tokens, wait, and are computed again.
-`isolation.py` goes further, for servers. `input_processor.py` makes requests, `full_request.py` makes outputs.
+`faults` may go further (`isolation.py`). `input_processor.py` makes requests, `full_request.py` makes outputs.
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from nanovllm.block_tables import BlockTables
 from nanovllm.loader import read_json
 from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler, Step
-from nanovllm.sequence import Sequence
+from nanovllm_extras.engine.faults import FaultHandler, Raised
 from nanovllm_extras.engine.input_processor import InputProcessor
 from nanovllm_extras.engine.observations import Observations
 from nanovllm_extras.engine.plain_parts import is_plain
@@ -28,7 +28,7 @@ from nanovllm_extras.machine.forks import check_process
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.option_checks import LazyMethod
 from nanovllm_extras.records.full_observer import Observer, SchedulingStats
-from nanovllm_extras.requests.full_request import Request, note_admitted, read_tokens
+from nanovllm_extras.requests.full_request import Request, note_admitted
 from nanovllm_extras.requests.lazy_outputs import StepOutput
 from nanovllm_extras.sampling.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock, StepTokens, plain_defaults
 from nanovllm_extras.weights.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
@@ -38,12 +38,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MakeRunner = Callable[[Config, Path], ModelRunner]
+
 
 class LLMEngine(engine.LLMEngine):
     """Add requests, and call `step()` while `has_unfinished_requests()`.
 
     `parts` holds what the engine is made of, and what was found out when it started. `observer` is notified of what
-    scheduler and block manager decide. ValueError or TypeError if the model cannot be loaded as the config says.
+    scheduler and block manager decide. `faults` decide what happens if a request makes a step fail. `runner_class`
+    replaces the choice of a runner by the options. ValueError or TypeError if the model cannot be loaded as the config
+    says.
     """
 
     from_engine_args = LazyMethod("vllm.engine_args", of_class=True)
@@ -52,8 +56,16 @@ class LLMEngine(engine.LLMEngine):
     requests: dict[str, Any]
     stats: SchedulingStats
 
-    def __init__(self, config: Config, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        observer: Observer | None = None,
+        faults: FaultHandler | None = None,
+        runner_class: MakeRunner | None = None,
+    ) -> None:
         self._watcher = observer
+        self._runner_class = runner_class
+        self.faults: FaultHandler = Raised() if faults is None else faults
         self.observed = Observations()
         self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
         with plain_defaults():
@@ -125,9 +137,14 @@ class LLMEngine(engine.LLMEngine):
         clock = self._clock
         clock.lap("schedule_time_s")
         note_admitted(self.requests, step, clock.now)
-        batch = self.build(step)
-        clock.lap("build_time_s")
-        return self.runner.run(batch)
+        is_built = False
+        try:
+            batch = self.build(step)
+            clock.lap("build_time_s")
+            is_built = True
+            return self.runner.run(batch)
+        except Exception as error:
+            return self.faults.compute_again(self, step, is_built, error)
 
     def build(self, step: Step) -> Batch:
         """Return the tensors of a step."""
@@ -145,8 +162,9 @@ class LLMEngine(engine.LLMEngine):
         clock.lap("run_time_s")
         advanced = self.scheduler.update(step, arrived.token_ids)
         if NO_TOKEN in arrived.token_ids:
-            ended = [seq for _, seq in advanced if seq.token_ids.view()[-1] == NO_TOKEN]
-            self.end_without_token([*dict.fromkeys(ended)])  # with drafts, a sequence may have advanced several times
+            from nanovllm_extras.engine.no_token import end_without_token
+
+            self.faults.end_without_token(self, end_without_token(self.scheduler, advanced))
         clock.lap("update_time_s")
         self.stats.count_step(step, len(advanced), sum(clock.seconds.values()))
         outputs = self.read_outputs(step, advanced, arrived, clock.now)
@@ -162,18 +180,31 @@ class LLMEngine(engine.LLMEngine):
             **clock.seconds,
         )
 
-    def end_without_token(self, seqs: list[Sequence]) -> None:
-        """End sequences for which no token could be sampled."""
-        from nanovllm_extras.engine.no_token import end_without_token
-
-        end_without_token(self.scheduler, seqs)
-
     def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: StepTokens, now: float) -> list[Any]:
-        """Return the outputs of the requests that advanced."""
-        requests = read_tokens(self.requests, step, advanced, tokens)
-        for request in requests:
-            request.finish_step(self.scheduler, now)
-        return self.deliver(requests, now)
+        """Give a step's results to readers and requests, and return the outputs of the requests that advanced."""
+        for reading in tokens.readings:
+            try:
+                reading.deliver(step)
+            except Exception as error:
+                chunks: list[Any] = step.chunks
+                self.faults.end(self, [seq.request_id for seq, _, _ in chunks if seq.readers], error)
+        requests: dict[str, Request] = {}
+        for row, seq in advanced:
+            request = self.requests.get(seq.request_id)
+            if request is not None:  # else it was aborted during this step
+                requests[seq.request_id] = request
+                try:
+                    request.read_token(seq, tokens, row)
+                except Exception as error:
+                    self.faults.end(self, [seq.request_id], error)
+                    del requests[seq.request_id]
+        for request in [*requests.values()]:
+            try:
+                request.finish_step(self.scheduler, now)
+            except Exception as error:
+                self.faults.end(self, [request.request_id], error)
+                del requests[request.request_id]
+        return self.deliver(requests.values(), now)
 
     def on_failure(self) -> None:
         from nanovllm_extras.scheduling.roll_back import roll_back
@@ -260,7 +291,7 @@ class LLMEngine(engine.LLMEngine):
             if self.parts.kv_store is not None:
                 self.parts.kv_store.forget_all()
 
-    def deliver(self, requests: list[Request], now: float) -> list[Any]:
+    def deliver(self, requests: Iterable[Request], now: float) -> list[Any]:
         """Return the outputs of requests that have read their tokens, and remove finished requests."""
         outputs = []
         for request in requests:
@@ -268,9 +299,14 @@ class LLMEngine(engine.LLMEngine):
                 request.finished_time = now
                 self.stats.num_finished += 1
                 self.observed.observe_request(request)
-                del self.requests[request.request_id]
-            if request.stream or is_finished:
-                outputs.append(request.make_output())
+            try:
+                if request.stream or is_finished:
+                    outputs.append(request.make_output())
+            except Exception as error:
+                self.faults.end(self, [request.request_id], error)
+            finally:
+                if is_finished:
+                    self.requests.pop(request.request_id, None)
         return outputs
 
     def _check_request_id(self, request_id: str) -> None:
@@ -319,9 +355,11 @@ class LLMEngine(engine.LLMEngine):
 
     def make_runner(self, folder: Path) -> ModelRunner:
         check_process()
-        self._is_plain = is_plain(self.config, folder)
+        self._is_plain = self._runner_class is None and is_plain(self.config, folder)
         if self._is_plain:
             runner = ModelRunner(self.config, folder)
+        elif self._runner_class is not None:
+            runner = self._runner_class(self.config, folder)
         else:
             from nanovllm_extras.engine.assembly import start_runner
 

@@ -228,18 +228,3 @@ def note_admitted(requests: dict[str, Request], step: Step, now: float) -> None:
     preempted: list[Any] = step.preempted
     for seq in preempted:
         seq.num_preemptions += 1
-
-
-def read_tokens(
-    requests: dict[str, Request], step: Step, advanced: list[tuple[int, Any]], tokens: "StepTokens"
-) -> list[Request]:
-    """Give a step's results to readers and requests, and return the requests that advanced."""
-    for reading in tokens.readings:
-        reading.deliver(step)
-    advanced_requests: dict[str, Request] = {}
-    for row, seq in advanced:
-        request = requests.get(seq.request_id)
-        if request is not None:  # else it was aborted during this step
-            request.read_token(seq, tokens, row)
-            advanced_requests[seq.request_id] = request
-    return list(advanced_requests.values())

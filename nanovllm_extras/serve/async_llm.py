@@ -25,7 +25,7 @@ from nanovllm_extras.embedding.pooling_params import PoolingParams
 from nanovllm_extras.engine.engine_stats import EngineStats
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.engine.input_processor import TakenParams
-from nanovllm_extras.engine.isolation import IsolatingEngine
+from nanovllm_extras.engine.isolation import Isolation
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.requests.lazy_outputs import RequestOutput
@@ -63,7 +63,7 @@ class AsyncLLM:
         self._on_shutdown = ExitStack()
         self._wakers: WeakValueDictionary[asyncio.AbstractEventLoop, Waker] = WeakValueDictionary()
         config = Config.from_options(model, options)
-        engine = in_passing_thread(start_engine, config, trace, self._on_shutdown, IsolatingEngine)
+        engine = in_passing_thread(start_engine, config, trace, self._on_shutdown, Isolation())
         self._on_shutdown.callback(engine.runner.ranks.stop)
         self._thread: EngineThread | None = EngineThread(engine, self._hand_over, self._fail)
 

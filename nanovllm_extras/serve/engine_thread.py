@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nanovllm.request import Prompt
+from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.engine.input_processor import Params
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.machine.forks import check_process
 from nanovllm_extras.requests.lazy_outputs import RequestOutput
@@ -54,7 +54,7 @@ class EngineThread:
 
     def __init__(
         self,
-        engine: IsolatingEngine,
+        engine: LLMEngine,
         on_outputs: Callable[[list[RequestOutput]], None],
         on_failure: Callable[[Iterable[str], Exception], None],
     ) -> None:
@@ -194,7 +194,7 @@ class EngineThread:
             self._recover(error)
         else:
             self._hand_over(outputs)
-            for request_id, failure in self.engine.take_failures().items():
+            for request_id, failure in self.engine.faults.take_failures().items():
                 if request_id in self._unfinished:  # else the step has failed all the same, and all with it
                     del self._unfinished[request_id]
                     self._on_failure([request_id], failure)

@@ -19,12 +19,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Step
+from nanovllm_extras.engine.faults import FaultHandler
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.engine.prefix_misses import PrefixMiss
 from nanovllm_extras.options.all_options import Config
@@ -483,26 +484,23 @@ def describe_misses(misses: list[PrefixMiss]) -> list[dict[str, Any]]:
 # ---- engines that are recorded
 
 
-Engine = TypeVar("Engine", bound=LLMEngine)
-
-
 def start_engine(
-    config: Config, trace: str | Path | Sink | None, on_exit: ExitStack, engine_class: type[Engine]
-) -> Engine:
+    config: Config, trace: str | Path | Sink | None, on_exit: ExitStack, faults: FaultHandler | None = None
+) -> LLMEngine:
     """Start an engine. Its run is recorded in the file or sink `trace`, until `on_exit` closes it.
 
     Raises ValueError or TypeError, before the model is loaded, if the file cannot be written.
     """
     if trace is None:
-        return engine_class(config)
-    return start_recorded_engine(config, to_sink(trace), on_exit, engine_class)
+        return LLMEngine(config, faults=faults)
+    return start_recorded_engine(config, to_sink(trace), on_exit, faults)
 
 
-def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack, engine_class: type[Engine]) -> Engine:
+def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack, faults: FaultHandler | None) -> LLMEngine:
     """Start an engine whose run is written to `sink`, until `on_exit` closes it. The recording explains misses."""
     recorder = Recorder()
     try:
-        engine = engine_class(replace(config, explain_prefix_misses=True), recorder)
+        engine = LLMEngine(replace(config, explain_prefix_misses=True), recorder, faults)
     except BaseException:
         sink.close()
         raise

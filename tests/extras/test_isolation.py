@@ -1,4 +1,4 @@
-"""`IsolatingEngine`: whatever one request raises in a step, the others get the tokens that they would get without it.
+"""`Isolation`: whatever one request raises in a step, the others get the tokens that they would get without it.
 
 Oracles: `transformers` greedy `generate` for tokens; for K and V that are kept, the number of tokens that the engine
 has computed, which counts what is computed twice.
@@ -14,7 +14,6 @@ import torch
 from nanovllm_extras import Config, SamplingParams
 from nanovllm_extras.embedding.pooling import Pooling
 from nanovllm_extras.embedding.pooling_params import PoolingParams
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.execution import full_runner
 from nanovllm_extras.execution.cuda_startup import CudaDevice
 from nanovllm_extras.requests.full_request import Request
@@ -22,6 +21,7 @@ from nanovllm_extras.requests.prompt_logprobs import PromptLogprobs
 from nanovllm_extras.sampling.logits import LogitBias
 from nanovllm_extras.sampling.runner_hooks import ArrivingTokens
 from tests.conftest import hf_greedy
+from tests.extras.failing_request import isolating_engine
 
 both_ways = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])
 
@@ -41,7 +41,7 @@ def answer(tiny_checkpoint):
 
 def make_engine(folder, overlap=False, **options):
     options = {"num_kv_blocks": 64, "block_size": 4, "attention_backend": "torch", **options}
-    engine = IsolatingEngine(Config(model=folder, device="cpu", enable_overlap=overlap, **options))
+    engine = isolating_engine(Config(model=folder, device="cpu", enable_overlap=overlap, **options))
     engine.runner.kv_cache.tensor.fill_(50.0)  # garbage that would show
     return engine
 
@@ -63,10 +63,10 @@ def run(engine):
             stats = engine.get_stats()
             assert (stats.num_running, stats.num_waiting) == (0, 0)
             assert stats.num_free_blocks == stats.num_kv_blocks
-            assert not engine.take_failures()
+            assert not engine.faults.take_failures()
             return outputs, errors
         outputs |= {output.request_id: output for output in engine.step().outputs}
-        errors |= engine.take_failures()
+        errors |= engine.faults.take_failures()
     raise AssertionError("the engine hangs")
 
 
@@ -185,6 +185,26 @@ def test_wherever_it_fails(tiny_checkpoint, answer, monkeypatch, overlap, breaka
 
 
 @both_ways
+def test_a_step_that_cannot_be_built_is_computed_again_after_one_that_nobody_made_fail(
+    tiny_checkpoint, answer, monkeypatch, overlap
+):
+    """The hidden states that the first step has left are not those of the second one."""
+    engine = make_engine(tiny_checkpoint[0], overlap)
+    engine.add_request("a", PROMPTS["a"], greedy(10))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "sample_step", fail)
+        with pytest.raises(Failing):
+            engine.step()
+    monkeypatch.setattr(LogitBias, "build", classmethod(fail))
+    engine.add_request("bad", ids(11, seed=9), greedy(10, logit_bias={3: 1.0}))
+    outputs, errors = run(engine)
+    assert list(errors) == ["bad"]
+    assert isinstance(errors["bad"], Failing)
+    assert outputs["a"].outputs[0].token_ids == answer(PROMPTS["a"], 10)
+
+
+@both_ways
 def test_others_keep_their_log_probabilities_of_the_prompt(tiny_checkpoint, answer, overlap):
     """A neighbour that reads its prompt in the very step that fails, in chunks, beside a request that reads its own."""
     expected = make_engine(tiny_checkpoint[0])
@@ -263,7 +283,7 @@ def test_if_the_forward_pass_fails_nobody_is_at_fault(tiny_checkpoint, answer, o
             outputs |= {output.request_id: output for output in engine.step().outputs}
         except Failing:
             num_failures += 1
-        assert not engine.take_failures()
+        assert not engine.faults.take_failures()
     assert num_failures == len(failing)
     assert tokens_of(outputs) == {request_id: answer(prompt, 10) for request_id, prompt in PROMPTS.items()}
 

@@ -12,7 +12,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm_extras import LLM, Config, SamplingParams
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.kv_store.memory_tier import MemoryTier
 from nanovllm_extras.kv_store.saver import Saver
 from nanovllm_extras.records.tier import Tier
@@ -20,6 +19,7 @@ from nanovllm_extras.sampling.logits import BiasRows, LogitBias
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.recording import read_recording
+from tests.extras.failing_request import isolating_engine
 
 OPTIONS = {
     "attention_backend": "torch",
@@ -273,7 +273,7 @@ def test_a_failed_step_loads_and_saves_nothing_wrong(folder, expected, monkeypat
 @pytest.mark.parametrize(("owner", "method"), [(LogitBias, "build"), (BiasRows, "apply")])
 def test_a_request_that_fails_its_step_costs_the_others_no_loaded_block(folder, expected, monkeypatch, owner, method):
     """The engine looks for the request at fault, and computes the step again: loaded blocks are still there."""
-    engine = IsolatingEngine(Config(folder, kv_offloading_size=1e-3, **OPTIONS | {"num_kv_blocks": 24}))
+    engine = isolating_engine(Config(folder, kv_offloading_size=1e-3, **OPTIONS | {"num_kv_blocks": 24}))
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
     def serve(prompt, **fields):
@@ -283,7 +283,7 @@ def test_a_request_that_fails_its_step_costs_the_others_no_loaded_block(folder, 
         answers, failures = [], {}
         while engine.has_unfinished_requests():
             answers += [one.outputs[0].token_ids for one in engine.step().outputs if one.finished]
-            failures |= engine.take_failures()
+            failures |= engine.faults.take_failures()
         engine.parts.kv_store.saver.wait(5)
         return answers, failures
 

@@ -13,12 +13,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanovllm_extras import LLM, BeamSearchParams, Config, SamplingParams
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.memory.slots import StateStats
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.states.pool import StateShape
 from tests.conftest import every_second
-from tests.extras.failing_request import FailingError, serve_beside_a_failing_one
+from tests.extras.failing_request import FailingError, isolating_engine, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import (
     MAX_TOKENS,
     QWEN35,
@@ -226,7 +225,7 @@ def test_without_prefix_caching_there_are_no_snapshots(hybrids):
 
 def test_a_request_that_fails_does_not_change_the_states_of_others(hybrids):
     """The step runs again: first to find the request, then without it. Seen to fail if states are not brought back."""
-    engine = IsolatingEngine(
+    engine = isolating_engine(
         Config(model=hybrids.make()[0], device="cpu", dtype="float32", attention_backend="torch", block_size=4,
                num_kv_blocks=120, max_num_seqs=8, max_num_batched_tokens=16)
     )  # fmt: skip
@@ -261,7 +260,7 @@ def test_a_failed_step_starts_its_sequences_again(hybrids, monkeypatch):
 def test_the_error_of_a_forward_pass_of_plain_requests_is_the_one_that_is_raised(hybrids, monkeypatch):
     """A model that fails has overwritten states, and no request is at fault."""
     options = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "block_size": 4}
-    engine = IsolatingEngine(Config(model=hybrids.make()[0], num_kv_blocks=120, **options))
+    engine = isolating_engine(Config(model=hybrids.make()[0], num_kv_blocks=120, **options))
     engine.add_request("plain", [1, 2, 3], SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True))
 
     def fail(batch):

@@ -16,10 +16,9 @@ import torch
 import transformers
 
 from nanovllm_extras import LLM, Config, SamplingParams
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.memory.slots import Slots
 from tests.conftest import every_second
-from tests.extras.failing_request import FailingError, serve_beside_a_failing_one
+from tests.extras.failing_request import FailingError, isolating_engine, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import (
     QWEN35,
     HybridCheckpoints,
@@ -170,7 +169,7 @@ def test_a_rollback_to_another_slot_is_seen(hybrids, monkeypatch, fault):
 
 def test_a_request_that_fails_beside_drafts(hybrids):
     """Its steps run again, with the states before them. The others have drafts in these steps."""
-    engine = IsolatingEngine(
+    engine = isolating_engine(
         Config(model=hybrids.make()[0], device="cpu", dtype="float32", attention_backend="torch", block_size=4,
                num_kv_blocks=120, max_num_seqs=8, speculative_config=drafting(Knowing(texts_of(hybrids))))
     )  # fmt: skip

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, Config, SamplingParams
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.kv_store.disk_tier import LENGTHS, MAGIC
 from nanovllm_extras.kv_store.kv_slots import Slots
 from nanovllm_extras.kv_store.memory_tier import MemoryTier
@@ -23,6 +22,7 @@ from nanovllm_extras.sampling.logits import BiasRows, LogitBias
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.recording import read_recording
+from tests.extras.failing_request import isolating_engine
 from tests.extras.kv_store.test_faulty_stores import Forgetful
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, continue_greedily, logprobs_of
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, check_greedy, logprobs, make_llm
@@ -440,7 +440,7 @@ def test_failed_steps_load_and_save_nothing_wrong(hybrids, monkeypatch):
 def test_a_step_that_runs_again_begins_from_the_loaded_state(hybrids, owner, method, monkeypatch):
     """A request makes its step fail. The step is computed again without it, from the state that was loaded for it."""
     options = {"attention_backend": "torch", "block_size": 4, "num_kv_blocks": 40, "device": "cpu", "dtype": "float32"}
-    engine = IsolatingEngine(Config(hybrids.make()[0], **options, **MEMORY))
+    engine = isolating_engine(Config(hybrids.make()[0], **options, **MEMORY))
     prompt, (expected, _) = hybrids.prompts()[3], greedy(hybrids, 3)
 
     def serve(**fields):
@@ -450,7 +450,7 @@ def test_a_step_that_runs_again_begins_from_the_loaded_state(hybrids, owner, met
         answers, failures = [], {}
         while engine.has_unfinished_requests():
             answers += [one.outputs[0].token_ids for one in engine.step().outputs if one.finished]
-            failures |= engine.take_failures()
+            failures |= engine.faults.take_failures()
         assert engine.parts.kv_store.saver.wait(5)
         return answers, list(failures)
 

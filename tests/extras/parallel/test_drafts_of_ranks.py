@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, Config, LLMEngine
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.parallel.driver import Driver
-from tests.extras.failing_request import serve_beside_a_failing_one
+from tests.extras.failing_request import isolating_engine, serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.late_runner import LateRunner
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS
@@ -170,7 +169,7 @@ def test_a_request_that_fails_does_not_change_the_hidden_states_of_others(heads,
     folder, model, head = heads.make()
     config = Config(model=folder, device="cpu", dtype="float32", attention_backend="torch", block_size=4,
                     num_kv_blocks=120, max_num_seqs=8, speculative_config=predicting(), **TWO)  # fmt: skip
-    engine = IsolatingEngine(config)
+    engine = isolating_engine(config)
     draws = record_draws(engine)
     tokens = serve_beside_a_failing_one(engine, heads.hybrids.prompts(), GREEDY)
     assert tokens == [token_ids for token_ids, _ in heads.hybrids.greedy()]

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
@@ -19,7 +18,7 @@ from nanovllm_extras.kv_groups.grouped_layout import GroupedLayout
 from nanovllm_extras.kv_groups.shapes_layout import ShapesLayout
 from nanovllm_extras.parallel import messages, worker
 from nanovllm_extras.parallel import start_ranks as start
-from tests.extras.failing_request import serve_beside_a_failing_one
+from tests.extras.failing_request import isolating_engine, serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.kv_groups.test_grouped_layers import (
     FEW,
@@ -188,7 +187,7 @@ def test_a_request_that_fails_does_not_change_the_blocks_of_others(grouped, quic
     folder, prompts = grouped.of("gemma3")[0], grouped.prompts()[:4]
     config = Config(model=folder, device="cpu", dtype="float32", attention_backend="torch", block_size=4,
                     num_kv_blocks=120, max_num_seqs=8, max_num_batched_tokens=16, tensor_parallel_size=2)  # fmt: skip
-    engine = IsolatingEngine(config)
+    engine = isolating_engine(config)
 
     tokens = serve_beside_a_failing_one(engine, prompts, GREEDY)
     assert tokens == [token_ids for token_ids, _ in greedy_of(make_llm(folder), prompts)]

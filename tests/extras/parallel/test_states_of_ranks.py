@@ -10,7 +10,6 @@ from safetensors import safe_open
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras import LLM, Config, SamplingParams
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.kernels.cpu.cpu_gated_delta import CpuGatedDeltaNet
 from nanovllm_extras.models.architectures import find_architecture
@@ -20,7 +19,7 @@ from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.states.state_layout import StateLayout
 from nanovllm_extras.weights import cut
 from nanovllm_extras.weights.cut import Cutter, read_part, share_of
-from tests.extras.failing_request import serve_beside_a_failing_one
+from tests.extras.failing_request import isolating_engine, serve_beside_a_failing_one
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.late_runner import LateRunner
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, make_config
@@ -176,7 +175,7 @@ def test_a_request_that_fails_does_not_change_the_states_of_others(hybrids, quic
     """The step runs again on all ranks, from the states that each of them has kept."""
     config = Config(model=hybrids.make()[0], device="cpu", dtype="float32", attention_backend="torch", block_size=4,
                     num_kv_blocks=120, max_num_seqs=8, max_num_batched_tokens=16, tensor_parallel_size=2)  # fmt: skip
-    engine, prompts = IsolatingEngine(config), hybrids.prompts()[:4]
+    engine, prompts = isolating_engine(config), hybrids.prompts()[:4]
 
     expected = greedy_of(make_llm(hybrids.make()[0], num_kv_blocks=120), prompts)
     tokens = serve_beside_a_failing_one(engine, prompts, GREEDY)

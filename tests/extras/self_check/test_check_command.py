@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanovllm_extras import TINY_QWEN3, LLMEngine
 from nanovllm_extras.cli import check_command, machine_report, way_report
 from nanovllm_extras.cli.commands import run_command
+from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
 from tests.extras.self_check.test_self_check import (  # noqa: F401 (fixtures)
     compiled_before,
@@ -33,17 +35,17 @@ def quick(monkeypatch, fresh_cache):  # noqa: F811
 @pytest.fixture(scope="module")
 def right(tmp_path_factory, compiled_before):  # noqa: F811
     """(status, report, stored results of the self-check, how many engines started) of one run without a fault."""
-    start_engine, started = way_report.start_engine, []
+    started = []
 
-    def start(config, kind):
+    def start(*arguments, **options):
         assert all(engine() is None for engine in started), "an engine is freed before the next one starts"
-        engine = start_engine(config, kind)
+        engine = LLMEngine(*arguments, **options)
         engine.runner.itself = engine  # it is freed also if it is part of a cycle: a GPU has no memory for two
         started.append(weakref.ref(engine))
         return engine
 
     with pytest.MonkeyPatch.context() as patch, fresh_cache_in(tmp_path_factory.mktemp("cache"), patch) as folder:
-        patch.setattr(way_report, "start_engine", start)
+        patch.setattr(way_report, "LLMEngine", start)
         patch.setattr(way_report, "SECONDS", 0.05)
         patch.setattr(machine_report, "NUM_BYTES", 1 << 22)
         printed = io.StringIO()
@@ -90,6 +92,22 @@ def test_a_wrong_way_gives_status_1_also_if_it_was_right_before(right, monkeypat
     assert status == 1
     assert [way["result"] for way in report["ways"]] == ["wrong", "wrong", "right"]
     assert "greedy draws" in report["ways"][0]["reason"]
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_way_with_a_runner_of_its_own_is_checked_and_measured(monkeypatch, is_right):
+    """As the core's flash-attn on CUDA."""
+    if not is_right:
+        argmax = CpuAttention.argmax
+        monkeypatch.setattr(CpuAttention, "argmax", lambda self, logits: argmax(self, logits).roll(1))
+    options = {"device": "cpu", "attention_backend": "cpu", "num_kv_blocks": 64}
+    way = way_report.measure_way("another way", options, ModelRunner, TINY_QWEN3)
+    assert way.result == ("right" if is_right else "wrong")
+    if is_right:
+        assert way.tokens_per_s > 0
+        assert way.kv_cache_tokens % 64 == 0
+    else:
+        assert "greedy draws" in way.reason
 
 
 def test_without_a_compiler_ways_are_not_available(monkeypatch, capsys):

@@ -17,9 +17,8 @@ import transformers
 
 from nanovllm_extras import LLM, Config, SamplingParams
 from nanovllm_extras.engine.invariants import check_invariants
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
-from tests.extras.failing_request import serve_beside_a_failing_one
+from tests.extras.failing_request import isolating_engine, serve_beside_a_failing_one
 from tests.extras.models.architectures import SHAPE, Checkpoints
 from tests.extras.models.gemma4_checkpoints import Gemma4Checkpoints
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints, continue_greedily
@@ -201,7 +200,7 @@ def test_a_conversation_has_the_drafts_of_the_draft_model(pairs, name):
 def test_a_request_that_fails_beside_drafts(pairs, name):
     """Its step runs again, in both models."""
     folder, small, _, draft = pairs.make(name)
-    engine = IsolatingEngine(Config(folder, **options_for(small)))
+    engine = isolating_engine(Config(folder, **options_for(small)))
     draws = record_draws(engine)
     assert serve_beside_a_failing_one(engine, pairs.prompts(name), GREEDY) == pairs.greedy(name)
     check_draws(draft, draws)

@@ -13,11 +13,10 @@ from dataclasses import replace
 import pytest
 
 from nanovllm_extras import Config, LLMEngine, SamplingParams
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.sampling.runner_hooks import has_placeholders
 from tests.conftest import every_second
 from tests.extras.cuda import test_graphs
-from tests.extras.failing_request import serve_beside_a_failing_one
+from tests.extras.failing_request import isolating_engine, serve_beside_a_failing_one
 from tests.extras.late_runner import LateRunner
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, make_llm
@@ -93,10 +92,10 @@ def test_an_engine_that_isolates_failures(with_tokenizer):
     proposer = Knowing()
     proposer.answers = {(i, 0): one.outputs[0].token_ids for i, one in plain.items()}
     planted = (ids(5), SamplingParams(max_tokens=9, logits_processors=[fail]))
-    options = {"engine_class": IsolatingEngine, "enable_overlap": True}
+    options = {"engine_class": isolating_engine, "enable_overlap": True}
     outputs, engine = serve(with_tokenizer, [*requests, planted], speculating(proposer, batch_size=2), **options)
     assert {i: visible(one) for i, one in outputs.items()} == {i: visible(one) for i, one in plain.items()}
-    assert engine.take_failures().keys() == {"3"}
+    assert engine.faults.take_failures().keys() == {"3"}
     assert engine.get_stats().num_accepted_tokens > 0
 
 
@@ -180,7 +179,7 @@ def test_drafts_of_a_head_are_those_of_the_reference(heads, options):  # noqa: F
 def test_a_request_that_fails_does_not_change_the_hidden_states_of_others(heads):  # noqa: F811
     folder, model, head = heads.make()
     config = {"method": "mtp", "num_speculative_tokens": 3, "disable_by_batch_size": FEW_SEQS}
-    engine = IsolatingEngine(
+    engine = isolating_engine(
         Config(folder, device="cpu", dtype="float32", attention_backend="torch", block_size=4, num_kv_blocks=120,
                max_num_seqs=8, enable_overlap=True, speculative_config=config)
     )  # fmt: skip

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
-from nanovllm_extras.engine.isolation import IsolatingEngine
-from tests.extras.failing_request import serve_beside_a_failing_one
+from tests.extras.failing_request import isolating_engine, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.models.test_qwen3_5 import GREEDY, TINY_POOLS, check_all_free, check_greedy, logprobs, make_llm
 
@@ -248,7 +247,7 @@ def test_samples_are_those_without_drafts(heads, options):
 def test_a_request_that_fails_does_not_change_the_hidden_states_of_others(heads):
     """The failed step runs again, with the hidden states before it."""
     folder, model, head = heads.make()
-    engine = IsolatingEngine(
+    engine = isolating_engine(
         Config(model=folder, device="cpu", dtype="float32", attention_backend="torch", block_size=4, num_kv_blocks=120,
                max_num_seqs=8, speculative_config=predicting())
     )  # fmt: skip

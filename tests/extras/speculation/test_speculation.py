@@ -14,8 +14,8 @@ import pytest
 
 from nanovllm_extras import LLM, TINY_QWEN3, BeamSearchParams, Config, LLMEngine, SamplingParams
 from nanovllm_extras.engine.invariants import check_invariants
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from tests.conftest import every_second, examples
+from tests.extras.failing_request import isolating_engine
 from tests.extras.full_fake_kv_cache import check_stored
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids
 from tests.extras.test_overlap import CONFIGURATIONS, KINDS, visible
@@ -129,9 +129,9 @@ def test_an_engine_that_isolates_failures(with_tokenizer):
     proposer = Knowing()
     proposer.answers = {(i, 0): one.outputs[0].token_ids for i, one in plain.items()}
     planted = (ids(5), SamplingParams(max_tokens=9, logits_processors=[fail]))
-    outputs, engine = serve(with_tokenizer, [*requests, planted], speculating(proposer), IsolatingEngine)
+    outputs, engine = serve(with_tokenizer, [*requests, planted], speculating(proposer), isolating_engine)
     assert {i: visible(one) for i, one in outputs.items()} == {i: visible(one) for i, one in plain.items()}
-    assert engine.take_failures().keys() == {"3"}
+    assert engine.faults.take_failures().keys() == {"3"}
     assert engine.get_stats().num_accepted_tokens > 0
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from nanovllm_extras import Config, SamplingParams
-from nanovllm_extras.engine.isolation import IsolatingEngine
 from nanovllm_extras.execution.forward_graphs import ForwardGraphs
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.input_buffer import InputBuffer
@@ -44,7 +43,7 @@ from tests.extras.cuda.test_host_waits import (  # flash_attn and kernels are fi
     flash_attn,  # noqa: F401
     kernels,  # noqa: F401
 )
-from tests.extras.failing_request import FailingError, serve_beside_a_failing_one
+from tests.extras.failing_request import FailingError, isolating_engine, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, make_config
 from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
 from tests.extras.speculation import test_drafts_beside_layouts as layouts
@@ -222,7 +221,7 @@ def test_replayed_forward_passes_give_the_tokens_of_transformers(all_hybrids, mo
 def test_a_request_that_fails_does_not_change_the_states_of_others(all_hybrids, monkeypatch, enable_overlap):
     """Its step has been replayed, and is computed again from the states before it."""
     hybrids = all_hybrids["Qwen3_5"]
-    monkeypatch.setattr(test_graphs, "LLMEngine", IsolatingEngine)
+    monkeypatch.setattr(test_graphs, "LLMEngine", isolating_engine)
     options = {**POOL, "enable_overlap": enable_overlap, "late": False}
     _, replaying = test_graphs.make_engines(monkeypatch, hybrids.make()[0], **options)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
@@ -239,7 +238,7 @@ def test_a_first_step_that_fails_ahead_of_its_time_changes_no_token(all_hybrids,
         init(self, sampled._replace(token_ids=sampled.token_ids.clone()))  # as a copy from the device to the host
 
     monkeypatch.setattr(ArrivingTokens, "__init__", copy)
-    monkeypatch.setattr(test_graphs, "LLMEngine", IsolatingEngine)
+    monkeypatch.setattr(test_graphs, "LLMEngine", isolating_engine)
     options = {**POOL, "enable_overlap": True, "late": False}
     _, replaying = test_graphs.make_engines(monkeypatch, hybrids.make()[0], **options)
 
@@ -255,7 +254,7 @@ def test_a_first_step_that_fails_ahead_of_its_time_changes_no_token(all_hybrids,
             is_added = True
             params = SamplingParams(temperature=0, max_tokens=9, logits_processors=[fail])
             replaying.add_request("bad", [7], params)
-    assert isinstance(replaying.take_failures()["bad"], FailingError)
+    assert isinstance(replaying.faults.take_failures()["bad"], FailingError)
     assert [outputs[str(i)] for i in range(3)] == [token_ids for token_ids, _ in hybrids.greedy()[:3]]
     assert replaying.recorder.num_replays > 3
 
