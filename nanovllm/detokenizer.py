@@ -25,7 +25,9 @@ class Detokenizer:
     tokenizer: a `tokenizers.Tokenizer`, in `transformers` the `backend_tokenizer` of a tokenizer
     """
 
-    _skip_special_tokens = True  # a subclass may set it before `__init__`
+    # a subclass may set these before `__init__`
+    _skip_special_tokens = True
+    _keeps_stop_string = False  # whether the text ends behind the stop string
 
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop_strings: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
@@ -121,6 +123,6 @@ class Detokenizer:
             if start >= 0:
                 ends.append((start + len(stop), start, stop))
         if ends:
-            _, start, self.stop_string = min(ends)
-            self._text = self._text[:start]
+            end, start, self.stop_string = min(ends)
+            self._text = self._text[: end if self._keeps_stop_string else start]
         self._num_searched = len(self._text)

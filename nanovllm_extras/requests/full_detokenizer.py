@@ -1,11 +1,11 @@
-"""The detokenizer with `skip_special_tokens`, for many requests of one tokenizer. `stop_options.py` has a subclass.
+"""The detokenizer with all options of a request's text, for many requests of one tokenizer.
 
 In a byte-level vocabulary, a text is the bytes of its tokens, one after another. So a token of whole characters adds
 the same text wherever it stands. This text is decoded once and then looked up, which takes a tenth of the time of the
 library's stream. The stream is started again with the newest token when a token of other bytes comes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
 from functools import cache, partial
 from typing import Any
@@ -42,16 +42,32 @@ def find_own_text(tokenizer: Any, skip_special_tokens: bool, token_id: int) -> s
 
 
 class FullDetokenizer(Detokenizer):
-    """The text of one growing output, as its parameters ask for it."""
+    """The text of one growing output, as its parameters ask for it.
+
+    With `spaces_between_special_tokens=False`, a special token next to another adds its own text, without the decoder's
+    space. Stop strings do not count within the first `min_tokens` tokens.
+    """
 
     def __init__(self, decoder: TokenDecoder, params: SamplingParams, prompt_token_ids: list[int]) -> None:
         self._skip_special_tokens = params.skip_special_tokens
+        self._keeps_stop_string = params.include_stop_str_in_output
         super().__init__(decoder.backend, prompt_token_ids, params.stop_strings)
         self._find_own_text = decoder.own_texts[params.skip_special_tokens]
+        has_spaces = params.spaces_between_special_tokens or params.skip_special_tokens
+        self._texts_without_space: Mapping[int, str] = {} if has_spaces else decoder.added_texts
         self._unread: int | None = None  # the newest token, if the stream has not read it: its text was looked up
+        # tokens before the first whose text may end with a stop string, that one included; 0 if it has come
+        self._num_unstoppable = params.min_tokens + 1 if params.stop_strings and params.min_tokens else 0
 
     def append(self, token_id: int) -> None:
-        text = "" if self._pending else self._find_own_text(token_id)
+        if self._num_unstoppable:
+            self._num_unstoppable -= 1
+        if self._pending:
+            text = ""
+        elif token_id in self._texts_without_space and self._newest in self._texts_without_space:
+            text = self._texts_without_space[token_id]
+        else:
+            text = self._find_own_text(token_id)
         if not text:
             self._catch_up()
             super().append(token_id)
@@ -60,6 +76,17 @@ class FullDetokenizer(Detokenizer):
             self._text += text
             if self._stop_strings:
                 self._find_stop_string()
+
+    @property
+    def _newest(self) -> int | None:
+        """The newest token, of the prompt if the output has none, if all tokens have text."""
+        return self._unread if self._unread is not None else self._context[-1] if self._context else None
+
+    def _find_stop_string(self) -> None:
+        if self._num_unstoppable:
+            self._num_searched = len(self._text)
+        else:
+            super()._find_stop_string()
 
     def _catch_up(self) -> None:
         """Start a new stream with the newest token, if its text was looked up."""

@@ -206,14 +206,7 @@ def make_detokenizer(
     decoder: TokenDecoder | None, params: SamplingParams, prompt_token_ids: list[int]
 ) -> FullDetokenizer | None:
     """Return a detokenizer for one sample, or None if no text is wanted, or the model has no tokenizer."""
-    if decoder is None or not params.detokenize:
-        return None
-    kind = FullDetokenizer
-    if not params.spaces_between_special_tokens and not params.skip_special_tokens:
-        from nanovllm_extras.requests.special_tokens import SpacelessDetokenizer as kind
-    elif params.stop_strings and (params.min_tokens or params.include_stop_str_in_output):
-        from nanovllm_extras.requests.stop_options import StopOptionsDetokenizer as kind
-    return kind(decoder, params, prompt_token_ids)
+    return None if decoder is None or not params.detokenize else FullDetokenizer(decoder, params, prompt_token_ids)
 
 
 # ---- a step's results
