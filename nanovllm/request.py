@@ -36,6 +36,14 @@ class Completion:
         if seq.finish_reason is not None:
             detokenizer.finish()
 
+    def end_at(self, stop_string: str, scheduler: Scheduler) -> None:
+        """End the sequence, whose text contains a stop string."""
+        seq = self.seq
+        if seq.finish_reason != "stop":
+            if seq.finish_reason is None:
+                scheduler.finish(seq, "stop", stop_string)
+            seq.finish_reason, seq.stop_reason = "stop", stop_string  # also if `max_tokens` has ended it just now
+
     def make_output(self) -> CompletionOutput:
         seq = self.seq
         text = "" if self.detokenizer is None else self.detokenizer.text(seq.finish_reason is not None)
@@ -66,11 +74,8 @@ class Request:
         """Read the new tokens of `seq`, one of the samples, and end it if its text now contains a stop string."""
         completion = self.completions[seq.sample_index]
         completion.read_tokens()
-        stop_string = completion.detokenizer.stop_string if completion.detokenizer else None
-        if stop_string is not None and seq.finish_reason != "stop":
-            if seq.finish_reason is None:
-                scheduler.finish(seq, "stop", stop_string)
-            seq.finish_reason, seq.stop_reason = "stop", stop_string  # also if `max_tokens` has ended it just now
+        if completion.detokenizer is not None and completion.detokenizer.stop_string is not None:
+            completion.end_at(completion.detokenizer.stop_string, scheduler)
 
     def abort(self, scheduler: Scheduler) -> None:
         """End the samples that are not finished, keeping their text."""

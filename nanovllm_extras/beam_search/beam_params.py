@@ -51,7 +51,8 @@ class BeamSearchParams:
         text, token_ids = processor.encode(prompt)
         eos_token_ids = frozenset() if self.ignore_eos else processor.eos_token_ids
         limits = (self.beam_width, self.max_tokens, self.length_penalty)
-        return BeamSearch(request_id, text, token_ids, *limits, eos_token_ids, processor.tokenizer, priority)
+        search = BeamSearch(*limits, eos_token_ids, processor.tokenizer)
+        return search.make_request(request_id, text, token_ids, priority)
 
 
 def beam_search(

@@ -14,9 +14,8 @@ was preempted), the beams that are early give up their blocks, so that the other
 with the token that the search chooses for them.
 """
 
-import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
@@ -25,19 +24,34 @@ from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.requests.full_request import Request
 from nanovllm_extras.sampling.logits_processors import ProcessorRow
-from nanovllm_extras.sampling.runner_hooks import StepTokens
 from nanovllm_extras.scheduling.ordered_queues import order_queues
 from nanovllm_extras.scheduling.scheduler import fork_anytime
+
+if TYPE_CHECKING:
+    from nanovllm_extras.sampling.logprobs import LogprobRow
 
 
 @dataclass
 class Beam:
-    """A completion that is still growing: the first `num_tokens` tokens of `seq`, to which the scheduler adds one."""
+    """A completion that is still growing: the first `num_tokens` tokens of `seq`, to which the scheduler adds one.
+
+    It is what the request reads of the sequence: of each token, the candidates beside it.
+    """
 
     seq: Sequence
     num_tokens: int
     cum_logprob: float
     candidates: list[tuple[float, int]] | None = None  # (log-probability, next token), once they are computed
+
+    def add_logprobs(self, row: "LogprobRow", token_id: int) -> None:
+        """Keep the candidates. A beam that is computed again after preemption gets the same ones again."""
+        if not self.is_astray:
+            _, _, top, top_ids = row
+            num_candidates: Any = self.seq.sampling_params.logprobs
+            self.candidates = list(zip(top, top_ids, strict=True))[:num_candidates]
+
+    def read_tokens(self) -> None:
+        """Do nothing: text is made of the beams that are found."""
 
     @property
     def is_astray(self) -> bool:
@@ -66,92 +80,72 @@ class ChosenBySearch:
         return None
 
 
-class BeamSearch(Request):
-    """One prompt's search."""
+class BeamSearch:
+    """One prompt's search: what ends the sequences of its request, and the request's `Answer`."""
+
+    gives_tokens = True
 
     def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        beam_width: int,
-        max_tokens: int,
-        length_penalty: float,
-        eos_token_ids: frozenset[int],
-        tokenizer: Any,
-        priority: int,
+        self, beam_width: int, max_tokens: int, length_penalty: float, eos_token_ids: frozenset[int], tokenizer: Any
     ) -> None:
         # enough that beam_width survive when the rest are end tokens
         self._num_candidates = max(2, 1 + len(eos_token_ids)) * beam_width
         self._seq_params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=self._num_candidates)
-        self._priority = priority
-        self._num_seqs_made = 0
-        seqs = [self._new_sequence(request_id, prompt_token_ids) for _ in range(beam_width)]
-        seqs[0].children = [*seqs[1:]]
-        super().__init__(prompt, prompt_token_ids, seqs, False, None, time.monotonic())
         self.tokenizer = tokenizer
         self.beam_width, self.length_penalty = beam_width, length_penalty
         self.eos_token_ids = eos_token_ids
-        self.beams = [Beam(seqs[0], len(prompt_token_ids), 0.0)]
-        self.spare_seqs = seqs[1:]  # they have begun beside the first, and are nobody's yet
+        self.beams: list[Beam] = []
+        self.spare_seqs: list[Sequence] = []  # they have begun beside the first, and are nobody's yet
         self.ended: list[Finished] = []
-        self._is_done = False
 
-    @property
-    def is_finished(self) -> bool:
-        return self._is_done
+    def make_request(self, request_id: str, prompt: str | None, token_ids: list[int], priority: int) -> Request:
+        """Return the request of this search. token_ids: of the prompt"""
+        beams = [self._new_beam(request_id, token_ids, i, 0.0, priority) for i in range(self.beam_width)]
+        seqs = [beam.seq for beam in beams]
+        self.beams, self.spare_seqs = beams[:1], seqs[1:]
+        seqs[0].children = seqs[1:]
+        return Request(prompt, token_ids, seqs, False, [*beams], (self.choose,), answer=self)
 
-    def queue(self, scheduler: Scheduler, max_num_seqs: int) -> None:
-        order_queues(scheduler)  # forks have their place beside their parents
-        super().queue(scheduler, max_num_seqs)
-
-    def read_token(self, seq: Sequence, tokens: StepTokens, row: int) -> None:
-        """Keep the candidates of one beam. A beam that is computed again after preemption gets the same ones again."""
-        assert tokens.logprobs is not None
-        _, _, top, top_ids = tokens.logprobs[row]
-        for beam in self.beams:
-            if beam.seq is seq and not beam.is_astray:
-                beam.candidates = list(zip(top, top_ids, strict=True))[: self._num_candidates]
-
-    def finish_step(self, scheduler: Scheduler, now: float) -> None:
+    def choose(self, request: Request, scheduler: Scheduler) -> None:
         """Choose the beams that continue, and the next token of each, once all beams have their candidates."""
-        for beam in self.beams:
+        order_queues(scheduler)  # forks have their place beside their parents
+        for i, beam in enumerate(self.beams):
             if beam.is_astray:
                 end(scheduler, beam.seq)
                 if beam.candidates is None:
-                    beam.seq = self._fork(beam, [], scheduler)
-        if any(beam.candidates is None for beam in self.beams):
+                    self.beams[i] = self._fork(request, beam, [], beam.cum_logprob, scheduler)
+        late = [beam for beam in self.beams if beam.candidates is None]
+        if any(beam.seq.finish_reason is not None for beam in late):  # no token can be sampled
+            self._finish(scheduler)
+            return
+        if late:
             for beam in self.beams:
                 if beam.candidates is not None:
                     end(scheduler, beam.seq)
+            request.token_times.pop()  # this step has not brought the request a token
             return
-        self.token_times.append(now)
         first = self.beams[0]
-        num_output_tokens = first.num_tokens + 1 - len(self.prompt_token_ids)  # with the token to choose
+        num_output_tokens = first.num_tokens + 1 - len(request.prompt_token_ids)  # with the token to choose
         is_last = first.num_tokens + 1 >= first.seq.max_num_tokens
-        going_on = self._choose(num_output_tokens, is_last)
+        going_on = self._rank(num_output_tokens, is_last)
         if is_last or not self._can_improve(going_on[0][0], num_output_tokens):
             self._finish(scheduler)
         else:
-            self._go_on(going_on, scheduler)
+            self._go_on(request, going_on, scheduler)
 
-    def abort(self, scheduler: Scheduler) -> None:
-        self._finish(scheduler)
-        self.finished_time = time.monotonic()
-
-    def make_output(self) -> Any:
+    def make_output(self, request: Request) -> BeamSearchOutput:
         best_first = sorted(self.ended, key=lambda one: one.score, reverse=True)
         sequences = [
             BeamSearchSequence(
-                tokens=self.prompt_token_ids + one.output_token_ids,
+                tokens=request.prompt_token_ids + one.output_token_ids,
                 cum_logprob=one.cum_logprob,
                 text="" if self.tokenizer is None else self.tokenizer.decode(one.output_token_ids, True),
             )
             for one in best_first
         ]
-        return BeamSearchOutput(self.request_id, sequences, self._is_done)
+        return BeamSearchOutput(request.request_id, sequences, request.is_finished)
 
-    def _choose(self, num_output_tokens: int, is_last: bool) -> list[tuple[float, Beam, int]]:
+    def _rank(self, num_output_tokens: int, is_last: bool) -> list[tuple[float, Beam, int]]:
         """Rank the continuations of all beams; note those that end, return the best that go on."""
         width = self.beam_width
         ranked = [
@@ -166,7 +160,7 @@ class BeamSearch(Request):
                 going_on.append((cum_logprob, beam, token_id))
             elif place < width:  # an ending that ranks lower is dropped
                 score = cum_logprob / num_output_tokens**self.length_penalty
-                output_token_ids = beam.token_ids[len(self.prompt_token_ids) :]
+                output_token_ids = beam.token_ids[beam.seq.num_prompt_tokens :]
                 self.ended.append(Finished(score, cum_logprob, [*output_token_ids, token_id]))
         self.ended = sorted(self.ended, key=lambda one: one.score, reverse=True)[:width]
         return going_on[:width]
@@ -177,7 +171,7 @@ class BeamSearch(Request):
             return True
         return best_cum_logprob / num_output_tokens**self.length_penalty > self.ended[-1].score
 
-    def _go_on(self, going_on: list[tuple[float, Beam, int]], scheduler: Scheduler) -> None:
+    def _go_on(self, request: Request, going_on: list[tuple[float, Beam, int]], scheduler: Scheduler) -> None:
         """Give each chosen token a sequence: the beam's own for the first, a fork of it for any other."""
         chosen: dict[int, list[tuple[float, int]]] = {id(beam): [] for beam in self.beams}
         for cum_logprob, beam, token_id in going_on:
@@ -187,38 +181,43 @@ class BeamSearch(Request):
             end(scheduler, seq)
         beams: list[Beam] = []
         for beam in self.beams:
-            seq, num_tokens = beam.seq, beam.num_tokens + 1
+            seq = beam.seq
             for i, (cum_logprob, token_id) in enumerate(chosen[id(beam)]):
                 if i == 0 and seq in scheduler.running:
                     seq.token_ids.data[beam.num_tokens] = token_id  # no step has computed its K and V yet
-                    beams.append(Beam(seq, num_tokens, cum_logprob))
+                    request.completions[seq.sample_index] = own = Beam(seq, beam.num_tokens + 1, cum_logprob)
+                    beams.append(own)
                 else:
-                    beams.append(Beam(self._fork(beam, [token_id], scheduler), num_tokens, cum_logprob))
+                    beams.append(self._fork(request, beam, [token_id], cum_logprob, scheduler))
         self.beams, self.spare_seqs = beams, []
 
-    def _fork(self, beam: Beam, next_token: list[int], scheduler: Scheduler) -> Sequence:
-        """Return a sequence that continues `beam`. It shares blocks, unless the beam has given up its own."""
+    def _fork(
+        self, request: Request, beam: Beam, next_token: list[int], cum_logprob: float, scheduler: Scheduler
+    ) -> Beam:
+        """Return a beam that continues `beam`. It shares blocks, unless `beam` has given up its own."""
         parent = beam.seq
-        child = self._new_sequence(parent.request_id, beam.token_ids + next_token)
+        token_ids, index = beam.token_ids + next_token, len(request.seqs)
+        fork = self._new_beam(request.request_id, token_ids, index, cum_logprob, parent.priority)
+        child = fork.seq
         child.num_prompt_tokens = parent.num_prompt_tokens
         child.max_num_tokens, child.arrival = parent.max_num_tokens, parent.arrival
         salt(child, parent.cache_salt)
         child.order = (*parent.order[:-1], child.sample_index)
-        self.seqs.append(child)
+        request.seqs.append(child)
+        request.completions.append(fork)
         fork_anytime(scheduler, parent, child)
-        return child
+        return fork
 
     def _finish(self, scheduler: Scheduler) -> None:
         for seq in [*self.spare_seqs, *[beam.seq for beam in self.beams]]:
             end(scheduler, seq)
-        self._is_done = True
 
-    def _new_sequence(self, request_id: str, token_ids: list[int]) -> Sequence:
-        index, self._num_seqs_made = self._num_seqs_made, self._num_seqs_made + 1
+    def _new_beam(self, request_id: str, token_ids: list[int], index: int, cum_logprob: float, priority: int) -> Beam:
         processors = (ChosenBySearch(),)
-        return Sequence(
-            request_id, token_ids, self._seq_params, priority=self._priority, sample_index=index, processors=processors
+        seq = Sequence(
+            request_id, token_ids, self._seq_params, priority=priority, sample_index=index, processors=processors
         )
+        return Beam(seq, len(token_ids), cum_logprob)
 
 
 def end(scheduler: Scheduler, seq: Sequence) -> None:

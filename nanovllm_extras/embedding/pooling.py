@@ -49,7 +49,7 @@ class Pooling:
         return range(max(start, first), min(stop, seq.num_prompt_tokens))
 
     def add_to(self, output: Any) -> None:
-        """Do nothing: `EmbeddingRequest` makes the output."""
+        """Do nothing: `Embedding` makes the output."""
 
 
 def pooled_chunks(scheduled: Any) -> Iterator[tuple[int, range, Pooling]]:

@@ -8,7 +8,7 @@ from typing import Any
 from nanovllm.checks import check_bool, check_choice
 from nanovllm.request import Prompt
 from nanovllm_extras.embedding.embedding_outputs import EmbeddingRequestOutput
-from nanovllm_extras.embedding.embedding_request import EmbeddingRequest
+from nanovllm_extras.embedding.embedding_request import make_request
 from nanovllm_extras.engine.input_processor import InputProcessor
 from nanovllm_extras.engine.llm_methods import CallsEngine
 from nanovllm_extras.execution.parts import Parts
@@ -40,7 +40,7 @@ class PoolingParams:
 
     def make_request(self, processor: InputProcessor, request_id: str, prompt: Prompt, priority: int) -> Request:
         text, token_ids = processor.encode(prompt)
-        return EmbeddingRequest(request_id, text, token_ids, self.pooling, self.normalize, priority)
+        return make_request(request_id, text, token_ids, self.pooling, self.normalize, priority)
 
 
 def embed(

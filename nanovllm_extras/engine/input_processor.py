@@ -4,7 +4,6 @@ A prompt is text, token ids, or a dict of one of the two. What this engine could
 changes. Called by `LLM`, and by `LLMEngine` when requests are added.
 """
 
-import time
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -16,12 +15,12 @@ from nanovllm_extras.execution.parts import Parts
 from nanovllm_extras.options.request_params import RequestOutputKind, SamplingParams
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.requests.full_detokenizer import TokenDecoder
-from nanovllm_extras.requests.full_request import Completion, Request
+from nanovllm_extras.requests.full_request import Completion, Ending, Request
 from nanovllm_extras.sampling.logits_processors import Processor, PromptReader
 
 
 class OtherParams(Protocol):
-    """What other kinds of request ask for, such as an embedding. They bring their own class of request."""
+    """What other kinds of request ask for, such as an embedding. They make requests of other parts."""
 
     def checked(self, parts: Parts) -> "OtherParams":
         """Return a copy, checked again. Raises ValueError for what this engine can never serve."""
@@ -112,8 +111,11 @@ class InputProcessor:
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
         readers = self._readers(params, gives_deltas)
+        endings: tuple[Ending, ...] = ()
         if grammar is not None:
-            grammar = self.grammars.for_prompt(grammar, self.decoder, params, token_ids)
+            from nanovllm_extras.structured.grammar import end_failed
+
+            grammar, endings = self.grammars.for_prompt(grammar, self.decoder, params, token_ids), (end_failed,)
         seqs: list[Sequence] = []  # one for each sample
         for i in range(params.n):
             own_processors = processors if grammar is None else (*processors, grammar.copy())
@@ -127,9 +129,8 @@ class InputProcessor:
         most = self.parts.config.max_num_seqs
         for first in range(0, params.n, most):
             seqs[first].children = [*seqs[first + 1 : first + most]]
-        kind = Request if grammar is None else self.grammars.request_class
-        now, completion_class = time.monotonic(), self._completion_class(gives_deltas)
-        return kind(text, token_ids, seqs, stream, self.decoder, now, completion_class)
+        completions = [Completion(seq, self.decoder, token_ids, gives_deltas) for seq in seqs]
+        return Request(text, token_ids, seqs, stream, completions, endings)
 
     @cached_property
     def grammars(self) -> Any:
@@ -153,11 +154,3 @@ class InputProcessor:
         from nanovllm_extras.requests.prompt_logprobs import PromptLogprobs
 
         return (PromptLogprobs(params.prompt_logprobs, self.decoder, gives_once=gives_deltas),)
-
-    def _completion_class(self, gives_deltas: bool) -> type[Completion]:
-        """Return the class of samples whose outputs hold all tokens so far, or only the new ones (deltas)."""
-        if not gives_deltas:
-            return Completion
-        from nanovllm_extras.requests.deltas import DeltaCompletion
-
-        return DeltaCompletion

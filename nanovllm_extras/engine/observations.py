@@ -24,7 +24,8 @@ class Observations:
 
     def observe_request(self, request: Request) -> None:
         """Count a request. Its output tokens are those of all samples; the request for an embedding has none."""
-        lengths = [seq.num_output_tokens for seq in request.seqs] if request.gives_tokens else []
+        gives_tokens = request.answer is None or request.answer.gives_tokens
+        lengths = [seq.num_output_tokens for seq in request.seqs] if gives_tokens else []
         reason = request.seqs[0].finish_reason
         assert reason is not None
         self.observe(request.make_metrics(), len(request.prompt_token_ids), lengths, reason)

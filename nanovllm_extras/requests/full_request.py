@@ -1,12 +1,16 @@
 """A request, and its samples, with log-probabilities and times: how a step's results become outputs.
 
 An output is a snapshot: it shares nothing that changes. `InputProcessor` makes requests, and `LLMEngine` drives them.
-Other kinds of request (`beam_search/`, `embedding/`) and of output (`deltas.py`) are subclasses.
+Other kinds of request are made of other parts. These parts say
+
+    completions     what is read of the tokens of each sequence: text, or the candidates of a beam
+    endings         what ends sequences when a step has been read: stop strings, a grammar, a search
+    answer          what an output is made of, if not of the completions: an embedding, the beams of a search
 """
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm import request
 from nanovllm.scheduler import Scheduler, Step
@@ -22,12 +26,17 @@ if TYPE_CHECKING:
 
 
 class Completion(request.Completion):
-    """One sample: a sequence, its text, and the log-probabilities if they are wanted."""
+    """One sample: a sequence, its text, and the log-probabilities if they are wanted.
 
-    has_news = True  # whether the request's next output shows it
+    gives_deltas: whether each output holds only what is new since the output before (`RequestOutputKind.DELTA`). Whole
+    outputs grow with the completion; deltas let a server send each text once.
+    """
+
     seq: Sequence
 
-    def __init__(self, seq: Sequence, decoder: TokenDecoder | None, prompt_token_ids: list[int]) -> None:
+    def __init__(
+        self, seq: Sequence, decoder: TokenDecoder | None, prompt_token_ids: list[int], gives_deltas: bool = False
+    ) -> None:
         params: Any = seq.sampling_params
         super().__init__(seq, make_detokenizer(decoder, params, prompt_token_ids))
         self.decoder = decoder
@@ -35,6 +44,11 @@ class Completion(request.Completion):
         self.logprobs: list[Mapping[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob = 0.0
         self._text_without_stop = not params.include_stop_str_in_output
+        self.gives_deltas = gives_deltas
+        # what the deltas so far have held
+        self._num_given_tokens = 0
+        self._num_given_chars = 0
+        self._has_given_end = False
 
     def read_token(self, token_id: int) -> None:
         """Read the tokens of one step: usually one that is not the last."""
@@ -65,26 +79,50 @@ class Completion(request.Completion):
             self.logprobs.append(PositionLogprobs(row, token_id, self.num_logprobs, self.decoder))
             self.cumulative_logprob += row[0]
 
+    def has_news(self) -> bool:
+        """Return whether a delta has anything to hold."""
+        is_finished = self.seq.finish_reason is not None
+        return not self._has_given_end and (is_finished or len(self.token_ids) > self._num_given_tokens)
+
     def make_output(self) -> CompletionOutput:
-        """Return all so far. The token ids are copied when they are read."""
-        seq, logprobs = self.seq, self.logprobs
+        """Return all so far, or what is new since the last call. The token ids are copied when they are read."""
+        seq, logprobs, first = self.seq, self.logprobs, self._num_given_tokens
         output = CompletionOutput.__new__(CompletionOutput)  # `__init__` would need the token ids now
         finish_reason = seq.finish_reason
         output.index = seq.sample_index
         output.finish_reason = finish_reason
         output.stop_reason = seq.stop_reason
-        output.text = "" if self.detokenizer is None else self.detokenizer.text(finish_reason is not None)
+        output.text = text = "" if self.detokenizer is None else self.detokenizer.text(finish_reason is not None)
         # the list grows, its beginning stays
-        output._recipe = list.__getitem__, self.token_ids, slice(len(self.token_ids))
-        output.logprobs = None if logprobs is None else logprobs.copy()
+        output._recipe = list.__getitem__, self.token_ids, slice(first, len(self.token_ids))
+        output.logprobs = None if logprobs is None else logprobs[first:]
         output.cumulative_logprob = None if logprobs is None else self.cumulative_logprob
+        if self.gives_deltas:
+            output.text = text[self._num_given_chars :]
+            self._num_given_tokens, self._num_given_chars = len(self.token_ids), len(text)
+            self._has_given_end = finish_reason is not None
         return output
 
 
-class Request(request.Request):
-    """A prompt with one sequence for each sample. `completion_class` says what an output holds of each."""
+Ending = Callable[["Request", Scheduler], None]
+"""Called when all tokens of a step have been read. It may end sequences of the request."""
 
-    gives_tokens = True  # whether the user sees the tokens that are sampled
+
+class Answer(Protocol):
+    """Makes the outputs of a request whose user does not get completions."""
+
+    gives_tokens: bool  # whether the user sees the tokens that are sampled
+
+    def make_output(self, request: "Request") -> Any:
+        """Return a snapshot of the request."""
+
+
+class Request(request.Request):
+    """A prompt with one sequence for each sample.
+
+    completions: one for each sequence. endings, answer: see above
+    """
+
     completions: list[Any]
     seqs: list[Any]
 
@@ -94,9 +132,9 @@ class Request(request.Request):
         prompt_token_ids: list[int],
         seqs: list[Any],
         stream: bool,
-        decoder: TokenDecoder | None,
-        arrival_time: float,
-        completion_class: type[Completion] = Completion,
+        completions: list[Any],
+        endings: tuple[Ending, ...] = (),
+        answer: Answer | None = None,
     ) -> None:
         self.request_id: str = seqs[0].request_id
         self.prompt = prompt
@@ -104,11 +142,13 @@ class Request(request.Request):
         self.sampling_params: SamplingParams = seqs[0].sampling_params
         self.seqs = seqs
         self.stream = stream
-        self.completions = [completion_class(seq, decoder, prompt_token_ids) for seq in seqs]
+        self.completions = completions
+        has_stop_strings = bool(self.sampling_params.stop_strings)
+        self.endings = (*endings, end_at_stop_strings) if has_stop_strings else endings
+        self.answer = answer
         # text is made in each step if the user streams it or a stop string may be in it, else at the end
-        self._has_stop_strings = bool(self.sampling_params.stop_strings)
-        self.reads_each_step = self.stream or self._has_stop_strings
-        self.arrival_time = arrival_time
+        self.reads_each_step = self.stream or has_stop_strings
+        self.arrival_time = time.monotonic()
         self.scheduled_time: float | None = None
         self.token_times: list[float] = []  # when a step brought it tokens
         self.finished_time: float | None = None
@@ -129,17 +169,10 @@ class Request(request.Request):
             completion.read_token(tokens.token_ids[row])
 
     def finish_step(self, scheduler: Scheduler, now: float) -> None:
-        """End the sequences whose text contains a stop string, after all tokens of a step have been read."""
+        """End sequences, if anything ends them, after all tokens of a step have been read."""
         self.token_times.append(now)
-        if not self._has_stop_strings:
-            return
-        for completion in self.completions:
-            stop_string, seq = completion.detokenizer.stop_string, completion.seq
-            if stop_string is None or seq.finish_reason == "stop":
-                continue
-            if seq.finish_reason is None:
-                scheduler.finish(seq, "stop", stop_string)
-            seq.finish_reason, seq.stop_reason = "stop", stop_string
+        for end in self.endings:
+            end(self, scheduler)
 
     def queue(self, scheduler: Scheduler, max_num_seqs: int) -> None:
         """Add the samples to the scheduler. Those of one call of `add` run at the same time."""
@@ -152,6 +185,8 @@ class Request(request.Request):
 
     def make_output(self) -> Any:
         """Return a snapshot of the request."""
+        if self.answer is not None:
+            return self.answer.make_output(self)
         is_finished, first = self.finished_time is not None, self.seqs[0]
         if is_finished or not self.reads_each_step:  # a step that failed may not have read the last token
             for completion in self.completions:
@@ -161,7 +196,7 @@ class Request(request.Request):
         output.prompt = self.prompt
         output.prompt_token_ids = self.prompt_token_ids
         output.prompt_logprobs = None
-        output.outputs = [one.make_output() for one in self.completions if one.has_news]
+        output.outputs = [one.make_output() for one in self.completions if not one.gives_deltas or one.has_news()]
         output.finished = is_finished
         output.num_cached_tokens = first.num_cached_tokens or 0
         for reader in first.readers:
@@ -200,6 +235,13 @@ class Request(request.Request):
             num_preemptions,
             misses and misses.copy(),
         )
+
+
+def end_at_stop_strings(request: Request, scheduler: Scheduler) -> None:
+    """End the samples whose text contains a stop string."""
+    for completion in request.completions:
+        if completion.detokenizer.stop_string is not None:
+            completion.end_at(completion.detokenizer.stop_string, scheduler)
 
 
 def make_detokenizer(

@@ -22,7 +22,6 @@ from nanovllm_extras.requests.full_detokenizer import TokenDecoder
 from nanovllm_extras.structured.closed_objects import closed_text
 from nanovllm_extras.structured.first_space import FirstSpace, after_space, hides_first_space
 from nanovllm_extras.structured.grammar import Grammar, MaskWorker, fill_masks
-from nanovllm_extras.structured.structured_request import StructuredRequest
 
 MAX_COMPILED = 128  # compiled grammars in the cache; the least recently used one is evicted first
 MAX_CHARS = 1 << 20
@@ -51,8 +50,6 @@ class GrammarCompiler:
 
     vocab_size: the model's, which may be larger than the tokenizer's.
     """
-
-    request_class = StructuredRequest
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer

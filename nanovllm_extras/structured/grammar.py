@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.scheduler import Scheduler
+from nanovllm_extras.requests.full_request import Request
 from nanovllm_extras.sampling.logits_processors import ProcessorRow
 from nanovllm_extras.structured.first_space import FirstSpace
 
@@ -39,7 +41,7 @@ class Grammar:
     """The grammar of one sequence, and its state after the output that has been read.
 
     `error` is set if the grammar cannot continue: a limit of the library was reached, or no token of the vocabulary is
-    allowed. Then the output does not conform to the grammar, and the request ends the sequence.
+    allowed. Then the output does not conform to the grammar, and `end_failed` ends the sequence.
     """
 
     place, reads_output = 5, True
@@ -140,6 +142,19 @@ def fill_masks(
     for grammar, words, stops in zip(grammars, masks.view(np.uint32), stop_token_ids, strict=True):
         grammar.finish_mask(words, stops)
     return masks
+
+
+def end_failed(request: Request, scheduler: Scheduler) -> None:
+    """End the samples of a request whose grammar has failed, with the reason.
+
+    The mask of a grammar that has failed does not allow end tokens, so such an output does not end with `stop`.
+    """
+    for completion in request.completions:
+        seq = completion.seq
+        errors = [one.error for one in seq.processors if isinstance(one, Grammar) and one.error]
+        if errors and seq.finish_reason is None:
+            scheduler.finish(seq, "abort", f"structured_outputs: {errors[0]}")
+            completion.read_tokens()
 
 
 # ---- a step's rows

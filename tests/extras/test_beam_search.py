@@ -149,3 +149,34 @@ def test_a_search_beside_requests_that_run_and_wait_already(tiny_checkpoint, pro
     found = {output.request_id: output.outputs[0].token_ids for output in stream if output.finished}
     assert [found[key] for key in sorted(found, key=int)] == [one.outputs[0].token_ids for one in answers] * 2
     assert llm.get_stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_an_aborted_search_owns_nothing(tiny_checkpoint, prompts, num_steps):
+    engine = make_llm(tiny_checkpoint, ()).engine
+    engine.add_request("beams", prompts[1], BeamSearchParams(3, 12))
+    for _ in range(num_steps):
+        engine.step()
+    output = engine.abort_request("beams")
+    assert (output.finished, output.sequences) == (True, [])
+    stats = engine.get_stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_free_blocks == stats.num_kv_blocks
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_search_ends_if_no_token_can_be_sampled(tiny_checkpoint, prompts, monkeypatch):
+    """As any other request (`test_nothing_to_sample.py`)."""
+    llm = make_llm(tiny_checkpoint, (), attention_backend="torch", enforce_eager=True)
+    model, calls = type(llm.engine.runner.model), iter(range(100))
+    compute_logits = model.compute_logits
+
+    def broken(self, hidden):
+        logits = compute_logits(self, hidden)
+        return logits if next(calls) < 2 else torch.full_like(logits, torch.nan)
+
+    monkeypatch.setattr(model, "compute_logits", broken)
+    (output,) = llm.beam_search([prompts[0]], BeamSearchParams(3, 12))
+    assert (output.finished, output.sequences) == (True, [])
+    assert next(calls) == 3, "no step after the one without a token"
+    assert llm.get_stats().num_free_blocks == llm.get_stats().num_kv_blocks
