@@ -28,6 +28,7 @@ class Detokenizer:
     # a subclass may set these before `__init__`
     _skip_special_tokens = True
     _keeps_stop_string = False  # whether the text ends behind the stop string
+    _num_unstoppable = 0  # further tokens until stop strings count
 
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop_strings: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
@@ -117,7 +118,7 @@ class Detokenizer:
     def _find_stop_string(self) -> None:
         """Cut the text at the stop string that is complete first, if there is one."""
         ends = []
-        for stop in self._stop_strings:
+        for stop in () if self._num_unstoppable else self._stop_strings:
             first = self._num_searched + 1 - len(stop)
             start = self._text.find(stop, first if first > 0 else 0)
             if start >= 0:

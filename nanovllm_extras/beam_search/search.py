@@ -47,8 +47,8 @@ class Beam:
         """Keep the candidates. A beam that is computed again after preemption gets the same ones again."""
         if not self.is_astray:
             _, _, top, top_ids = row
-            num_candidates: Any = self.seq.sampling_params.logprobs
-            self.candidates = list(zip(top, top_ids, strict=True))[:num_candidates]
+            params: Any = self.seq.sampling_params
+            self.candidates = list(zip(top, top_ids, strict=True))[: params.logprobs]
 
     def read_tokens(self) -> None:
         """Do nothing: text is made of the beams that are found."""
@@ -103,7 +103,7 @@ class BeamSearch:
         beams = [self._new_beam(request_id, token_ids, i, 0.0, priority) for i in range(self.beam_width)]
         seqs = [beam.seq for beam in beams]
         self.beams, self.spare_seqs = beams[:1], seqs[1:]
-        seqs[0].children = seqs[1:]
+        seqs[0].children = [*seqs[1:]]
         return Request(prompt, token_ids, seqs, False, [*beams], (self.choose,), answer=self)
 
     def choose(self, request: Request, scheduler: Scheduler) -> None:

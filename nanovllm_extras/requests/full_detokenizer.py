@@ -56,7 +56,7 @@ class FullDetokenizer(Detokenizer):
         has_spaces = params.spaces_between_special_tokens or params.skip_special_tokens
         self._texts_without_space: Mapping[int, str] = {} if has_spaces else decoder.added_texts
         self._unread: int | None = None  # the newest token, if the stream has not read it: its text was looked up
-        # tokens before the first whose text may end with a stop string, that one included; 0 if it has come
+        # the token after `min_tokens` is the first that may complete a stop string
         self._num_unstoppable = params.min_tokens + 1 if params.stop_strings and params.min_tokens else 0
 
     def append(self, token_id: int) -> None:
@@ -81,12 +81,6 @@ class FullDetokenizer(Detokenizer):
     def _newest(self) -> int | None:
         """The newest token, of the prompt if the output has none, if all tokens have text."""
         return self._unread if self._unread is not None else self._context[-1] if self._context else None
-
-    def _find_stop_string(self) -> None:
-        if self._num_unstoppable:
-            self._num_searched = len(self._text)
-        else:
-            super()._find_stop_string()
 
     def _catch_up(self) -> None:
         """Start a new stream with the newest token, if its text was looked up."""

@@ -86,7 +86,7 @@ class Completion(request.Completion):
 
     def make_output(self) -> CompletionOutput:
         """Return all so far, or what is new since the last call. The token ids are copied when they are read."""
-        seq, logprobs, first = self.seq, self.logprobs, self._num_given_tokens
+        seq, logprobs, first, num_tokens = self.seq, self.logprobs, self._num_given_tokens, len(self.token_ids)
         output = CompletionOutput.__new__(CompletionOutput)  # `__init__` would need the token ids now
         finish_reason = seq.finish_reason
         output.index = seq.sample_index
@@ -94,12 +94,12 @@ class Completion(request.Completion):
         output.stop_reason = seq.stop_reason
         output.text = text = "" if self.detokenizer is None else self.detokenizer.text(finish_reason is not None)
         # the list grows, its beginning stays
-        output._recipe = list.__getitem__, self.token_ids, slice(first, len(self.token_ids))
+        output._recipe = list.__getitem__, self.token_ids, slice(first, num_tokens)
         output.logprobs = None if logprobs is None else logprobs[first:]
         output.cumulative_logprob = None if logprobs is None else self.cumulative_logprob
         if self.gives_deltas:
             output.text = text[self._num_given_chars :]
-            self._num_given_tokens, self._num_given_chars = len(self.token_ids), len(text)
+            self._num_given_tokens, self._num_given_chars = num_tokens, len(text)
             self._has_given_end = finish_reason is not None
         return output
 
