@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.core_alone import PACKAGE
-from tools.count_engine import find_circles, find_imports, graph_of, read_files, walk_with_kind
+from tools.count_engine import Classes, find_circles, find_imports, graph_of, read_files, walk_with_kind
 
 
 @functools.cache  # not when pytest only collects
@@ -52,6 +52,13 @@ def test_scheduling_is_integers_only():
 
 def test_no_cycles_imports_in_functions_included():
     assert find_circles(imports()) == []
+
+
+def test_a_feature_is_no_subclass():
+    """The front has one class of each kind, made of parts. `Config` has `EngineArgs`, a dataclass as vLLM's."""
+    rows = {row.name: row.members for row in Classes(files()).figures()}
+    for name in ("LLMEngine", "Request", "Detokenizer"):
+        assert len(rows[name]) == 1, rows[name]
 
 
 def test_nothing_below_imports_the_server():
