@@ -30,7 +30,7 @@ def render_conversation(tokenizer: Any, messages: Any, **options: Any) -> dict[s
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
 
-def check_messages(messages: Any) -> None:
+def check_messages(messages: object) -> None:
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise TypeError(f"a conversation must be a list of messages, at least one, got {messages!r}")
     for message in messages:

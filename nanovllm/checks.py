@@ -23,7 +23,7 @@ def checked(default: Any, check: Callable[..., None], **limits: Any) -> Any:
     return field(default=default, metadata={"check": partial(check, **limits)})
 
 
-def checks_of(record: Any) -> Mapping[str, Callable[[str, Any], None]]:
+def checks_of(record: Any) -> Mapping[str, Callable[[str, object], None]]:
     """Return the check of each `checked` field of a dataclass, a function of name and value."""
     return {one.name: one.metadata["check"] for one in fields(record) if "check" in one.metadata}
 
@@ -41,7 +41,7 @@ def narrowed(record: Any, kind: Any) -> Any:
     return kind(**{name: getattr(record, name) for name in names})
 
 
-def check_int(name: str, value: Any, minimum: int, optional: bool = False, maximum: int | None = None) -> None:
+def check_int(name: str, value: object, minimum: int, optional: bool = False, maximum: int | None = None) -> None:
     """Raise unless `value` is an integer in [minimum, maximum], or None if `optional`. A bool is not an integer."""
     most = "" if maximum is None else f" and <= {maximum}"
     allowed = f"an integer >= {minimum}{most}" + (" or None" if optional else "")
@@ -67,23 +67,23 @@ def check_range(name: str, value: Any, kind: Any, low: float, high: float, allow
         raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
-def check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def check_choice(name: str, value: Any, allowed: Collection[Any]) -> None:
+def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
-def check_str(name: str, value: Any, or_path: bool = False) -> None:
+def check_str(name: str, value: object, or_path: bool = False) -> None:
     """Raise unless `value` is a str that is not empty, or a Path if `or_path`."""
     if not isinstance(value, str | Path if or_path else str) or not str(value):
         raise TypeError(f"{name} must be a str{' or a Path' if or_path else ''}, and not empty, got {value!r}")
 
 
-def check_list(name: str, value: Any, of_what: str) -> Collection[Any]:
+def check_list(name: str, value: object, of_what: str) -> Collection[Any]:
     """Return `value`, or an empty list for None. Raise TypeError if it is not a list."""
     if value is None:
         return []
@@ -92,12 +92,12 @@ def check_list(name: str, value: Any, of_what: str) -> Collection[Any]:
     return value
 
 
-def check_token_ids(name: str, value: Any) -> None:
+def check_token_ids(name: str, value: object) -> None:
     for i, token_id in enumerate(check_list(name, value, "token ids")):
         check_int(f"{name}[{i}]", token_id, 0)
 
 
-def check_strings(name: str, value: Any, blank: str = "", or_one: bool = False) -> None:
+def check_strings(name: str, value: object, blank: str = "", or_one: bool = False) -> None:
     """Raise unless `value` is a list of strings, or one string if `or_one`. Strings of only `blank` are refused."""
     strings = [value] if or_one and isinstance(value, str) else check_list(name, value, "strings")
     for i, string in enumerate(strings):

@@ -5,13 +5,13 @@ of your own.
 """
 
 import sys
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import fields
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -42,9 +42,9 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.engine = self.make_engine(model, options)
         self._request_ids = count()
-        self._abandoned: list[Generator[Any, None, None]] = []  # streams whose requests are still to be aborted
+        self._abandoned: list[Generator[object, None, None]] = []  # streams whose requests are still to be aborted
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("an LLM cannot be copied or pickled, for another process for example: make one in each process")
 
     def make_engine(self, model: str | Path, options: dict[str, Any]) -> LLMEngine:
@@ -78,7 +78,7 @@ class LLM:
         """Answer one conversation, or each of a list. A message is `{"role": "user", "content": "…"}`."""
         return self.generate(self.render_chat(messages), sampling_params, use_tqdm)
 
-    def render_chat(self, messages: Messages, render: Any = render_conversation) -> list[Prompt]:
+    def render_chat(self, messages: Messages, render: Callable[..., Prompt] = render_conversation) -> list[Prompt]:
         """Return conversations as prompts, made by the model's chat template, for `generate` and `stream`."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
@@ -98,7 +98,7 @@ class LLM:
                 bar.update()
         return [finished[request_id] for request_id in requests]
 
-    def _check(self, prompts: Any, params: Any) -> Requests:
+    def _check(self, prompts: Any, params: object) -> Requests:
         """Return requests that can be served. Raises if one of them cannot."""
         prompts = [prompts] if is_single_prompt(prompts) else list(prompts)
         params = spread("sampling_params", params, SamplingParams, None, len(prompts))
@@ -164,7 +164,7 @@ class LLM:
                 self.engine.abort_request(request_id)  # those that have finished are unknown to the engine
 
 
-def spread(name: str, value: Any, kind: type, default: Any, num_prompts: int) -> list[Any]:
+def spread(name: str, value: object, kind: type, default: Any, num_prompts: int) -> list[Any]:
     """Expand one value, a list, or None (the default) to a list with one entry per prompt."""
     if value is None:
         return [default] * num_prompts

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,8 @@ from torch import nn
 from nanovllm.checks import check_token_ids
 from nanovllm.layers.linear import FusedLinear
 from nanovllm.layers.norm import RMSNorm
+
+Network = TypeVar("Network", bound=nn.Module)
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -96,7 +98,7 @@ def find_eos_token_ids(sources: Mapping[str, Mapping[str, Any]], tokenizer: Any,
 # ---- the weights
 
 
-def allocate(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def allocate(model: Network, dtype: torch.dtype, device: torch.device) -> Network:
     """Allocate the weights of a network on the meta device, where tensors take no memory. They have no values yet."""
     return model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
 

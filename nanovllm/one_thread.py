@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 THREADS = (
     "one thread at a time can use an LLM or an engine. For several threads or tasks use AsyncLLM or the server of "
@@ -28,10 +27,10 @@ class OneThread:
         self._process = os.getpid()
         self._lock = threading.RLock()  # held for a few lines, in which garbage collection may close a stream
         self._thread: int | None = None
-        self._paused: dict[Any, int] = {}  # stream -> the thread that has read its last output
+        self._paused: dict[object, int] = {}  # stream -> the thread that has read its last output
 
     @contextmanager
-    def use(self, stream: Any = None, during_step: bool = False) -> Iterator[None]:
+    def use(self, stream: object = None, during_step: bool = False) -> Iterator[None]:
         """Use the engine in the block. Raises InUseError if another thread uses it, or has an unfinished stream.
 
         stream: identifies a stream, to be used again until `end`. Any thread may go on with it if nobody else is busy.
@@ -57,11 +56,11 @@ class OneThread:
         """Return whether this process is a fork of the one that made the engine: it has no other thread to wait for."""
         return self._process != os.getpid()
 
-    def end(self, stream: Any) -> None:
+    def end(self, stream: object) -> None:
         """Forget a stream that is finished or closed."""
         self._paused.pop(stream, None)
 
-    def _begin(self, stream: Any, during_step: bool) -> tuple[int | None, bool]:
+    def _begin(self, stream: object, during_step: bool) -> tuple[int | None, bool]:
         """Return the state to be restored."""
         if self.is_forked:  # first, because another thread may have held the lock during the fork
             raise InUseError(

@@ -134,7 +134,7 @@ class TorchAttention:
                 "fast, and takes twice the memory for weights and KV cache"
             )
 
-    def step_context(self) -> AbstractContextManager[Any]:
+    def step_context(self) -> AbstractContextManager[None]:
         """Return a context for each step, for a backend that has threads of its own."""
         return nullcontext()
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nanovllm.checks import check_bool, check_int, check_number
+from nanovllm.layers.attention import TorchAttention
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ModelConfig:
     attention_bias: bool
     dtype: str
 
-    def why_not(self, backend: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    def why_not(self, backend: type[TorchAttention], device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why an attention backend cannot compute the layers of this network, or None if it can."""
         return None
 
@@ -76,7 +77,7 @@ def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**values)
 
 
-def refuse(name: str, value: Any, allowed: Collection[Any]) -> None:
+def refuse(name: str, value: object, allowed: Collection[object]) -> None:
     """Raise ValueError unless `value` of the field `name` is one of those that the network computes."""
     if value not in allowed:
         raise ValueError(f"{name} must be {' or '.join(repr(one) for one in allowed)}, config.json has {value!r}; "
