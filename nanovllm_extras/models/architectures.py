@@ -6,10 +6,12 @@ docs/adding_a_model.md shows how an architecture is added.
 
 import importlib
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from nanovllm.checks import check_list
+from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.network_config import NetworkConfig
 
 ARCHITECTURES = {  # by the name that config.json has in `architectures`: module and class in this folder
@@ -36,7 +38,7 @@ ARCHITECTURES = {  # by the name that config.json has in `architectures`: module
 }
 
 
-def find_architecture(raw: dict[str, Any], max_model_len: int | None = None) -> tuple[Any, NetworkConfig]:
+def find_architecture(raw: dict[str, Any], max_model_len: int | None = None) -> tuple[type[CausalLM], NetworkConfig]:
     """Return the class of the network, and its shape. ValueError for an architecture or field that is not computed.
 
     `max_position_embeddings` of the shape is the longest sequence that the network takes, with what rotary positions
@@ -81,7 +83,7 @@ def text_fields(raw: dict[str, Any]) -> dict[str, Any]:
     return {**nested, **{name: value for name, value in raw.items() if name != "text_config" and value is not None}}
 
 
-def check_kinds(raw: dict[str, Any]) -> None:
+def check_kinds(raw: Mapping[str, object]) -> None:
     """Raise TypeError unless the fields that hold other values are objects, or lists, or null."""
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(name), dict | None):

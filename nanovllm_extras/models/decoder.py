@@ -43,6 +43,7 @@ class DecoderModel(Qwen3Model):
 class CausalLM(Qwen3ForCausalLM):
     """A network. A subclass names its layer, and has a static method `read_config`."""
 
+    read_config: Callable[..., NetworkConfig]
     layer_class: LayerClass
     model_class: type[DecoderModel] = DecoderModel
     is_length_scaled = False

@@ -26,6 +26,7 @@ from nanovllm_extras.models.latent_attention import UpProjection, deinterleave
 from nanovllm_extras.models.masking import AttentionOptions, MaskedAttention
 from nanovllm_extras.models.moe import Experts, Router, read_experts, read_int
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, refuse_partial_rotary
 from nanovllm_extras.models.rope_types import ScaledRope, yarn_mscale
 
@@ -67,7 +68,7 @@ class DeepseekConfig(NetworkConfig):
         return scale * yarn_mscale(parameters["factor"], mscale) ** 2 if mscale else scale
 
 
-def read_deepseek_v2_config(raw: dict[str, Any]) -> DeepseekConfig:
+def read_deepseek_v2_config(raw: RawConfig) -> DeepseekConfig:
     refuse("scoring_func", raw.get("scoring_func") or "softmax", ["softmax"])
     refuse("norm_topk_prob", raw.get("norm_topk_prob") or False, [False])  # implementations do not agree on it
     method = raw.get("topk_method") or "greedy"
@@ -82,7 +83,7 @@ def read_deepseek_v2_config(raw: dict[str, Any]) -> DeepseekConfig:
     return read_config(raw, {**config, "routed_scaling_factor": 1.0}, {**experts, "mlp_bias": mlp_bias})
 
 
-def read_deepseek_v3_config(raw: dict[str, Any]) -> DeepseekConfig:
+def read_deepseek_v3_config(raw: RawConfig) -> DeepseekConfig:
     refuse("scoring_func", raw.get("scoring_func") or "sigmoid", ["sigmoid"])
     refuse("topk_method", raw.get("topk_method") or "noaux_tc", ["noaux_tc"])
     experts = {**read_experts(raw, ("n_routed_experts",), 256, 8), "scoring_func": "sigmoid"}
@@ -96,7 +97,7 @@ def read_deepseek_v3_config(raw: dict[str, Any]) -> DeepseekConfig:
 
 
 def read_groups(
-    raw: dict[str, Any], experts: dict[str, Any], num_groups: int | None, num_chosen: int | None, best_per_group: int
+    raw: RawConfig, experts: dict[str, Any], num_groups: int | None, num_chosen: int | None, best_per_group: int
 ) -> dict[str, int]:
     """Read the number of groups of experts, and how many groups a token chooses experts from."""
     found = read_int(raw, "n_group", num_groups), read_int(raw, "topk_group", num_chosen)
@@ -110,7 +111,7 @@ def read_groups(
     return {"n_group": found[0], "topk_group": found[1]}
 
 
-def read_config(raw: dict[str, Any], defaults: dict[str, Any], found: dict[str, Any]) -> DeepseekConfig:
+def read_config(raw: RawConfig, defaults: dict[str, Any], found: dict[str, Any]) -> DeepseekConfig:
     """Read the fields that V2 and V3 have in common. `found` are the fields that have been read already."""
     common = read_common(raw, defaults["max_position_embeddings"])
     refuse("num_key_value_heads", common["num_key_value_heads"], [common["num_attention_heads"]])

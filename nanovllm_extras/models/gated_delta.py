@@ -187,7 +187,7 @@ def read_states(states: Tensor, slots: Tensor, is_first: Tensor) -> Tensor:
     return found.masked_fill_(is_first.view(-1, *[1] * (found.dim() - 1)), 0)
 
 
-def groups_of(metadata: StateMetadata) -> list[tuple[Any, Any]]:
+def groups_of(metadata: StateMetadata) -> list[tuple[Tensor | slice, Tensor | slice]]:
     """Return (sequences, rows) of what is computed at once: decodes, then each prefill chunk.
 
     All decodes are one group, unless some are drafts, which read the states of the rounds before.

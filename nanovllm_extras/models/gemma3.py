@@ -8,7 +8,7 @@ and behind each half of a layer, queries and keys are normalised, and weights of
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from nanovllm_extras.models.gated_mlp import GATES, GatedMLP
 from nanovllm_extras.models.layer_inputs import metadata_of
 from nanovllm_extras.models.llama import LlamaAttention
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, refuse_partial_rotary
 from nanovllm_extras.models.rope import Rope, ScaledRotary
 from nanovllm_extras.models.rope_overrides import POSITIONS, check_read, override_positions
@@ -40,7 +41,7 @@ class Gemma3Config(NetworkConfig):
     final_logit_softcapping: float | None = None
 
 
-def read_gemma3_config(raw: dict[str, Any]) -> Gemma3Config:
+def read_gemma3_config(raw: RawConfig) -> Gemma3Config:
     """Read a Gemma 3 config.json. Raises ValueError for a field that `gemma3.py` would compute wrongly.
 
     `attn_logit_softcapping` is a field of Gemma 2. For Gemma 3 it has no effect, neither here nor in transformers.
@@ -69,7 +70,7 @@ def read_gemma3_config(raw: dict[str, Any]) -> Gemma3Config:
     )
 
 
-def read_ropes(raw: dict[str, Any], head_dim: int, max_len: int) -> tuple[Rope, Rope]:
+def read_ropes(raw: RawConfig, head_dim: int, max_len: int) -> tuple[Rope, Rope]:
     """Read the RoPE of layers that see all tokens, and of layers with a window (`rope_local_base_freq`).
 
     A `rope_scaling` stretches only the former.
@@ -166,9 +167,10 @@ class Gemma3Model(DecoderModel):
 class SoftCappedLM(CausalLM):
     """A network whose logits may be bounded, as those of Gemma 3 and 4."""
 
+    read_config: Callable[..., NetworkConfig]
     is_length_scaled = True
 
-    def __init__(self, config: Any, backend: Any) -> None:
+    def __init__(self, config: Any, backend: TorchAttention) -> None:
         super().__init__(config, backend)
         self.softcap = config.final_logit_softcapping
 

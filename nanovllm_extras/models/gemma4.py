@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.linear import Embedding, Linear
 from nanovllm_extras.models.decoder import DecoderModel, LayerClass
 from nanovllm_extras.models.gemma3 import SoftCappedLM
@@ -42,7 +42,7 @@ def scaled(embedded: Tensor, size: int) -> Tensor:
     return embedded * torch.tensor(size**0.5, dtype=embedded.dtype)
 
 
-def make_layer(config: Gemma4Config, backends: tuple[Any, ...], layer: int) -> Gemma4DecoderLayer:
+def make_layer(config: Gemma4Config, backends: tuple[TorchAttention, ...], layer: int) -> Gemma4DecoderLayer:
     return (Gemma4MoeDecoderLayer if config.num_experts else Gemma4DecoderLayer)(config, backends, layer)
 
 
@@ -93,7 +93,7 @@ class Gemma4ForCausalLM(SoftCappedLM):
     layer_class = staticmethod(make_layer)
     model_class = Gemma4Model
 
-    def __init__(self, config: Any, backend: Any) -> None:
+    def __init__(self, config: Gemma4Config, backend: Any) -> None:
         super().__init__(config, backend)
         self.kv_places = config.kv_places
 

@@ -16,6 +16,7 @@ from nanovllm_extras.models.groups import KVGroup, KVPlace
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.moe import read_int
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common
 from nanovllm_extras.models.rope import Rope, plain_rope, rope_type_of
 from nanovllm_extras.models.rope_overrides import check_read
@@ -35,6 +36,7 @@ class Gemma4Config(NetworkConfig):
     layer_types: tuple[str, ...] = ()
     kv_places: tuple[KVPlace, ...] = ()
     """Where each layer finds its K and V."""
+    rope: Rope = Rope()
     local_rope: Rope = Rope()
     attention_k_eq_v: bool = False
     use_double_wide_mlp: bool = False
@@ -66,7 +68,7 @@ class ProportionalRope(Rope):
 # ---- reading config.json
 
 
-def read_gemma4_config(raw: dict[str, Any]) -> Gemma4Config:
+def read_gemma4_config(raw: RawConfig) -> Gemma4Config:
     """Read the text fields of a Gemma 4 config.json. Missing fields get the defaults of transformers."""
     raw = {**raw, "hidden_act": raw.get("hidden_activation") or "gelu_pytorch_tanh"}
     refuse("hidden_activation", raw["hidden_act"], tuple(GATES))
@@ -96,13 +98,13 @@ def read_gemma4_config(raw: dict[str, Any]) -> Gemma4Config:
     )
 
 
-def read_flag(raw: dict[str, Any], name: str) -> bool:
+def read_flag(raw: Mapping[str, object], name: str) -> bool:
     value = raw.get(name) or False
     check_bool(f"config.json: {name}", value)
     return bool(value)
 
 
-def read_embedding_sizes(raw: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+def read_embedding_sizes(raw: RawConfig, vocab_size: int) -> dict[str, Any]:
     """Read the size of the embeddings that layers have of their own, and the number of tokens that have one."""
     size = first_given(raw.get("hidden_size_per_layer_input", 256), 0)
     num_tokens = raw.get("vocab_size_per_layer_input", 262_144)
@@ -112,7 +114,7 @@ def read_embedding_sizes(raw: dict[str, Any], vocab_size: int) -> dict[str, Any]
     return {"hidden_size_per_layer_input": size, "vocab_size_per_layer_input": num_tokens}
 
 
-def read_experts(raw: dict[str, Any]) -> dict[str, Any]:
+def read_experts(raw: RawConfig) -> dict[str, Any]:
     """Read the number of experts, how many of them a token goes through, and their size, if there are experts."""
     if not read_flag(raw, "enable_moe_block"):
         return {}
@@ -124,7 +126,7 @@ def read_experts(raw: dict[str, Any]) -> dict[str, Any]:
     return experts
 
 
-def read_layer_types(raw: dict[str, Any], num_layers: int) -> tuple[str, ...]:
+def read_layer_types(raw: RawConfig, num_layers: int) -> tuple[str, ...]:
     """Read the type of each layer. Without `layer_types`, every sixth sees all tokens. The last one always does."""
     types = layer_types_of(raw, [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(num_layers)])
     for one in types:
@@ -133,7 +135,7 @@ def read_layer_types(raw: dict[str, Any], num_layers: int) -> tuple[str, ...]:
 
 
 def read_groups(
-    raw: dict[str, Any], common: dict[str, Any], types: tuple[str, ...]
+    raw: RawConfig, common: dict[str, Any], types: tuple[str, ...]
 ) -> tuple[tuple[KVGroup, ...], tuple[KVPlace, ...]]:
     """Read which layers own K and V of which shape, one group for each type, and where each layer finds its own."""
     num_shared = raw.get("num_kv_shared_layers") or 0
@@ -158,7 +160,7 @@ def read_groups(
     return tuple(groups), tuple(places)
 
 
-def read_heads(raw: dict[str, Any], common: dict[str, Any], types: tuple[str, ...], kind: str) -> tuple[int, int]:
+def read_heads(raw: RawConfig, common: dict[str, Any], types: tuple[str, ...], kind: str) -> tuple[int, int]:
     """Read the number and the size of the K and V heads in layers of type `kind`.
 
     Files on the hub have `global_head_dim`, and `num_global_key_value_heads` if K is V. transformers writes
@@ -166,8 +168,8 @@ def read_heads(raw: dict[str, Any], common: dict[str, Any], types: tuple[str, ..
     """
     names = ("num_key_value_heads", "head_dim")
     check_dict("config.json: per_layer_config", raw.get("per_layer_config"))
-    if raw.get("per_layer_config") is not None:
-        given = {int(layer): fields for layer, fields in raw["per_layer_config"].items()}
+    if (per_layer := raw.get("per_layer_config")) is not None:
+        given = {int(layer): fields for layer, fields in per_layer.items()}
         for fields in given.values():
             for name in fields:
                 refuse("per_layer_config", name, names)
@@ -191,7 +193,7 @@ def read_heads(raw: dict[str, Any], common: dict[str, Any], types: tuple[str, ..
     return num_kv_heads, head_dim
 
 
-def read_rope(raw: dict[str, Any], kind: str, head_dim: int) -> Rope:
+def read_rope(raw: RawConfig, kind: str, head_dim: int) -> Rope:
     """Read the RoPE of the layers of type `kind`."""
     given = raw.get("rope_parameters") or ROPES
     check_dict(f"config.json: rope_parameters: {kind}", given.get(kind))

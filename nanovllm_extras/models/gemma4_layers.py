@@ -3,12 +3,10 @@
 `gemma4.py` says what is special about it, and `gemma4_moe.py` adds experts.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.rotary import ApplyRotary
 from nanovllm_extras.models.gated_mlp import GATES, GatedMLP
@@ -25,7 +23,7 @@ def normalised(x: Tensor, eps: float) -> Tensor:
 
 
 class Gemma4Attention(nn.Module):
-    def __init__(self, config: Gemma4Config, backends: tuple[Any, ...], layer: int) -> None:
+    def __init__(self, config: Gemma4Config, backends: tuple[TorchAttention, ...], layer: int) -> None:
         super().__init__()
         place, group, eps = config.kv_places[layer], config.group_of(layer), config.rms_norm_eps
         self.head_dim, self.eps = group.head_dim, eps
@@ -54,7 +52,7 @@ class Gemma4Attention(nn.Module):
 
 
 class Gemma4DecoderLayer(nn.Module):
-    def __init__(self, config: Gemma4Config, backends: tuple[Any, ...], layer: int) -> None:
+    def __init__(self, config: Gemma4Config, backends: tuple[TorchAttention, ...], layer: int) -> None:
         super().__init__()
         hidden_size, eps, size = config.hidden_size, config.rms_norm_eps, config.hidden_size_per_layer_input
         is_wide = config.use_double_wide_mlp and not config.kv_places[layer].is_owner

@@ -6,11 +6,11 @@ x → norm → experts → norm ────────┴─ sum        expert
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.models.gated_mlp import GatedMLP
 from nanovllm_extras.models.gemma4_config import Gemma4Config
 from nanovllm_extras.models.gemma4_layers import Gemma4DecoderLayer, normalised
@@ -38,7 +38,7 @@ class Gemma4Router(nn.Module):
 
 
 class Gemma4MoeDecoderLayer(Gemma4DecoderLayer):
-    def __init__(self, config: Gemma4Config, backends: tuple[Any, ...], layer: int) -> None:
+    def __init__(self, config: Gemma4Config, backends: tuple[TorchAttention, ...], layer: int) -> None:
         super().__init__(config, backends, layer)
         sizes = config.hidden_size, config.moe_intermediate_size, config.hidden_act
         self.router = Gemma4Router(config)

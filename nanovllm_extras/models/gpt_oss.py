@@ -10,7 +10,6 @@ projections have biases, also those of the experts. Gates are clamped. Checkpoin
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from nanovllm_extras.models.gated_mlp import GatedMLP
 from nanovllm_extras.models.llama import LlamaAttention
 from nanovllm_extras.models.masking import SinkAttention
 from nanovllm_extras.models.moe import Experts, MoeConfig, Router, read_experts
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, refuse_partial_rotary
 from nanovllm_extras.models.window_layers import FULL, SLIDING, layer_types_of, read_windows
 
@@ -37,7 +37,7 @@ class GptOssConfig(MoeConfig):
     swiglu_limit: float = 7.0
 
 
-def read_gpt_oss_config(raw: dict[str, Any]) -> GptOssConfig:
+def read_gpt_oss_config(raw: RawConfig) -> GptOssConfig:
     """Read a gpt-oss config.json. `hidden_act` has no effect, neither here nor in transformers."""
     raw = {"attention_bias": True, **raw}
     if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):

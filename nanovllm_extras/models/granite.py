@@ -17,6 +17,7 @@ from nanovllm_extras.models.layer_inputs import metadata_of
 from nanovllm_extras.models.llama import LlamaDecoderLayer
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, refuse_partial_rotary
 
 FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
@@ -30,10 +31,10 @@ class GraniteConfig(NetworkConfig):
     logits_scaling: float = 1.0
 
 
-def read_granite_config(raw: dict[str, Any]) -> GraniteConfig:
+def read_granite_config(raw: RawConfig) -> GraniteConfig:
     common = read_common(raw, max_position_embeddings=2048)
     refuse_partial_rotary(raw)
-    factors = {name: raw.get(name, 1.0) for name in FACTORS}
+    factors: dict[str, Any] = {name: raw.get(name, 1.0) for name in FACTORS}
     for name, factor in factors.items():
         check_number(f"config.json: {name}", factor, 0, open_low=True)
     mlp_bias = raw.get("mlp_bias") or False

@@ -11,7 +11,6 @@ and one after it, and keep its newest inputs as their state:
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel, LayerClass
 from nanovllm_extras.models.gated_delta import CausalConv, groups_of, read_states
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, refuse_partial_rotary
 from nanovllm_extras.models.window_layers import FULL, layer_types_of
 from nanovllm_extras.options.option_checks import first_given
@@ -53,12 +53,12 @@ class Lfm2Config(NetworkConfig):
     conv_bias: bool = False
 
 
-def read_lfm2_config(raw: dict[str, Any]) -> Lfm2Config:
+def read_lfm2_config(raw: RawConfig) -> Lfm2Config:
     """Read config.json. Missing fields get the defaults of transformers, which also knows fields by older names."""
     tied = first_given(raw.get("tie_embedding"), raw.get("tie_word_embeddings"))
     size = first_given(raw.get("block_ff_dim"), raw.get("intermediate_size"))
-    renamed = {"rms_norm_eps": raw.get("norm_eps"), "tie_word_embeddings": tied, "intermediate_size": size}
-    common = read_common({**raw, **renamed}, 128_000, 1e-5, num_key_value_heads=8, tie_word_embeddings=True)
+    raw = {**raw, "rms_norm_eps": raw.get("norm_eps"), "tie_word_embeddings": tied, "intermediate_size": size}
+    common = read_common(raw, 128_000, 1e-5, num_key_value_heads=8, tie_word_embeddings=True)
     common["attention_bias"] = common["qkv_bias"] = common["o_bias"] = False  # whatever the file says
     refuse("hidden_act", common["hidden_act"], ("silu", "swish"))
     for name in ("block_use_swiglu", "use_pos_enc"):
@@ -81,7 +81,7 @@ def read_lfm2_config(raw: dict[str, Any]) -> Lfm2Config:
     )
 
 
-def read_layer_types(raw: dict[str, Any], num_layers: int) -> tuple[str, ...]:
+def read_layer_types(raw: RawConfig, num_layers: int) -> tuple[str, ...]:
     """Read the type of each layer. Without `layer_types`, the layers in `full_attn_idxs` attend, or else all."""
     attending = first_given(raw.get("full_attn_idxs"), range(num_layers))
     types = layer_types_of(raw, [FULL if i in attending else CONV for i in range(num_layers)])
@@ -92,7 +92,7 @@ def read_layer_types(raw: dict[str, Any], num_layers: int) -> tuple[str, ...]:
     return tuple(types)
 
 
-def read_intermediate_size(raw: dict[str, Any], size: int) -> int:
+def read_intermediate_size(raw: RawConfig, size: int) -> int:
     """Compute the size of the feed-forward networks. The file has one and a half times as much, not rounded yet."""
     is_adjusted = first_given(raw.get("block_auto_adjust_ff_dim"), True)
     check_bool("config.json: block_auto_adjust_ff_dim", is_adjusted)

@@ -6,8 +6,6 @@ and Mistral (Jiang et al. 2023, https://arxiv.org/abs/2310.06825), whose layers 
 The decoder that most others vary: what Qwen3 does to queries and keys before they are rotated is not done here.
 """
 
-from typing import Any
-
 from torch import nn
 
 from nanovllm.checks import check_bool
@@ -18,11 +16,12 @@ from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.gated_mlp import GatedMLP
 from nanovllm_extras.models.masking import make_attention
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, read_rotary_dim, refuse_partial_rotary
 from nanovllm_extras.models.window_layers import SLIDING, read_windows
 
 
-def read_llama_config(raw: dict[str, Any]) -> NetworkConfig:
+def read_llama_config(raw: RawConfig) -> NetworkConfig:
     """Read a Llama config.json. A `partial_rotary_factor` has its effect as in vLLM; transformers 5 ignores it."""
     common = read_common(raw, max_position_embeddings=2048)
     rotary_dim = read_rotary_dim(raw, common["head_dim"])
@@ -32,7 +31,7 @@ def read_llama_config(raw: dict[str, Any]) -> NetworkConfig:
     return NetworkConfig(**common, rope=rope, rotary_dim=rotary_dim, mlp_bias=mlp_bias)
 
 
-def read_mistral_config(raw: dict[str, Any]) -> NetworkConfig:
+def read_mistral_config(raw: RawConfig) -> NetworkConfig:
     common = read_common(raw, max_position_embeddings=131072, num_key_value_heads=8)
     common["qkv_bias"] = common["o_bias"] = False  # Mistral has none, whatever the file says
     refuse_partial_rotary(raw)

@@ -17,13 +17,12 @@
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.attention import Attention, AttentionMetadata
+from nanovllm.layers.attention import Attention, AttentionMetadata, TorchAttention
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
 class MaskedAttention(Attention):
     """Attention with options, which the backend gets as a last argument."""
 
-    def __init__(self, backend: Any, *options: AttentionOptions) -> None:
+    def __init__(self, backend: TorchAttention, *options: AttentionOptions) -> None:
         super().__init__(backend)
         self.options = options
 
@@ -94,7 +93,7 @@ class MaskedAttention(Attention):
 class SinkAttention(MaskedAttention):
     """Attention with options and sinks."""
 
-    def __init__(self, backend: Any, options: AttentionOptions, num_heads: int) -> None:
+    def __init__(self, backend: TorchAttention, options: AttentionOptions, num_heads: int) -> None:
         super().__init__(backend, options)
         self.sinks = nn.Parameter(torch.empty(num_heads))  # [num_heads]
 
@@ -104,11 +103,11 @@ class SinkAttention(MaskedAttention):
         return self.backend.attend(q, layer_cache, metadata, replace(self.options[0], sinks=self.sinks))
 
 
-def make_attention(backend: Any, options: tuple[AttentionOptions, ...]) -> Attention:
+def make_attention(backend: TorchAttention, options: tuple[AttentionOptions, ...]) -> Attention:
     """Return the core's attention for a layer without options, else one that passes them on."""
     return MaskedAttention(backend, *options) if options else Attention(backend)
 
 
-def options_of(attention: Attention) -> tuple[Any, ...]:
+def options_of(attention: Attention) -> tuple[AttentionOptions, ...]:
     """Return the options of an attention layer: one, or none."""
     return getattr(attention, "options", ())

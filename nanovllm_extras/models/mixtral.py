@@ -6,8 +6,6 @@ Attention is Llama's (`llama.py`). Each token goes through two of eight large ex
 matrices of an expert w1 (gate), w3 (up) and w2 (down).
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
@@ -17,10 +15,11 @@ from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.gated_mlp import GATES
 from nanovllm_extras.models.llama import LlamaAttention
 from nanovllm_extras.models.moe import Experts, MoeConfig, Router, make_config, read_experts, route_by_softmax
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common
 
 
-def read_mixtral_config(raw: dict[str, Any]) -> MoeConfig:
+def read_mixtral_config(raw: RawConfig) -> MoeConfig:
     common = read_common(raw, max_position_embeddings=131072, rms_norm_eps=1e-5, num_key_value_heads=8)
     common["qkv_bias"] = common["o_bias"] = False  # Mixtral has none, whatever the file says
     experts = read_experts(raw, ("num_local_experts", "num_experts"), 8, 2)

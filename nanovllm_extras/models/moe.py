@@ -7,7 +7,7 @@ A layer so has many more parameters than it reads for a token. `Router` and `Exp
 rules differ: `route_by_softmax` below, DeepSeek's in `group_routing.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from nanovllm.checks import check_int
 from nanovllm.layers.linear import Linear
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_rope, refuse_partial_rotary
 from nanovllm_extras.models.window_layers import SLIDING, read_windows
 
@@ -88,7 +89,7 @@ class Experts(nn.ModuleList):
 # ---- reading config.json
 
 
-def read_experts(raw: dict[str, Any], fields: tuple[str, ...], default: int, top_k: int) -> dict[str, Any]:
+def read_experts(raw: RawConfig, fields: tuple[str, ...], default: int, top_k: int) -> dict[str, Any]:
     """Read the number of experts, from the first of `fields` that is given, and how many a token goes through.
 
     `top_k` is the default of the latter.
@@ -101,7 +102,7 @@ def read_experts(raw: dict[str, Any], fields: tuple[str, ...], default: int, top
     return {"num_experts": num_experts, "num_experts_per_tok": found}
 
 
-def read_int(raw: dict[str, Any], name: str, default: int | None = None, minimum: int = 1) -> int:
+def read_int(raw: Mapping[str, Any], name: str, default: int | None = None, minimum: int = 1) -> int:
     """Read an integer, which may only be missing if there is a `default`. Raises ValueError otherwise."""
     value = default if raw.get(name) is None else raw[name]
     if value is None:
@@ -111,7 +112,7 @@ def read_int(raw: dict[str, Any], name: str, default: int | None = None, minimum
 
 
 def make_config(
-    raw: dict[str, Any], common: dict[str, Any], experts: dict[str, Any], window: int | None, theta: float
+    raw: RawConfig, common: dict[str, Any], experts: dict[str, Any], window: int | None, theta: float
 ) -> MoeConfig:
     """Make the config. All layers have the same `window`, if there is one."""
     refuse_partial_rotary(raw)

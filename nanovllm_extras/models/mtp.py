@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention, softmax_attention
 from nanovllm.layers.linear import Linear
+from nanovllm_extras.models.decoder import LayerClass
 from nanovllm_extras.models.gemma3 import UnitOffsetRMSNorm
 from nanovllm_extras.states.pool import StateCaches
 
@@ -44,7 +45,7 @@ def attend_without_first(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor) -> Te
 class MtpHead(nn.Module):
     """The head. The modules have the names that they have in a checkpoint, under `mtp`."""
 
-    def __init__(self, config: Any, backend: TorchAttention, layer_class: Any) -> None:
+    def __init__(self, config: Any, backend: TorchAttention, layer_class: LayerClass) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         own = HeadAttention(backend.num_heads, backend.num_kv_heads, backend.head_dim, backend.block_size)

@@ -6,18 +6,17 @@ Three things differ from `llama.py`: q, k and v are one tensor in the checkpoint
 first part of each head may be rotated (partial rotary); long contexts have LongRoPE's factors.
 """
 
-from typing import Any
-
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.llama import LlamaAttention, LlamaDecoderLayer
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, read_rotary_dim
 from nanovllm_extras.models.rope import rope_type_of
 from nanovllm_extras.models.window_layers import SLIDING, read_windows
 
 
-def read_phi3_config(raw: dict[str, Any]) -> NetworkConfig:
+def read_phi3_config(raw: RawConfig) -> NetworkConfig:
     common = read_common(raw, max_position_embeddings=4096, rms_norm_eps=1e-5)
     common["qkv_bias"] = common["o_bias"] = False  # Phi-3 has none, whatever the file says
     window = raw.get("sliding_window")

@@ -5,14 +5,14 @@ keys and values have biases, and the output of attention has none.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from nanovllm_extras.models.llama import LlamaForCausalLM
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.qwen3_variants import read_qwen3_config
+from nanovllm_extras.models.raw_config import RawConfig
 
 
-def read_qwen2_config(raw: dict[str, Any]) -> NetworkConfig:
+def read_qwen2_config(raw: RawConfig) -> NetworkConfig:
     config = read_qwen3_config(raw, head_dim=None)
     return replace(config, qkv_bias=True, o_bias=False)  # always so, the file does not say it
 

@@ -10,6 +10,7 @@ The vision part of a checkpoint is not loaded. The head for multi-token predicti
 drafts.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from nanovllm_extras.models.gated_delta import GatedDeltaNet
 from nanovllm_extras.models.gemma3 import UnitOffsetRMSNorm
 from nanovllm_extras.models.mtp import MtpHead
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, read_rotary_dim
 from nanovllm_extras.models.window_layers import FULL, layer_types_of
 from nanovllm_extras.options.option_checks import first_given
@@ -50,11 +52,11 @@ class Qwen3_5Config(NetworkConfig):
     has_mtp: bool = False  # whether the head for multi-token prediction is loaded; config.json does not say so
 
 
-def read_qwen3_5_config(raw: dict[str, Any]) -> Qwen3_5Config:
+def read_qwen3_5_config(raw: RawConfig) -> Qwen3_5Config:
     return Qwen3_5Config(**read_fields(raw, num_key_value_heads=4))
 
 
-def read_fields(raw: dict[str, Any], num_key_value_heads: int) -> dict[str, Any]:
+def read_fields(raw: RawConfig, num_key_value_heads: int) -> dict[str, Any]:
     """Read the fields of `Qwen3_5Config` from config.json. Missing fields get the defaults of transformers."""
     common = read_common(raw, 32768, num_key_value_heads=num_key_value_heads, head_dim=256)
     refuse("hidden_act", common["hidden_act"], ("silu", "swish"))
@@ -79,7 +81,7 @@ def read_fields(raw: dict[str, Any], num_key_value_heads: int) -> dict[str, Any]
     return {**common, **linear, **positions, "layer_types": types, "state_shape": state_shape}
 
 
-def read_layer_types(raw: dict[str, Any], num_layers: int) -> tuple[str, ...]:
+def read_layer_types(raw: RawConfig, num_layers: int) -> tuple[str, ...]:
     """Read the type of each layer. Without `layer_types`, every `full_attention_interval`-th layer attends."""
     interval = read_size(raw, "full_attention_interval", 4)
     types = layer_types_of(raw, [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)])
@@ -90,7 +92,7 @@ def read_layer_types(raw: dict[str, Any], num_layers: int) -> tuple[str, ...]:
     return tuple(types)
 
 
-def read_size(raw: dict[str, Any], name: str, default: int, minimum: int = 1) -> int:
+def read_size(raw: Mapping[str, object], name: str, default: int, minimum: int = 1) -> int:
     value = first_given(raw.get(name), default)
     check_int(f"config.json: {name}", value, minimum)
     return int(value)

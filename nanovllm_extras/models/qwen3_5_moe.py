@@ -9,7 +9,6 @@ expert, the shared one, whose output is multiplied by a gate between 0 and 1.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from nanovllm_extras.models.gated_mlp import GatedMLP
 from nanovllm_extras.models.moe import MoeConfig, read_experts, read_int
 from nanovllm_extras.models.qwen3_5 import Qwen3_5Config, Qwen3_5DecoderLayer, Qwen3_5ForCausalLM, read_fields
 from nanovllm_extras.models.qwen3_moe import Qwen3MoeBlock
+from nanovllm_extras.models.raw_config import RawConfig
 
 STORED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
@@ -27,7 +27,7 @@ class Qwen3_5MoeConfig(Qwen3_5Config, MoeConfig):
     """`intermediate_size` is the shared expert's."""
 
 
-def read_qwen3_5_moe_config(raw: dict[str, Any]) -> Qwen3_5MoeConfig:
+def read_qwen3_5_moe_config(raw: RawConfig) -> Qwen3_5MoeConfig:
     experts = read_experts(raw, ("num_experts", "num_local_experts"), 256, 8)
     experts["moe_intermediate_size"] = read_int(raw, "moe_intermediate_size", 512)
     shared_size = read_int(raw, "shared_expert_intermediate_size", 512)
@@ -47,7 +47,7 @@ class Qwen3_5MoeBlock(Qwen3MoeBlock):
 
 
 class Qwen3_5MoeDecoderLayer(Qwen3_5DecoderLayer):
-    def make_mlp(self, config: Any) -> nn.Module:
+    def make_mlp(self, config: Qwen3_5MoeConfig) -> nn.Module:
         return Qwen3_5MoeBlock(config)
 
 

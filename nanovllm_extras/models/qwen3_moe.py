@@ -6,8 +6,6 @@ Attention is Qwen3's (`qwen3.py`). Many small feed-forward networks, the experts
 goes through `num_experts_per_tok` of them.
 """
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from nanovllm.checks import check_bool
@@ -17,10 +15,11 @@ from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.gated_mlp import GatedMLP
 from nanovllm_extras.models.moe import Experts, MoeConfig, Router, make_config, read_experts, read_int, route_by_softmax
 from nanovllm_extras.models.qwen3_variants import Qwen3VariantAttention
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common
 
 
-def read_qwen3_moe_config(raw: dict[str, Any]) -> MoeConfig:
+def read_qwen3_moe_config(raw: RawConfig) -> MoeConfig:
     common = read_common(raw, max_position_embeddings=32768, num_key_value_heads=4)
     num_layers = common["num_hidden_layers"]
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None

@@ -3,8 +3,6 @@
 A checkpoint with neither is computed by the core's own `models/qwen3.py`.
 """
 
-from typing import Any
-
 from torch import nn
 
 from nanovllm.layers.attention import TorchAttention
@@ -13,12 +11,13 @@ from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.gated_mlp import GatedMLP
 from nanovllm_extras.models.masking import make_attention
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, refuse_partial_rotary
 from nanovllm_extras.models.rope import Rope
 from nanovllm_extras.models.window_layers import read_qwen_windows
 
 
-def read_qwen3_config(raw: dict[str, Any], head_dim: int | None = 128) -> NetworkConfig:
+def read_qwen3_config(raw: RawConfig, head_dim: int | None = 128) -> NetworkConfig:
     """Read a Qwen3 config.json. Missing fields get the defaults of transformers."""
     common = read_common(raw, max_position_embeddings=32768, num_key_value_heads=32, head_dim=head_dim)
     refuse_partial_rotary(raw)

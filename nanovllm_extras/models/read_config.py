@@ -4,17 +4,19 @@ Each file of a network has the function that reads its config, with `read_common
 `read_rope` for the rotary positions, and the core's `refuse` for what the network would compute wrongly.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.models.config import refuse
 from nanovllm_extras.models.gated_mlp import GATES
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.rope import Rope, plain_rope, rope_type_of
 from nanovllm_extras.options.option_checks import first_given
 
 
 def read_common(
-    raw: dict[str, Any],
+    raw: RawConfig,
     max_position_embeddings: int,
     rms_norm_eps: float = 1e-6,
     num_key_value_heads: int | None = None,
@@ -29,7 +31,7 @@ def read_common(
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if missing := [name for name in required if raw.get(name) is None]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
-    known = {name: raw[name] for name in required}
+    known: dict[str, Any] = {name: raw.get(name) for name in required}
     for name in required:
         check_int(f"config.json: {name}", known[name], 1)
     heads = known["num_attention_heads"]
@@ -58,7 +60,7 @@ def read_common(
     return known
 
 
-def read_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float = 10000.0) -> Rope:
+def read_rope(raw: RawConfig, rotary_dim: int, max_len: int, theta: float = 10000.0) -> Rope:
     """Read the RoPE of all layers. `theta` is the architecture's default, `max_len` the model's limit."""
     parameters = raw.get("rope_parameters") or {}
     if not raw.get("rope_scaling") and rope_type_of(parameters) == "default":
@@ -68,7 +70,7 @@ def read_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float =
     return read_scaled_rope(raw, rotary_dim, max_len, theta)
 
 
-def read_rotary_dim(raw: dict[str, Any], head_dim: int, share: float = 1.0) -> int:
+def read_rotary_dim(raw: RawConfig, head_dim: int, share: float = 1.0) -> int:
     """Read how many channels of each head are rotated, the first ones. `share` is the architecture's default."""
     parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     share = first_given(parameters.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), share)
@@ -76,6 +78,6 @@ def read_rotary_dim(raw: dict[str, Any], head_dim: int, share: float = 1.0) -> i
     return int(head_dim * share)
 
 
-def refuse_partial_rotary(raw: dict[str, Any]) -> None:
+def refuse_partial_rotary(raw: Mapping[str, Any]) -> None:
     for place in (raw, raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
         refuse("partial_rotary_factor", place.get("partial_rotary_factor"), (1.0, None))

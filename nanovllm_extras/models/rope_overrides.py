@@ -51,7 +51,7 @@ def dict_of(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     return parameters if is_merged else scaling
 
 
-def check_read(given: Mapping[str, Any], names: Collection[str]) -> None:
+def check_read(given: Mapping[str, object], names: Collection[str]) -> None:
     """Raise ValueError for a field that the architecture does not read."""
     for name, value in given.items():
         if name not in names:

@@ -16,11 +16,12 @@ this file for a config that names a type other than `default`.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 
 from nanovllm.checks import check_number
+from nanovllm_extras.models.raw_config import RawConfig, RopeParameters
 from nanovllm_extras.models.rope import Rope, plain_rope, rope_type_of
 from nanovllm_extras.models.rope_overrides import dict_of
 from nanovllm_extras.options.option_checks import first_given
@@ -40,7 +41,7 @@ class ScaledRope(Rope):
     """`parameters` are those of `rope_type`, by the names of config.json, without gaps."""
 
     rope_type: str = "dynamic"
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: RopeParameters = field(default_factory=RopeParameters)
 
     def frequencies(self, rotary_dim: int, max_len: int) -> tuple[torch.Tensor, float]:
         wavelengths, p = self.wavelengths(rotary_dim), self.parameters  # [rotary_dim / 2], in units of 2 pi positions
@@ -63,6 +64,7 @@ class ScaledRope(Rope):
         """
         if self.rope_type not in ("linear", "dynamic", "yarn") or (self.rope_type == "dynamic" and not max_model_len):
             return max_len
+        source: Literal["original_max_position_embeddings", "max_position_embeddings"]
         source = "original_max_position_embeddings" if self.rope_type == "yarn" else "max_position_embeddings"
         original, factor = self.parameters.get(source, max_len), self.parameters["factor"]
         longest = int(original * factor)
@@ -77,7 +79,7 @@ class ScaledRope(Rope):
 # ---- reading config.json
 
 
-def read_scaled_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float) -> Rope:
+def read_scaled_rope(raw: RawConfig, rotary_dim: int, max_len: int, theta: float) -> Rope:
     """Read a scaled RoPE, with the arguments of `read_rope` in `read_config.py`."""
     parameters = find_parameters(raw, theta)
     theta = first_given(parameters.get("rope_theta"), raw.get("rope_theta"), theta)
@@ -92,7 +94,7 @@ def make_rope(parameters: dict[str, Any], theta: float, rotary_dim: int, max_len
     return make_scaled_rope(rope_type, parameters, rope.theta, rotary_dim, max_len)
 
 
-def find_parameters(raw: dict[str, Any], theta: float) -> dict[str, Any]:
+def find_parameters(raw: RawConfig, theta: float) -> dict[str, Any]:
     """Return the RoPE parameters of a config.json of transformers 4 or 5. `theta` is the default.
 
     transformers 5 keeps all of them in `rope_parameters`; 4 keeps theta next to `rope_scaling`.
@@ -141,10 +143,10 @@ def make_scaled_rope(
     if rope_type == "longrope":
         known.setdefault("attention_factor", None)
         check_factors(known, rotary_dim)
-    return ScaledRope(theta, rope_type, known)
+    return ScaledRope(theta, rope_type, cast(RopeParameters, known))
 
 
-def check_factors(parameters: dict[str, Any], rotary_dim: int) -> None:
+def check_factors(parameters: Mapping[str, object], rotary_dim: int) -> None:
     for name in ("short_factor", "long_factor"):
         factors = parameters.get(name)
         if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
@@ -156,7 +158,7 @@ def check_factors(parameters: dict[str, Any], rotary_dim: int) -> None:
 # ---- frequencies
 
 
-def dynamic_frequencies(wavelengths: torch.Tensor, p: Mapping[str, Any], max_len: int) -> torch.Tensor:
+def dynamic_frequencies(wavelengths: torch.Tensor, p: RopeParameters, max_len: int) -> torch.Tensor:
     """Return the frequencies that a sequence of `max_len` tokens has. All sequences get them.
 
     Beyond the model's own length theta grows, so that slow pairs are slowed down most ("NTK-aware"). K in the cache is
@@ -167,7 +169,7 @@ def dynamic_frequencies(wavelengths: torch.Tensor, p: Mapping[str, Any], max_len
     return 1.0 / (wavelengths * (p["factor"] * ratio - (p["factor"] - 1)) ** shares)
 
 
-def llama3_frequencies(frequencies: torch.Tensor, p: Mapping[str, Any]) -> torch.Tensor:
+def llama3_frequencies(frequencies: torch.Tensor, p: RopeParameters) -> torch.Tensor:
     """Slow down by `factor` the pairs that turn less than `low_freq_factor` times within the original context.
 
     Pairs that turn more than `high_freq_factor` times keep their frequency; between the limits is a linear ramp.
@@ -196,7 +198,7 @@ def pair_that_turns(num_turns: float, rope: ScaledRope, rotary_dim: int) -> floa
     return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
 
-def yarn_attention_factor(p: Mapping[str, Any]) -> float:
+def yarn_attention_factor(p: RopeParameters) -> float:
     if p["attention_factor"] is not None:
         return p["attention_factor"]
     if p["mscale"] and p["mscale_all_dim"]:
@@ -208,7 +210,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def longrope_frequencies(wavelengths: torch.Tensor, p: Mapping[str, Any], max_len: int) -> tuple[torch.Tensor, float]:
+def longrope_frequencies(wavelengths: torch.Tensor, p: RopeParameters, max_len: int) -> tuple[torch.Tensor, float]:
     """Return frequencies with long or short factors, chosen by the longest sequence that the engine serves.
 
     K in the cache is rotated already, so a sequence cannot change from the short factors to the long ones on its way.

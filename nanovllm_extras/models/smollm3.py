@@ -7,7 +7,6 @@ tokens. It is Llama's layer with a cosine of one and a sine of zero, so Llama's 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from nanovllm_extras.models.decoder import CausalLM, DecoderModel
 from nanovllm_extras.models.layer_inputs import metadata_of
 from nanovllm_extras.models.llama import LlamaDecoderLayer
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, refuse_partial_rotary
 from nanovllm_extras.models.window_layers import FULL, SLIDING, layer_types_of, read_windows
 
@@ -31,7 +31,7 @@ class SmolLM3Config(NetworkConfig):
     rotated_layers: tuple[bool, ...] = ()
 
 
-def read_smollm3_config(raw: dict[str, Any]) -> SmolLM3Config:
+def read_smollm3_config(raw: RawConfig) -> SmolLM3Config:
     common = read_common(raw, 32768, num_key_value_heads=4, tie_word_embeddings=True)
     refuse_partial_rotary(raw)
     rotated_layers = read_rotated_layers(raw)
@@ -45,7 +45,7 @@ def read_smollm3_config(raw: dict[str, Any]) -> SmolLM3Config:
     return SmolLM3Config(**common, **windows, rope=rope, mlp_bias=mlp_bias, rotated_layers=rotated_layers)
 
 
-def read_rotated_layers(raw: dict[str, Any]) -> tuple[bool, ...]:
+def read_rotated_layers(raw: RawConfig) -> tuple[bool, ...]:
     """Read which layers rotate: where `no_rope_layers` has a 1, or else all but every `no_rope_layer_interval`-th."""
     num_layers, given = raw["num_hidden_layers"], raw.get("no_rope_layers")
     if given is None:

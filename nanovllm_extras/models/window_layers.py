@@ -3,16 +3,24 @@
 Mistral and Gemma 3 have such layers; `qwen3.py` imports this file for a config that asks for them.
 """
 
-from typing import Any
+from typing import TypedDict
 
 from nanovllm.checks import check_int
 from nanovllm.models.config import refuse
 from nanovllm_extras.models.masking import AttentionOptions
+from nanovllm_extras.models.raw_config import RawConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_windows(layer_types: list[str], sliding_window: int | None, scale: float | None = None) -> dict[str, Any]:
+class Windows(TypedDict, total=False):
+    """The fields of `NetworkConfig` for how layers attend."""
+
+    attention_options: tuple[AttentionOptions, ...]
+    widest_window: int | None
+
+
+def read_windows(layer_types: list[str], sliding_window: int | None, scale: float | None = None) -> Windows:
     """Return the fields of `NetworkConfig` for how each layer attends. All layers have the same `scale`."""
     for layer_type in layer_types:
         refuse("layer_types", layer_type, (FULL, SLIDING))
@@ -23,7 +31,7 @@ def read_windows(layer_types: list[str], sliding_window: int | None, scale: floa
     return {"attention_options": options, "widest_window": None if None in windows else sliding_window}
 
 
-def layer_types_of(raw: dict[str, Any], default: list[str]) -> list[str]:
+def layer_types_of(raw: RawConfig, default: list[str]) -> list[str]:
     """Return each layer's type from the file, or else `default`. A file may have more types than layers."""
     types = raw.get("layer_types") or default
     if len(types) < raw["num_hidden_layers"]:
@@ -34,7 +42,7 @@ def layer_types_of(raw: dict[str, Any], default: list[str]) -> list[str]:
     return types[: raw["num_hidden_layers"]]
 
 
-def read_qwen_windows(raw: dict[str, Any]) -> dict[str, Any]:
+def read_qwen_windows(raw: RawConfig) -> Windows:
     """Read the windows of a Qwen model. Without `layer_types`, layers from `max_window_layers` on have one."""
     num_layers = raw["num_hidden_layers"]
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
