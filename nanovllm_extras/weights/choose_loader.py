@@ -5,8 +5,8 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.weights.load_model import Wanted
@@ -16,7 +16,7 @@ from nanovllm_extras.weights.shares import Share
 
 def choose_loader(
     shape: NetworkConfig, config: Config, finish: Finish, share: Share | None = None
-) -> Callable[[Wanted], Any]:
+) -> Callable[[Wanted], Qwen3ForCausalLM]:
     """Return the loader for the format that config.json names, or for a GGUF file.
 
     shape: that of the whole network; share: the rank's part of it, None for all

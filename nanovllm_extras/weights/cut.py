@@ -22,9 +22,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from nanovllm.layers.linear import Embedding, FusedLinear
+from nanovllm_extras.models.groups import KVGroup
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.weights.load_model import BARE
 
@@ -67,8 +69,8 @@ def num_kv_heads_of(shape: NetworkConfig, size: int) -> int:
     return divide_heads(shape.num_key_value_heads, size)
 
 
-def share_of_group(group: Any, size: int) -> Any:
-    """Return the K and V of one rank, for layers with K and V of one shape. group: a `KVGroup`"""
+def share_of_group(group: KVGroup, size: int) -> KVGroup:
+    """Return the K and V of one rank, for layers with K and V of one shape."""
     layers = "that see all tokens" if group.options.window is None else "with a window"
     return replace(group, num_kv_heads=divide_heads(group.num_kv_heads, size, f" of the layers {layers}"))
 
@@ -202,7 +204,7 @@ class Cutter(NamedTuple):
         return cuts
 
 
-def read_part(cuts: Mapping[str, Cut], file: Any, name: str) -> torch.Tensor:
+def read_part(cuts: Mapping[str, Cut], file: safe_open, name: str) -> torch.Tensor:
     """Read only the rank's part of the tensor `name` from an open safetensors file."""
     cut, tensor = cuts.get(BARE.sub("model.", name)), file.get_slice(name)
     if cut is None:  # the network renames it, or the loader says that it is unexpected

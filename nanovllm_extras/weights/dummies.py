@@ -4,21 +4,24 @@ Each projection has random integers of the format's bits, in its groups. Their s
 deviation that random floats have. Weights in fp8 and MXFP4 are widened when they are loaded, so theirs are floats.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from nanovllm.loader import allocate
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.weights.formats import ACTIVATIONS_GROUP, Format
+from nanovllm_extras.weights.fp8_weights import Fp8
 from nanovllm_extras.weights.load_layers import Kind, load_layers
 from nanovllm_extras.weights.load_model import Wanted
+from nanovllm_extras.weights.mxfp4 import Mxfp4
 from nanovllm_extras.weights.quantise import VECTOR, Finish
 from nanovllm_extras.weights.quantised_linear import QuantisedWeight
 from nanovllm_extras.weights.shares import Share
 
 
-def make_dummies(form: Any, finish: Finish, share: Share, model: Any, wanted: Wanted) -> Any:
+def make_dummies(
+    form: Format | Fp8 | Mxfp4, finish: Finish, share: Share, model: Qwen3ForCausalLM, wanted: Wanted
+) -> Qwen3ForCausalLM:
     """Return the network with random quantised layers. All other weights have no values yet.
 
     form: a format of `stored.py`; model: on the meta device. The values depend only on the seed, not on the ranks.

@@ -17,7 +17,7 @@ all packed tensors a 32-bit word holds several small numbers, the first in its l
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -141,17 +141,20 @@ def read_compressed(raw: Mapping[str, Any]) -> Format:
     return Format(name, bits, size, has_zeros=not value_of(weights, "symmetric", True))
 
 
-def value_of(raw: Mapping[str, Any], name: str, default: Any) -> Any:
+Value = TypeVar("Value")
+
+
+def value_of(raw: Mapping[str, Any], name: str, default: Value) -> Value:
     """Return the value of a field, or the default if the field is absent or null."""
     return default if raw.get(name) is None else raw[name]
 
 
-def group_size(value: Any) -> int | None:
+def group_size(value: int | None) -> int | None:
     """Check and return the group size; None for -1, which means a scale for each output."""
     return None if check("group_size", value, (*GROUP_SIZES, -1)) == -1 else value
 
 
-def check(field: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+def check(field: str, value: Any, allowed: tuple[object, ...]) -> Any:
     """Return `value` if it is allowed. Raises ValueError with the field's name otherwise."""
     if value not in allowed:
         text = " or ".join(map(repr, allowed))

@@ -5,14 +5,15 @@ A weight is [out, in] float8_e4m3fn. It is multiplied by its scale: one number f
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from nanovllm_extras.weights.load_model import BARE
+from nanovllm_extras.weights.load_model import BARE, Read
 
 SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale")
 KV_SCALES = re.compile(r"\.((q|k|v|kv|prob)_scale|output_scale)$")
@@ -29,10 +30,10 @@ class Fp8:
     block: tuple[int, int] | None
     scale_name: str
 
-    def reader(self, checkpoint: Any, dtype: torch.dtype) -> Callable[[Any, str], Tensor | None]:
+    def reader(self, checkpoint: Any, dtype: torch.dtype) -> Read:
         """Return a `Read` function that widens fp8 tensors. For the scales themselves it returns None."""
 
-        def read(file: Any, name: str) -> Tensor | None:
+        def read(file: safe_open, name: str) -> Tensor | None:
             if name.endswith(SCALES) or KV_SCALES.search(name):
                 return None
             tensor = file.get_tensor(name)
@@ -74,12 +75,12 @@ def read_compressed_fp8(raw: Mapping[str, Any]) -> Fp8:
     return Fp8(None if block is None else as_block(block), "weight_scale")
 
 
-def check_format(field: str, value: Any) -> None:
+def check_format(field: str, value: object) -> None:
     if value != "e4m3":
         raise ValueError(f"the field {field} of a quantised checkpoint must be 'e4m3', config.json has {value!r}")
 
 
-def as_block(value: Any) -> tuple[int, int]:
+def as_block(value: object) -> tuple[int, int]:
     if not (isinstance(value, list) and len(value) == 2 and all(isinstance(one, int) and one > 0 for one in value)):
         raise ValueError(f"the block size of a quantised checkpoint must be [rows, columns], config.json has {value!r}")
     return value[0], value[1]

@@ -15,12 +15,15 @@ not config.json: `output.weight` is the output layer if the file has it, otherwi
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.weights.gguf_tensors import ARCHITECTURES, EXPERT, Tensors
 from nanovllm_extras.weights.load_layers import Kind, load_layers
 from nanovllm_extras.weights.load_model import Wanted
@@ -29,7 +32,15 @@ from nanovllm_extras.weights.quantised_linear import QuantisedWeight
 from nanovllm_extras.weights.shares import Share
 
 try:
-    from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, TENSOR_NAMES, GGUFReader, dequantize, get_tensor_name_map
+    from gguf import (
+        MODEL_ARCH_NAMES,
+        MODEL_TENSOR,
+        TENSOR_NAMES,
+        GGMLQuantizationType,
+        GGUFReader,
+        dequantize,
+        get_tensor_name_map,
+    )
 except ImportError as error:
     raise ImportError("load_format='gguf' needs the package gguf: pip install 'nanovllm[gguf]'") from error
 
@@ -55,7 +66,7 @@ OF_ROUTERS = {  # ends of names here -> tensor that has it as its `.scale`
 }
 
 
-def load_gguf(finish: Finish, share: Share, whole: Any, wanted: Wanted) -> Any:
+def load_gguf(finish: Finish, share: Share, whole: NetworkConfig, wanted: Wanted) -> Qwen3ForCausalLM:
     """Load a network. Raises ValueError with the tensor's name if file and model do not match exactly.
 
     Each quantised layer becomes what `finish` makes of it before the next one is loaded. share: the rank's part;
@@ -101,15 +112,14 @@ def without_ones(shape: tuple[int, ...]) -> list[int]:
 class Found(NamedTuple):
     """A tensor of the file, or the part of it that belongs to one expert."""
 
-    kind: Any
-    """Its `GGMLQuantizationType`."""
+    kind: GGMLQuantizationType
     data: np.ndarray
 
 
 class GgufFile:
     """The GGUF file of a folder: a `Source` (`load_layers.py`). config: the shape of the whole network"""
 
-    def __init__(self, folder: Path, config: Any) -> None:
+    def __init__(self, folder: Path, config: NetworkConfig) -> None:
         files = sorted(folder.glob("*.gguf"))
         if len(files) != 1:
             names = ", ".join(file.name for file in files) or "none"
@@ -151,7 +161,7 @@ class GgufFile:
                 return f"{self.of_experts(name.removesuffix(end), tensor)}.scale"
         return str(self.names.get_name(self.architecture.table_name(name), (".weight", ".bias")))
 
-    def of_experts(self, layer: str, tensor: Any) -> str:
+    def of_experts(self, layer: str, tensor: MODEL_TENSOR) -> str:
         """Return the name of a tensor in the file. layer: such as "model.layers.3\""""
         return str(TENSOR_NAMES[tensor].format(bid=layer.rpartition(".")[2]))
 

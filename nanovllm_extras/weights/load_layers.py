@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.loader import allocate
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.weights.load_model import places_of_stored
 from nanovllm_extras.weights.quantise import VECTOR, Finish
 from nanovllm_extras.weights.quantised_linear import (
@@ -60,8 +61,8 @@ class Product(NamedTuple):
 
 
 def load_layers(
-    source: Source, model: Any, share: Share, finish: Finish, dtype: torch.dtype, device: torch.device
-) -> tuple[Any, dict[str, Tensor]]:
+    source: Source, model: Qwen3ForCausalLM, share: Share, finish: Finish, dtype: torch.dtype, device: torch.device
+) -> tuple[Qwen3ForCausalLM, dict[str, Tensor]]:
     """Return the network on `device` with its quantised layers, and the places of all other weights.
 
     model: on the meta device. Each quantised layer becomes what `finish` makes of it before the next one is loaded.
@@ -98,7 +99,7 @@ def find_layers(source: Source, model: nn.Module, share: Share) -> dict[str, tup
     return found
 
 
-def parts_of(path: str, layer: Any) -> dict[str, tuple[str, int]]:
+def parts_of(path: str, layer: Linear | FusedLinear) -> dict[str, tuple[str, int]]:
     """Return the projections of a layer: name in the checkpoint -> name in the layer, and number of outputs."""
     if not isinstance(layer, FusedLinear) or getattr(layer, "is_stored_fused", False):
         return {path: (path.rpartition(".")[2], len(layer.weight))}
@@ -135,7 +136,7 @@ def make_product(
 
 def make_plain(
     source: Source,
-    layer: Any,
+    layer: Linear | FusedLinear,
     parts: dict[str, tuple[str, int]],
     share: Share,
     dtype: torch.dtype,

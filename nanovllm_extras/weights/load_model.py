@@ -15,18 +15,19 @@ from tqdm import tqdm
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.loader import WEIGHT_DTYPES, allocate, checkpoint_files, fill, places_of, with_pointers
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.models.network_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 OF_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|input_scale)$")  # GPTQ, AWQ, FP8
 BARE = re.compile(r"^(model\.language_model\.|(?=(layers|embed_tokens|norm)\.))")  # other starts than `model.`
-Read = Callable[[Any, str], torch.Tensor | None]  # a tensor of an open file, a part of it, or None: not needed
+Read = Callable[[safe_open, str], torch.Tensor | None]  # a tensor of an open file, a part of it, or None: not needed
 
 
 class Wanted(NamedTuple):
     """The network that a loader makes, where it goes, and where its weights come from."""
 
-    model_class: Any
+    model_class: type[Qwen3ForCausalLM]
     shape: NetworkConfig
     backend: TorchAttention  # or one for each shape of K and V (`kv_groups/`)
     dtype: torch.dtype
@@ -34,7 +35,7 @@ class Wanted(NamedTuple):
     folder: Path
     seed: int | None = None  # of random weights, which replace those of the folder
 
-    def make_empty(self) -> Any:
+    def make_empty(self) -> Qwen3ForCausalLM:
         """Return the network on the meta device."""
         with torch.device("meta"):
             return self.model_class(self.shape, self.backend)
@@ -44,7 +45,7 @@ def load_model(
     wanted: Wanted,
     read: Read = safe_open.get_tensor,
     part_of: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: tensor,
-) -> Any:
+) -> Qwen3ForCausalLM:
     """Load a network whose weights are not quantised.
 
     `part_of` returns the part of a tensor that the network needs, if `read` has not cut it already.

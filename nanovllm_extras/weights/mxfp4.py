@@ -10,13 +10,13 @@
 """
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from nanovllm_extras.weights.load_model import BARE
+from nanovllm_extras.weights.load_model import BARE, Read
 
 BLOCK_BYTES = 16  # of 32 weights with one scale
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of their names in a checkpoint
@@ -25,10 +25,10 @@ BLOCKS, SCALES = "_blocks", "_scales"  # ends of their names in a checkpoint
 class Mxfp4(NamedTuple):
     """The layout of MXFP4 weights in a checkpoint: `…_blocks` and `…_scales`. All other tensors are plain."""
 
-    def reader(self, checkpoint: Any, dtype: torch.dtype) -> Callable[[Any, str], Tensor | None]:
+    def reader(self, checkpoint: Any, dtype: torch.dtype) -> Read:
         """Return a `Read` function that widens blocks. For the scales themselves it returns None."""
 
-        def read(file: Any, name: str) -> Tensor | None:
+        def read(file: safe_open, name: str) -> Tensor | None:
             if name.endswith(SCALES):
                 return None
             tensor = file.get_tensor(name)
@@ -72,6 +72,6 @@ def value_of(code: int) -> float:
     return math.copysign(magnitude, -1.0 if code & 8 else 1.0)
 
 
-def read_mxfp4(raw: Mapping[str, Any]) -> Mxfp4:
+def read_mxfp4(raw: object) -> Mxfp4:
     """Read the `quantization_config` of `quant_method: mxfp4`, which has no numbers: names tell what is quantised."""
     return Mxfp4()

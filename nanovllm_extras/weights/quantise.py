@@ -5,7 +5,7 @@ up-projections of latents, which no token multiplies as they are, stay in the mo
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeGuard
 
 from torch import nn
 
@@ -25,7 +25,7 @@ Finish = Callable[[nn.Module], nn.Module]
 
 
 def quantise(
-    model: nn.Module, given: Any, shape: NetworkConfig | None = None, finish: Finish = lambda layer: layer
+    model: nn.Module, given: object, shape: NetworkConfig | None = None, finish: Finish = lambda layer: layer
 ) -> None:
     """Quantise the model in place, layer by layer, so that memory holds at most one weight twice.
 
@@ -54,11 +54,11 @@ def quantise(
             setattr(module, name, made[child])
 
 
-def is_quantised(layer: Any, options: Quantization) -> bool:
+def is_quantised(layer: nn.Module, options: Quantization) -> TypeGuard[Linear | FusedLinear | Embedding]:
     return type(layer) in (Linear, FusedLinear) or (options.embedding_bits > 0 and type(layer) is Embedding)
 
 
-def quantised_layer(layer: Any, options: Quantization) -> nn.Module:
+def quantised_layer(layer: Linear | FusedLinear | Embedding, options: Quantization) -> nn.Module:
     if isinstance(layer, Embedding):
         weight = quantise_weight(layer.weight, options.embedding_bits, options.group_size)
         return QuantisedEmbedding(weight, layer.weight.dtype)

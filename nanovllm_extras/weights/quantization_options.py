@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nanovllm.checks import check_choice
+from nanovllm_extras.models.network_config import NetworkConfig
 
 METHODS = {"int8": 8, "int4": 4}  # bits
 STORED = ("awq", "gptq", "compressed-tensors", "fp8")  # formats of checkpoints, which vLLM accepts as values too
@@ -40,7 +41,7 @@ class Quantization:
         return METHODS.get("int8" if self.embeddings is True else self.embeddings, 0)
 
 
-def read_options(given: Any) -> Quantization:
+def read_options(given: object) -> Quantization:
     """Parse the option: a method's name, a dict of `Quantization`'s fields, or such a dict as JSON."""
     if isinstance(given, str) and given.lstrip().startswith("{"):
         try:
@@ -59,7 +60,7 @@ def read_options(given: Any) -> Quantization:
     return Quantization(**given)
 
 
-def check_quantization(name: str, value: Any) -> None:
+def check_quantization(name: str, value: object) -> None:
     if value not in STORED:
         read_options(value)
 
@@ -67,7 +68,7 @@ def check_quantization(name: str, value: Any) -> None:
 FIELD_CHECKS = {"quantization": check_quantization}
 
 
-def check_stored(given: Any, shape: Any) -> None:
+def check_stored(given: object, shape: NetworkConfig | None) -> None:
     """Raise ValueError if `given`, the value of `Config.quantization`, is a format that the checkpoint does not have.
 
     shape: a `NetworkConfig`, or None

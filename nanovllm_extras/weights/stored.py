@@ -7,16 +7,19 @@ them.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
+from nanovllm.layers.attention import TorchAttention
 from nanovllm.loader import WEIGHT_DTYPES, checkpoint_files, fill, init_dummy_weights
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.weights.dummies import make_dummies
 from nanovllm_extras.weights.formats import READERS, Format
 from nanovllm_extras.weights.fp8_weights import KV_SCALES, Fp8, read_compressed_fp8, read_fp8
@@ -27,14 +30,20 @@ from nanovllm_extras.weights.quantise import Finish
 from nanovllm_extras.weights.quantised_linear import QuantisedWeight
 from nanovllm_extras.weights.shares import Share
 
+Decoded = TypeVar("Decoded")
+
 logger = logging.getLogger(__name__)
 
 
-def read_format(field: str, raw: Any) -> Format | Fp8 | Mxfp4:
+def read_format(field: str, raw: object) -> Format | Fp8 | Mxfp4:
     """Parse `raw`, the value of `field` in config.json. Raises ValueError if the format is not supported."""
     given = raw if isinstance(raw, Mapping) else {}
     name = given.get("quant_method") or given.get("format") or raw
-    known: dict[str, Any] = {**READERS, "fp8": read_fp8, "mxfp4": read_mxfp4}
+    known: dict[str, Callable[[Mapping[str, Any]], Format | Fp8 | Mxfp4]] = {
+        **READERS,
+        "fp8": read_fp8,
+        "mxfp4": read_mxfp4,
+    }
     if field != "quantization_config" or not isinstance(name, str) or name not in known:
         raise ValueError(
             f"config.json has a {field}: the weights are quantised with {name}, which is not supported; "
@@ -42,11 +51,10 @@ def read_format(field: str, raw: Any) -> Format | Fp8 | Mxfp4:
         )
     if name == "compressed-tensors" and given.get("format") in ("float-quantized", "naive-quantized"):
         return read_compressed_fp8(given)
-    read: Callable[[Any], Format | Fp8 | Mxfp4] = known[name]
-    return read(given)
+    return known[name](given)
 
 
-def load_stored(form: Any, finish: Finish, share: Share, wanted: Wanted) -> Any:
+def load_stored(form: Format | Fp8 | Mxfp4, finish: Finish, share: Share, wanted: Wanted) -> Qwen3ForCausalLM:
     """Load a checkpoint of format `form`, or random weights.
 
     Each quantised layer becomes what `finish` makes of it before the next one is loaded. share: the rank's part
@@ -62,7 +70,7 @@ def load_stored(form: Any, finish: Finish, share: Share, wanted: Wanted) -> Any:
     logger.info("the checkpoint's weights in %s are widened to %s", type(form).__name__.lower(), wanted.dtype)
     read_whole = form.reader(Checkpoint(wanted.folder), wanted.dtype)
 
-    def read(file: Any, name: str) -> Tensor | None:
+    def read(file: safe_open, name: str) -> Tensor | None:
         share.check()
         return read_whole(file, name)
 
@@ -72,7 +80,9 @@ def load_stored(form: Any, finish: Finish, share: Share, wanted: Wanted) -> Any:
 class Checkpoint:
     """The tensors of a folder, by the names that the model has for them. rename: the model's `rename_stored`"""
 
-    def __init__(self, folder: Path, rename: Callable[[str, Tensor], Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, rename: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]] | None = None
+    ) -> None:
         self.folder, self.rename = folder, rename
         self.files: dict[str, tuple[Path, str]] = {}  # file, and name in the file
         for file, wanted in checkpoint_files(folder).items():
@@ -118,14 +128,14 @@ class StoredSource:
             raise ValueError(f"{part} in {self.checkpoint.folder} lacks {', '.join(missing)}")
         self.loaded |= {f"{part}.{name}" for name in names}
         tensors = {name: self.checkpoint.read(f"{part}.{name}") for name in names}
-        weight: QuantisedWeight = self.decoding(part, lambda: self.form.decode(tensors, shape[1]))
+        weight = self.decoding(part, lambda: self.form.decode(tensors, shape[1]))
         if len(weight.q) != shape[0]:
             raise ValueError(
                 f"{part} in {self.checkpoint.folder} has {len(weight.q)} outputs, the model needs {shape[0]}"
             )
         return weight
 
-    def decoding(self, part: str, decode: Callable[[], Any]) -> Any:
+    def decoding(self, part: str, decode: Callable[[], Decoded]) -> Decoded:
         """Call `decode`, and name the projection in its errors."""
         try:
             return decode()
@@ -152,8 +162,13 @@ class StoredSource:
 
 
 def load_projections(
-    source: StoredSource, finish: Finish, share: Share, model: nn.Module, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
+    source: StoredSource,
+    finish: Finish,
+    share: Share,
+    model: Qwen3ForCausalLM,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Qwen3ForCausalLM:
     """Return the network on `device`. model: on the meta device"""
     form, checkpoint = source.form, source.checkpoint
     model, places = load_layers(source, model, share, finish, dtype, device)
@@ -164,7 +179,7 @@ def load_projections(
     source.loaded |= {f"{path}.{name}" for path in others for name in (*form.tensors, "bias")}
     is_unused = getattr(model, "is_unused", lambda name: False)
 
-    def read_plain(file: Any, stored_name: str) -> Tensor | None:
+    def read_plain(file: safe_open, stored_name: str) -> Tensor | None:
         share.check()
         name = checkpoint.name_of(stored_name)
         if name in source.loaded or is_unused(BARE.sub("model.", stored_name)) or KV_SCALES.search(name):
