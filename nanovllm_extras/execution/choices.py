@@ -4,9 +4,8 @@ Called once, by `full_runner.py`, unless the user asks for PyTorch's layers.
 """
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -47,19 +46,23 @@ def choose(
         backend_class = with_small_cache(backend_class, config.kv_cache_dtype)
     if backend_class is TorchAttention:
         return TorchAttention(*heads, config.block_size), reasons
-    latent: dict[str, Any] = {"rank": shape.latent_rank} if is_latent else {}
-    make: Any = backend_class
+    latent = {"rank": shape.latent_rank} if is_latent else {}
+    make: Callable[..., TorchAttention] = backend_class
     return make(*heads, config.block_size, dtype, config.kv_cache_dtype, **latent), reasons
 
 
 def choose_for_shapes(
     config: Config, device: torch.device, dtype: torch.dtype, shape: NetworkConfig
-) -> tuple[tuple[Any, ...], str]:
+) -> tuple[tuple[TorchAttention, ...], str]:
     """Return the attention backend of each shape, with the same block size, and why they were chosen."""
-    chosen: list[tuple[Any, str]] = []
+    chosen: list[tuple[TorchAttention, str]] = []
     for group in shape.kv_groups:
-        sizes = {"head_dim": group.head_dim, "num_key_value_heads": group.num_kv_heads}
-        of_group = replace(shape, **sizes, attention_options=(group.options,))
+        of_group = replace(
+            shape,
+            head_dim=group.head_dim,
+            num_key_value_heads=group.num_kv_heads,
+            attention_options=(group.options,),
+        )
         chosen.append(choose(config, device, dtype, of_group))
         config = replace(config, block_size=chosen[0][0].block_size)
     reasons = " and ".join(dict.fromkeys(reason for _, reason in chosen))

@@ -6,15 +6,15 @@
 import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.kv_cache import KVCache
+from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.execution.cuda_memory import advice_on_start_memory, measure_free_bytes
 from nanovllm_extras.execution.cuda_warm_up import warm_up
-from nanovllm_extras.execution.device_setup import Device
+from nanovllm_extras.execution.device_setup import Device, Record
 from nanovllm_extras.execution.input_buffer import InputBuffer
 from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.execution.step_graphs import StepSizes, choose_graphs, record_graphs
@@ -35,7 +35,7 @@ class CudaDevice(Device):
         self,
         config: Config,
         device: torch.device,
-        backend: Any,
+        backend: TorchAttention,
         shape: NetworkConfig,
         max_num_batched_tokens: int,
         max_rows: int | None = None,
@@ -52,7 +52,7 @@ class CudaDevice(Device):
     def prepare(self, runner: Runner) -> None:
         self.buffer = InputBuffer(self.device, 1 << 16)
 
-    def send(self, record: Any) -> Any:
+    def send(self, record: Record) -> Record:
         return self.buffer.send_record(record)
 
     @contextmanager

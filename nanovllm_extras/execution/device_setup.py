@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +14,11 @@ from nanovllm.kv_cache import KVCache
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.sampling.runner_hooks import Draw, untouched_zeros
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
 
 
 class Device:
@@ -31,7 +36,7 @@ class Device:
     def prepare(self, runner: Runner) -> None:
         """Prepare the runner. The runner calls this before the first forward pass."""
 
-    def send(self, record: Any) -> Any:
+    def send(self, record: Record) -> Record:
         """Return a record of tensors, which are on the host, with its tensors on the device."""
         return record
 

@@ -23,15 +23,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import numpy as np
 import torch
 
 from nanovllm.batch import Batch, SamplingBatch
-from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm_extras.execution.input_buffer import InputBuffer
+from nanovllm_extras.models.layer_inputs import Network
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.sampling.runner_hooks import Draw, fill_in, has_placeholders, sample
 
@@ -40,7 +41,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 # one value for each sequence; wide dtypes first, so that every column is aligned to the size of its values
-COLUMNS: dict[str, np.dtype[Any]] = {
+COLUMNS: dict[str, np.dtype] = {
     "uniforms": np.dtype(np.float64),
     "top_k": np.dtype(np.int64),
     "input_ids": np.dtype(np.int32),
@@ -63,7 +64,7 @@ OFF = {"uniforms": 0, "top_k": 0, "top_p": 1, "min_p": 0}  # for batches in whic
 class MoreInputs:
     """What rows have beside one slot and one block table. A runner makes a subclass if its model needs more."""
 
-    dtypes: Mapping[str, np.dtype[Any]] = {}
+    dtypes: Mapping[str, np.dtype] = {}
     """More columns, after `COLUMNS`. One of single bytes must be the last."""
     padding: Mapping[str, int] = {}
     """The value of each of these columns in rows of padding, unless it is 0."""
@@ -174,7 +175,7 @@ class CudaGraphs:
 
     def __init__(
         self,
-        model: Any,
+        model: Network,
         kv_cache: torch.Tensor,
         draw: Draw,
         sizes: list[int],
@@ -255,7 +256,7 @@ class DecodeInputs:
 
     def batch(self, size: int) -> Batch:
         """Return the first `size` rows as a batch for recording. All values are zero until `fill` is called."""
-        column: dict[str, Any] = {}
+        column = {}
         for name, (start, stop, dtype) in self._layout(size).items():
             column[name] = self._buffer.device_bytes[start:stop].view(getattr(torch, dtype.name))
         slots, seq_lens = column.pop("slot_mapping"), column.pop("seq_lens")
@@ -289,7 +290,7 @@ class DecodeInputs:
         narrow = self._buffer.device_bytes[self._num_column_bytes : stop].view(torch.int32)
         self._block_tables[:, :num_seqs, :width] = narrow.view(-1, num_seqs, width)
 
-    def _layout(self, size: int) -> dict[str, tuple[int, int, np.dtype[Any]]]:
+    def _layout(self, size: int) -> dict[str, tuple[int, int, np.dtype]]:
         """Return (start, stop, dtype) of each column's first `size` rows, in bytes of the buffer."""
         layout, start = {}, 0
         for name, dtype in self._dtypes.items():
@@ -307,7 +308,7 @@ def columns_of(batch: Batch) -> dict[str, torch.Tensor | None]:
 
 
 def choose_graphs(
-    config: Config, backend: Any, has_draw_kernel: bool, device: torch.device, num_experts: int = 0
+    config: Config, backend: TorchAttention, has_draw_kernel: bool, device: torch.device, num_experts: int = 0
 ) -> tuple[str | None, str]:
     """Return the part of a decode step that is replayed, and on CUDA the reason, for the log.
 
@@ -339,7 +340,7 @@ def choose_graphs(
 
 
 def record_graphs(
-    model: Any,
+    model: Network,
     kv_cache: torch.Tensor,
     draw: Draw,
     max_batch_size: int,
@@ -362,7 +363,7 @@ def record_graphs(
 
 
 def measure_graph_bytes(
-    model: Any,
+    model: Network,
     kv_cache: torch.Tensor,
     draw: Draw,
     max_batch_size: int,

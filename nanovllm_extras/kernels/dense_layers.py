@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from nanovllm_extras.kernels.classes import is_one
-from nanovllm_extras.models.masking import options_of
+from nanovllm_extras.models.masking import AttentionOptions, options_of
 
 DENSE_LAYERS = (
     "nanovllm_extras.models.granite.GraniteDecoderLayer",
@@ -33,7 +33,7 @@ class DenseParts:
     k_norm: Any
     is_partly_rotated: bool
     """Whether only the first part of each head is rotated."""
-    options: tuple[Any, ...]
+    options: tuple[AttentionOptions, ...]
     """As `Attention` has them: none, or one."""
     o_proj: Any
     post_attention_norm: Any

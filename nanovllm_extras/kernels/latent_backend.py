@@ -8,6 +8,7 @@ import torch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.kernels.backend import AttentionBackend
 from nanovllm_extras.kernels.int8_kv import SCALE_BYTES, from_bytes, to_bytes
+from nanovllm_extras.models.masking import AttentionOptions
 
 
 class TorchLatentAttention(AttentionBackend):
@@ -29,7 +30,7 @@ class TorchLatentAttention(AttentionBackend):
         layer_cache[0].flatten(0, 1)[slot_mapping] = k
 
     def attend(
-        self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, *options: Any
+        self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, *options: AttentionOptions
     ) -> torch.Tensor:
         """Attend with q: [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads, rank]"""
         kv = layer_cache.expand(2, *layer_cache.shape[1:])  # no copy
@@ -55,7 +56,7 @@ class Int8LatentAttention(TorchLatentAttention):
         super().store_kv(rows, rows, layer_cache, slot_mapping)
 
     def attend(
-        self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, *options: Any
+        self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, *options: AttentionOptions
     ) -> torch.Tensor:
         used, tables = metadata.block_tables.unique(return_inverse=True)  # [num_used], [num_seqs, max_num_blocks]
         parts = layer_cache[:, used].split([size + SCALE_BYTES for size in self.sizes], -1)

@@ -21,7 +21,7 @@ from nanovllm_extras.models.masking import PLAIN
 class Layer(Structure):
     """The C type `struct layer` of cpu.c."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
+    _fields_: ClassVar = [
         *((name, c_void_p) for name in ("store_kv", "attend")),
         *((name, c_void_p) for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
         *((name, c_void_p) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias")),
@@ -37,7 +37,7 @@ class Layer(Structure):
 class Step(Structure):
     """The C type `struct step` of cpu.c."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
+    _fields_: ClassVar = [
         *((name, c_void_p) for name in ("cos", "sin", "slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q")),
         *((name, c_long) for name in ("num_tokens", "num_seqs", "max_num_blocks", "half")),
     ]

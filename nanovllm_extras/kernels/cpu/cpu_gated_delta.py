@@ -20,7 +20,7 @@ GATED_DELTA_NET = "nanovllm_extras.models.gated_delta.GatedDeltaNet"
 class DeltaStruct(Structure):
     """The C type `struct delta_layer` of gated_delta.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
+    _fields_: ClassVar = [
         *((name, c_void_p) for name in ("taps", "rates", "dt_bias", "norm")),
         *((name, c_long) for name in ("num_key_heads", "num_heads", "key_dim", "value_dim", "width")),
         ("eps", c_float),

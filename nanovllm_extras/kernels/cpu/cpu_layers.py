@@ -7,7 +7,7 @@ import contextlib
 import math
 import mmap
 from collections.abc import Callable
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -175,8 +175,8 @@ class CpuRotary(nn.Module):
         super().__init__()
         self.rotary = rotary
 
-    def forward(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return on_one_thread(self.rotary, *arguments)
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return on_one_thread(self.rotary, positions, dtype)
 
 
 class CpuApplyRotary(ApplyRotary):
@@ -258,7 +258,7 @@ def has_matrix(layer: nn.Module) -> TypeGuard[Linear | Embedding]:
     return isinstance(layer, Linear | Embedding) and is_known and layer.weight.shape[1] % 2 == 0
 
 
-def is_usual_clamp(layer: Any) -> bool:
+def is_usual_clamp(layer: nn.Module) -> bool:
     """Return whether the layer is gpt-oss's gate with the numbers that gates.h has."""
     return is_one(layer, CLAMPED_SWIGLU) and (layer.alpha, layer.limit) == (1.702, 7.0)
 
@@ -278,8 +278,8 @@ def make_fast_layer(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> 
         return None
     if is_one(layer, SIGMOID_ROUTER):
         return CpuSigmoidRouter(layer, memory)
-    if is_one(layer, ROUTER):
-        return CpuRouter(layer.weight, cast(Any, layer).bias, memory)
+    if isinstance(layer, Linear) and is_one(layer, ROUTER):
+        return CpuRouter(layer.weight, layer.bias, memory)
     if isinstance(layer, FusedLinear):
         return CpuFusedLinear(layer.weight, layer.bias, memory, tuple(layer.parts.values()))
     if isinstance(layer, Linear):

@@ -6,7 +6,7 @@ arithmetic.
 
 import math
 from ctypes import Structure, addressof, c_long, c_void_p, cast
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from nanovllm_extras.kernels.cpu.cpu_layers import (
 )
 from nanovllm_extras.kernels.cpu.library import LANES, QUANTISED, load_library
 
+if TYPE_CHECKING:
+    from nanovllm_extras.weights.quantised_linear import QuantisedWeight
+
 STRIP = 4  # panels in a strip
 LAYERS = "nanovllm_extras.weights.quantised_linear."  # a path and not an import, because the file may be deleted
 LINEAR, FUSED, EMBEDDING = (LAYERS + name for name in ("QuantisedLinear", "QuantisedFusedLinear", "QuantisedEmbedding"))
@@ -30,7 +33,7 @@ LINEAR, FUSED, EMBEDDING = (LAYERS + name for name in ("QuantisedLinear", "Quant
 class QuantisedStruct(Structure):
     """The C type `struct quantised` of quantised.c."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
+    _fields_: ClassVar = [
         *((name, c_void_p) for name in ("linear", "gated_linear")),  # functions
         *((name, c_void_p) for name in ("panels", "scales", "zeros")),
         *((name, c_long) for name in ("bits", "group_size", "has_groups")),
@@ -53,7 +56,7 @@ def strips_shape(num_outputs: int, num_bytes: int) -> tuple[int, ...]:
     return (-(-num_outputs // (STRIP * LANES)), num_bytes // 4, STRIP, LANES, 4)
 
 
-def strips_bytes(weight: Any) -> int:
+def strips_bytes(weight: "QuantisedWeight") -> int:
     """Return the number of bytes that a quantised weight takes in strips, alignment included."""
     num_outputs, num_inputs = weight.q.shape
     return math.prod(strips_shape(num_outputs, num_inputs * weight.bits // 8)) + HugePages.ALIGNMENT

@@ -20,7 +20,7 @@ EXPERTS = "nanovllm_extras.models.moe.Experts"
 class ExpertsStruct(Structure):
     """The C type `struct experts` of experts.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
+    _fields_: ClassVar = [
         *((name, c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
         *((name, c_long) for name in ("num_experts", "hidden_size", "intermediate_size", "gate")),
     ]

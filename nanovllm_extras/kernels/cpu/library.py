@@ -18,9 +18,9 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_float, c_int, c_long, c_void_p
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,7 +56,7 @@ FLAGS = flags(platform.system(), platform.machine())
 DTYPES = (torch.bfloat16, torch.float32)
 LONG_MAX = (1 << 63) - 1
 
-FUNCTIONS_OF_LAYERS = {  # argument types: pointers, then sizes, then the rest
+FUNCTIONS_OF_LAYERS: dict[str, Sequence[type]] = {  # argument types: pointers, then sizes, then the rest
     "linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "store_kv": [c_void_p] * 5 + [c_long] * 6,
     "attend": [c_void_p] * 8 + [c_long] * 8 + [c_float] * 2,
@@ -77,12 +77,12 @@ FUNCTIONS_OF_LAYERS = {  # argument types: pointers, then sizes, then the rest
     "abort_ranks": [c_void_p],
     "keep_threads": [c_int],
 }
-FUNCTIONS_OF_QUANTISED = {
+FUNCTIONS_OF_QUANTISED: dict[str, Sequence[type]] = {
     "quantised_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "quantised_gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "quantised_rows": [c_void_p] * 3 + [c_long] * 2,
 }
-FUNCTIONS: dict[Path, dict[str, Any]] = {
+FUNCTIONS = {
     SOURCE: FUNCTIONS_OF_LAYERS,
     QUANTISED: FUNCTIONS_OF_QUANTISED,
     INT8_KV: {name: FUNCTIONS_OF_LAYERS[name] for name in ("store_kv", "attend")},
@@ -139,7 +139,7 @@ def bound_cpus() -> tuple[bytes | None, int]:
     return (mask.to_bytes(num_bytes, sys.byteorder), num_bytes) if mask else (None, 0)
 
 
-def check_memory(status: int, function: Any, arguments: tuple[Any, ...]) -> int:
+def check_memory(status: int, function: Callable[..., object], arguments: tuple[object, ...]) -> int:
     """Return the status of a C function. Raises MemoryError if it could not allocate memory."""
     if status == NO_MEMORY:
         raise MemoryError(f"there was no memory for the buffers of the CPU kernel {function.__name__}")

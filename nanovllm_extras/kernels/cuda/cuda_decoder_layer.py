@@ -13,7 +13,7 @@ The attention backends for CUDA call `replace_layers` after the weights have bee
 depend on it.
 """
 
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,13 @@ Product: TypeAlias = Linear | TritonQuantisedLinear
 MAX_SIZE = 1 << 15  # the longest row that one program can normalise in its registers
 
 
+class Ranks(Protocol):
+    """The part of a `Communicator` (`parallel/communicator.py`) that this file uses."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks."""
+
+
 class TritonDecoderLayer(nn.Module):
     """A decoder layer that shares the weights of the layer it replaces. An fp8 cache uses `k_scale` and `v_scale`."""
 
@@ -55,9 +62,9 @@ class TritonDecoderLayer(nn.Module):
         self.backend = backend
         self.k_scale = k_scale
         self.v_scale = v_scale
-        self.communicator: Any = None
+        self.communicator: Ranks | None = None
 
-    def join(self, communicator: Any) -> bool:
+    def join(self, communicator: Ranks) -> bool:
         """Sum the last product of attention and of the MLP over the ranks of `communicator` (`parallel/`)."""
         self.communicator = communicator
         return True

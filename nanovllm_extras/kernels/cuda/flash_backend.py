@@ -205,7 +205,7 @@ class FlashAttention(KernelBackend):
         return torch.cat([decodes, self._library.prefill(q[nd:], layer_cache, metadata, options)])
 
 
-def masking(options: AttentionOptions, default_scale: float) -> dict[str, Any]:
+def masking(options: AttentionOptions, default_scale: float) -> dict[str, object]:
     """Return the library's arguments. It counts the tokens before a token, without itself; -1 is all of them."""
     window = -1 if options.window is None else options.window - 1
     scale = default_scale if options.scale is None else options.scale

@@ -64,7 +64,7 @@ class TritonQuantisedEmbedding(TritonQuantisedLinear):
         return self.product(hidden)
 
 
-FAST_LAYERS: dict[str, Any] = {
+FAST_LAYERS: dict[str, type[TritonQuantisedLinear]] = {
     LAYERS + "QuantisedLinear": TritonQuantisedLinear,
     LAYERS + "QuantisedFusedLinear": TritonQuantisedFusedLinear,
     LAYERS + "QuantisedEmbedding": TritonQuantisedEmbedding,
