@@ -10,6 +10,7 @@ Paste the output into a report of a problem.
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from nanovllm import TINY_QWEN3
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> int:
     return int(any(way["result"] == "wrong" for way in report["ways"]))
 
 
-def make_report(model: str, options: dict[str, Any]) -> dict[str, Any]:
+def make_report(model: str, options: dict[str, str]) -> dict[str, Any]:
     """Return everything that is printed, as JSON can hold it. ValueError if the model cannot be loaded."""
     forget_results()
     ways = measure_ways(model, options)
@@ -73,7 +74,7 @@ def row_of(way: WayReport) -> tuple[str, ...]:
     return (way.name, way.result, *map(shown, speeds))
 
 
-def print_table(title: str, header: tuple[str, ...], rows: list[Any]) -> None:
+def print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[object, ...]]) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
@@ -86,7 +87,7 @@ def print_table(title: str, header: tuple[str, ...], rows: list[Any]) -> None:
     Console(markup=False).print(table)
 
 
-def print_plain(title: str, rows: list[Any]) -> None:
+def print_plain(title: str, rows: Sequence[tuple[object, ...]]) -> None:
     """Print columns that are as wide as their widest cell."""
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
     say(title)

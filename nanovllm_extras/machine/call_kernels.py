@@ -63,7 +63,7 @@ class Memory:
         if element_bytes == 2:  # the upper halves
             numbers = b"".join(numbers[i + 2 : i + 4] for i in range(0, len(numbers), 4))
         self.numbers = numbers
-        self._buffers: list[Any] = []  # kept alive, because functions get only their addresses
+        self._buffers: list[ctypes.Array[ctypes.c_char]] = []  # kept alive, because functions get only their addresses
 
     def drawn(self, count: int) -> c_void_p:
         """Return the address of `count` random elements."""
@@ -84,7 +84,7 @@ class Memory:
         return c_void_p(address)
 
 
-def call_products(library: Any, sizes: dict[str, int]) -> None:
+def call_products(library: ctypes.CDLL, sizes: dict[str, int]) -> None:
     """Call the products, the norm and argmax, for one token and for several."""
     memory, hidden_size = Memory(sizes["element_bytes"]), sizes["hidden_size"]
     num_outputs = min(sizes["intermediate_size"] // 16 * 16 or 16, MAX_OUTPUTS)
@@ -104,13 +104,13 @@ def call_products(library: Any, sizes: dict[str, int]) -> None:
 class QuantisedStruct(ctypes.Structure):
     """The C type `struct quantised` of quantised.c."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
+    _fields_: ClassVar = [
         *((name, c_void_p) for name in ("linear", "gated_linear", "panels", "scales", "zeros")),
         *((name, c_long) for name in ("bits", "group_size", "has_groups")),
     ]
 
 
-def call_quantised_products(library: Any, sizes: dict[str, int]) -> None:
+def call_quantised_products(library: ctypes.CDLL, sizes: dict[str, int]) -> None:
     """Multiply by weights of 8 bits, and of 4 bits with a scale for each group, for one token and for several."""
     memory, floats = Memory(sizes["element_bytes"]), Memory(4)
     num_inputs = sizes["hidden_size"] // 16 * 16
@@ -129,7 +129,7 @@ def call_quantised_products(library: Any, sizes: dict[str, int]) -> None:
         library.quantised_rows(ids, weight, rows, c_long(1), c_long(num_inputs))
 
 
-def call_attention(library: Any, sizes: dict[str, int]) -> None:
+def call_attention(library: ctypes.CDLL, sizes: dict[str, int]) -> None:
     """Store the keys and values of a prompt, and attend from all of its tokens, then from the last one."""
     memory, block_size = Memory(sizes["element_bytes"]), sizes["block_size"]
     num_heads, num_kv_heads, head_dim = sizes["num_heads"], sizes["num_kv_heads"], sizes["head_dim"]
@@ -149,14 +149,14 @@ def call_attention(library: Any, sizes: dict[str, int]) -> None:
 class DeltaStruct(ctypes.Structure):
     """The C type `struct delta_layer` of gated_delta.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
+    _fields_: ClassVar = [
         *((name, c_void_p) for name in ("taps", "rates", "dt_bias", "norm")),
         *((name, c_long) for name in ("num_key_heads", "num_heads", "key_dim", "value_dim", "width")),
         ("eps", c_float),
     ]
 
 
-def call_gated_delta(library: Any, sizes: dict[str, Any]) -> None:
+def call_gated_delta(library: ctypes.CDLL, sizes: dict[str, Any]) -> None:
     """Advance the states of two sequences: by a decode, and by the first tokens of a prompt."""
     num_key_heads, num_heads, key_dim, value_dim, width = sizes["states"]
     if key_dim % 16 or value_dim % 16:  # these layers run in PyTorch

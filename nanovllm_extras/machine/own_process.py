@@ -18,7 +18,6 @@ import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from nanovllm.layers.attention import BackendError
 from nanovllm_extras.machine.machine_limits import read_text
@@ -117,7 +116,7 @@ class CrashTest:
         return last
 
 
-def call_in_own_process(sizes: dict[str, Any] | None, *paths: str) -> list[str]:
+def call_in_own_process(sizes: dict[str, object] | None, *paths: str) -> list[str]:
     """Return the command that loads libraries of C kernels and calls them, unless `sizes` is None."""
     kernels = find_spec("nanovllm_extras.machine.call_kernels")
     assert kernels is not None

@@ -13,6 +13,7 @@ from nanovllm.layers.attention import BackendError, LoadedModel, TorchAttention
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.execution.alone import Whole
 from nanovllm_extras.execution.device_setup import Device, sample_with
+from nanovllm_extras.kernels.backend import AttentionBackend
 from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
@@ -25,7 +26,7 @@ from nanovllm_extras.self_check.stored_results import Result, StoredResult
 class CoreStart:
     """What a check needs to know of a start of `nanovllm.LLM`. It has the names of a runner's attributes."""
 
-    def __init__(self, backend: Any, loaded: LoadedModel) -> None:
+    def __init__(self, backend: AttentionBackend, loaded: LoadedModel) -> None:
         self.config = Config(
             "a model of nanovllm.LLM", block_size=backend.block_size, enforce_eager=loaded.enforce_eager
         )
@@ -38,7 +39,7 @@ class CoreStart:
 
 
 @contextmanager
-def checked_layers(backend: Any, loaded: LoadedModel) -> Iterator[None]:
+def checked_layers(backend: AttentionBackend, loaded: LoadedModel) -> Iterator[None]:
     """Compare the layers after the context with those before it. SelfCheckError, a `BackendError`, if they are wrong.
 
     A result is stored, so that later starts need not compare. With `NANOVLLM_SELF_CHECK=strict`, the error is one that

@@ -15,13 +15,14 @@ many seconds the part that follows may take.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.execution.device_setup import Device
 from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.kernels.backend import AttentionBackend
@@ -31,6 +32,7 @@ from nanovllm_extras.self_check.comparison import has_kernels
 from nanovllm_extras.self_check.networks import run_attention
 from nanovllm_extras.self_check.random_layers import SHARE_OF_MEMORY, RandomLayers, describe_model
 from nanovllm_extras.self_check.steps import MIN_MODEL_LEN, draw_vectors, make_steps
+from nanovllm_extras.states.pool import StateShape
 
 
 def start_crash_test(runner: Runner, kind: Device) -> CrashTest:
@@ -50,7 +52,7 @@ def start_crash_test(runner: Runner, kind: Device) -> CrashTest:
     return CrashTest([sys.executable, "-m", __name__, json.dumps(arguments)], TIMEOUTS["compile"])
 
 
-def path_of(definition: Any) -> str:
+def path_of(definition: Callable[..., object]) -> str:
     return f"{definition.__module__}.{definition.__qualname__}"
 
 
@@ -71,7 +73,7 @@ def of_c_kernels(runner: Runner) -> list[str]:
     return call_in_own_process(sizes, *(library.path_for_others() for library in libraries))
 
 
-def sizes_of_states(shape: Any) -> list[int] | None:
+def sizes_of_states(shape: StateShape | None) -> list[int] | None:
     """Return the heads of keys and of values, their channels, and the width of the convolution of a `StateShape`.
 
     None if there are no recurrent states, for which there is a kernel.
@@ -144,7 +146,7 @@ def make_backend(dtype: torch.dtype, path: str, heads: tuple[int, int, int, int]
     return backend_class(*heads, *more)
 
 
-def attend_once(dtype: torch.dtype, device: torch.device, backend: Any) -> None:
+def attend_once(dtype: torch.dtype, device: torch.device, backend: TorchAttention) -> None:
     """Store and attend as in the three steps of `steps.py`, with random numbers."""
     steps = make_steps(backend.block_size, 4 * backend.block_size + MIN_MODEL_LEN, [0])
     run_attention(backend, *steps, dtype, dtype, device, wait=lambda: wait_for(device))

@@ -7,17 +7,20 @@ time and the memory of a few layers.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nanovllm.batch import Batch, to_device
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import Attention, TorchAttention
 from nanovllm.layers.linear import Embedding
-from nanovllm_extras.models.masking import options_of
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm_extras.models.masking import AttentionOptions, options_of
 from nanovllm_extras.self_check.steps import draw_vectors
+
+Record = TypeVar("Record")
 
 MAX_PARAMETERS = 1 << 26  # of layers that are run together; one layer may have more
 MAX_QUERIES = 300  # tokens of a step from which attention is computed
@@ -28,7 +31,7 @@ NAN_FP8 = 0x7F
 class Skipped(nn.Module):
     """In place of a layer: returns its input."""
 
-    def forward(self, x: Tensor, *_: Any) -> Tensor:
+    def forward(self, x: Tensor, *_: object) -> Tensor:
         return x
 
 
@@ -47,7 +50,7 @@ def choose_layers(layers: nn.ModuleList) -> list[list[int]]:
 
     A check needs memory for a copy of one group in a wider dtype.
     """
-    kinds: dict[Any, int] = {}
+    kinds: dict[tuple[object, ...], int] = {}
     for i, layer in enumerate(layers):
         kinds.setdefault(kind_of(layer), i)
     groups: list[list[int]] = []
@@ -63,9 +66,9 @@ def choose_layers(layers: nn.ModuleList) -> list[list[int]]:
     return groups
 
 
-def kind_of(layer: nn.Module) -> tuple[Any, ...]:
+def kind_of(layer: nn.Module) -> tuple[object, ...]:
     """Return what decides which kernels compute a layer: the classes, shapes and options of its modules."""
-    kind: list[Any] = []
+    kind: list[object] = []
     for module in layer.modules():
         options = options_of(module) if isinstance(module, Attention) else ()
         kind.append((type(module), options, *(parameter.shape for parameter in module.parameters(recurse=False))))
@@ -99,7 +102,7 @@ class Choices(TorchFunctionMode):
         self.scores: list[Tensor] = []
         self.chosen: list[Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is not Tensor.topk or args[0].dim() != 2:
             return result
@@ -110,7 +113,7 @@ class Choices(TorchFunctionMode):
 
 
 @contextmanager
-def only_layers(model: Any, chosen: list[int]) -> Iterator[None]:
+def only_layers(model: Qwen3ForCausalLM, chosen: list[int]) -> Iterator[None]:
     """Leave out all other layers of the network within the context."""
     layers = model.model.layers
     left_out = {i: layer for i, layer in enumerate(layers) if i not in chosen}
@@ -124,7 +127,9 @@ def only_layers(model: Any, chosen: list[int]) -> Iterator[None]:
 
 
 @contextmanager
-def unpacked(model: Any, chosen: list[int], backend: Any) -> Iterator[list[tuple[Any, Any]]]:
+def unpacked(
+    model: Qwen3ForCausalLM, chosen: list[int], backend: TorchAttention
+) -> Iterator[list[tuple[nn.Module, nn.Module]]]:
     """Let the tables of tokens and the chosen layers multiply in PyTorch within the context.
 
     A backend may have packed quantised layers while they were loaded, before PyTorch could compute with them. The value
@@ -149,7 +154,7 @@ def unpacked(model: Any, chosen: list[int], backend: Any) -> Iterator[list[tuple
 
 
 @contextmanager
-def attending_with(model: nn.Module, backend: Any) -> Iterator[None]:
+def attending_with(model: nn.Module, backend: TorchAttention) -> Iterator[None]:
     """Let all attention layers of the network use another attention backend within the context."""
     own = {module: module.backend for module in model.modules() if isinstance(module, Attention)}
     for module in own:
@@ -161,12 +166,14 @@ def attending_with(model: nn.Module, backend: Any) -> Iterator[None]:
             module.backend = before
 
 
-def in_wider_dtype(model: Any, backend: Any, used: list[int], dtype: torch.dtype) -> Any:
+def in_wider_dtype(
+    model: Qwen3ForCausalLM, backend: TorchAttention, used: list[int], dtype: torch.dtype
+) -> Qwen3ForCausalLM:
     """Return a copy of the network in `dtype`, with another backend. Its token i is token `used[i]` of the network.
 
     Layers that are left out, and the rows of other tokens, are not copied.
     """
-    replaced: dict[int, Any] = {
+    replaced: dict[int, object] = {
         id(module.backend): backend for module in model.modules() if isinstance(module, Attention)
     }
     for table in (model.model.embed_tokens, model.lm_head):
@@ -175,7 +182,7 @@ def in_wider_dtype(model: Any, backend: Any, used: list[int], dtype: torch.dtype
 
 
 @torch.no_grad()
-def few_rows(table: Any, used: list[int]) -> Embedding:
+def few_rows(table: nn.Module, used: list[int]) -> Embedding:
     """Return a table with some rows of another one, which may be quantised."""
     few = Embedding(0, 0)
     device = next(iter([*table.parameters(), *table.buffers()]), torch.empty(0)).device
@@ -185,9 +192,9 @@ def few_rows(table: Any, used: list[int]) -> Embedding:
 
 @torch.inference_mode()
 def run_network(
-    model: Any,
+    model: Qwen3ForCausalLM,
     batches: list[Batch],
-    backend: Any,
+    backend: TorchAttention,
     chosen: list[int],
     num_blocks: int,
     dtype: torch.dtype,
@@ -210,13 +217,13 @@ def run_network(
 
 @torch.inference_mode()
 def run_attention(
-    backend: Any,
+    backend: TorchAttention,
     batches: list[Batch],
     num_blocks: int,
     dtype: torch.dtype,
     drawn_in: torch.dtype,
     device: torch.device,
-    options: tuple[Any, ...] = (),
+    options: tuple[AttentionOptions, ...] = (),
     wait: Callable[[], object] = lambda: None,
 ) -> Tensor:
     """Store and attend to random queries, keys and values, in the steps of `batches`, over a small cache.
@@ -239,12 +246,12 @@ def run_attention(
     return torch.cat(outputs)
 
 
-def send(record: Any, device: torch.device) -> Any:
+def send(record: Record, device: torch.device) -> Record:
     """Copy the tensors of a batch, or of a part of it, to the device."""
     return record if device.type == "cpu" else to_device(record, device)
 
 
-def new_cache(backend: Any, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def new_cache(backend: TorchAttention, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a KV cache of one layer, [2, 1, num_blocks, …], full of NaN, which overflows of other requests leave.
 
     A library that computes 0 · NaN for slots behind a sequence gets large numbers (`spreads_nan`).

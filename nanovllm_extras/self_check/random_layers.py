@@ -13,6 +13,8 @@ import torch
 
 from nanovllm.layers.linear import Embedding
 from nanovllm.loader import allocate, init_dummy_weights
+from nanovllm_extras.execution.runner_protocol import Runner
+from nanovllm_extras.kernels.backend import AttentionBackend
 from nanovllm_extras.self_check.networks import Skipped, choose_layers, num_weights, run_network
 from nanovllm_extras.self_check.steps import make_steps
 from nanovllm_extras.weights.checkpoint import read_model_config
@@ -26,7 +28,7 @@ class RandomLayers:
     """The layers of one rank, on the device, with fast versions in place. `chosen` are their numbers."""
 
     def __init__(
-        self, backend: Any, dtype: torch.dtype, device: torch.device, model: dict[str, Any], max_bytes: int
+        self, backend: AttentionBackend, dtype: torch.dtype, device: torch.device, model: dict[str, Any], max_bytes: int
     ) -> None:
         """`model` is what `describe_model` returns."""
         self.backend, self.dtype, self.device = backend, dtype, device
@@ -65,7 +67,7 @@ class RandomLayers:
         wait()
 
 
-def describe_model(runner: Any) -> dict[str, Any]:
+def describe_model(runner: Runner) -> dict[str, Any]:
     """Return what another process needs to make a runner's layers, as JSON can hold it.
 
     Weights that are stored in 4 or 8 bits are represented by ones of 4 bits.

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.layers.attention import TorchAttention
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.execution.choices import choose
 from nanovllm_extras.execution.device_setup import Device, Unchecked, sample_with
 from nanovllm_extras.machine.machine_limits import free_bytes
 from nanovllm_extras.machine.own_process import CrashTest, HangError, LoadError, SelfCheckError
+from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.sampling.runner_hooks import NO_TOKEN, draw_arguments
 from nanovllm_extras.self_check.comparison import (
     OF_INT8_KV,
@@ -67,7 +69,7 @@ NEARLY_BEST = 0.2  # in standard deviations of the logits; another batch size ma
 class SelfCheck(Unchecked):
     def __init__(self, runner: "ModelRunner", stored: StoredResult, crash_test: CrashTest) -> None:
         self.runner, self.stored, self.crash_test = runner, stored, crash_test
-        self.backend: Any = runner.backend
+        self.backend: TorchAttention = runner.backend
         config = replace(runner.config, attention_backend="torch")
         self.plain, _ = choose(config, runner.device, runner.dtype, runner.shape)
         self.exact, _ = choose(config, runner.device, WIDER[runner.dtype], runner.shape)
@@ -80,7 +82,7 @@ class SelfCheck(Unchecked):
         return cls(runner, stored, start_crash_test(runner, kind))
 
     @contextmanager
-    def reported(self, *passed: Any) -> Iterator[None]:
+    def reported(self, *passed: type[Exception]) -> Iterator[None]:
         """Turn an error within the context into a SelfCheckError, except for those of the classes `passed`.
 
         A kernel that crashes or computes wrongly is stored, so that the next start does not run it again.
@@ -182,7 +184,7 @@ class SelfCheck(Unchecked):
     def expect_group(self, chosen: list[int], used: list[int]) -> Callable[[], None]:
         """Run some layers, and the output layer, in PyTorch. Returns a function that compares the fast versions."""
         runner, dtype, wider = self.runner, self.runner.dtype, WIDER[self.runner.dtype]
-        model: Any = runner.model
+        model = runner.model
         batches, num_blocks = make_steps(self.backend.block_size, runner.max_model_len, used)
         own_tokens, _ = make_steps(self.backend.block_size, runner.max_model_len, list(range(len(used))))
         exact_choices = Choices()
@@ -318,6 +320,6 @@ def compare_slots(written: Tensor, expected: Tensor) -> None:
         )
 
 
-def with_short_window(options: Any) -> Any:
+def with_short_window(options: AttentionOptions) -> AttentionOptions:
     """Return options whose window, if they have one, is shorter than the sequences of a check."""
     return options if options.window is None else replace(options, window=min(options.window, SHORT_WINDOW))

@@ -8,7 +8,6 @@ in the slots of the real pool. Called by `mode.py`.
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ NUM_DRAWN = 4  # states, again and again in the slots of decodes
 class StateCheck(SelfCheck):
     def expect_layers(self) -> list[Callable[[], None]]:
         """Run layers with states in PyTorch. Returns functions that compare their fast versions with the results."""
-        paths: dict[Any, str] = {}
+        paths: dict[tuple[object, ...], str] = {}
         for path, module in self.runner.model.named_modules():
             if isinstance(module, GatedDeltaNet):
                 paths.setdefault(kind_of(module), path)

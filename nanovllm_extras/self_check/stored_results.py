@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -69,11 +69,11 @@ class StoredResult:
                 new.unlink(missing_ok=True)  # if the disk is full
 
 
-def describe(runner: Runner) -> list[Any]:
+def describe(runner: Runner) -> list[object]:
     """Return everything that the result depends on."""
     config, backend = runner.config, runner.backend
     libraries = [library._name for library in vars(backend).values() if hasattr(library, "_name")]
-    parts: list[Any] = [
+    parts: list[object] = [
         type(backend), getattr(backend, "instructions", None),
         backend.block_size, *map(os.path.basename, libraries),
         *(config.enforce_eager, config.enable_cuda_graphs, config.quantization, config.kv_cache_dtype),
