@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo, Store, Work
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Store, Work
 
 # The longest time for which a rank may keep the others waiting. Gloo requires a limit; a dead peer is noticed earlier.
 PATIENCE = timedelta(hours=24)
@@ -148,7 +148,7 @@ class GlooCommunicator(Communicator):
         self._wait(self._open()._allgather_base(parts.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)))
         return parts
 
-    def _open(self) -> Any:
+    def _open(self) -> ProcessGroup:
         if self._is_aborted.is_set():
             self.close()
             raise CommunicationError("the communicator was aborted or closed")
@@ -170,7 +170,7 @@ class GlooCommunicator(Communicator):
             self._open()
 
 
-def free_group(group: list[Any], works: list[Work], pid: int) -> None:
+def free_group(group: list[ProcessGroup], works: list[Work], pid: int) -> None:
     """End a group's threads, when its communicator is closed or collected, or at the latest at interpreter exit.
 
     The threads must end before the interpreter does. A thread that drops the last reference to a tensor takes Python's
@@ -188,7 +188,7 @@ def free_group(group: list[Any], works: list[Work], pid: int) -> None:
         threading.Thread(target=clear_when_done, args=(group, works)).start()
 
 
-def clear_when_done(group: list[Any], works: list[Work], patience_s: float = 0) -> None:
+def clear_when_done(group: list[ProcessGroup], works: list[Work], patience_s: float = 0) -> None:
     """Keep the group until its calls have completed, then destroy it.
 
     A group's destructor waits for an aborted call, which completes when its peers end. After interpreter exit begins,
@@ -205,6 +205,6 @@ def clear_when_done(group: list[Any], works: list[Work], patience_s: float = 0) 
     group.clear()
 
 
-def keep(group: list[Any]) -> None:
+def keep(group: list[ProcessGroup]) -> None:
     """Keep the group alive for the rest of the process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

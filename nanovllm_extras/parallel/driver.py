@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -106,7 +106,7 @@ class Driver(Alone):
         if self._is_underway:
             raise self._die("a forward pass was left half-way")
 
-    def _die(self, reason: Any) -> EngineDeadError:
+    def _die(self, reason: object) -> EngineDeadError:
         if isinstance(reason, CommunicationError):
             self.peers.wait_for_failure()  # the thread that watches the others knows more
         return self.peers.fail(f"rank 0 failed, while others computed with it: {reason!r}")

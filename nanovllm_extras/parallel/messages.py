@@ -170,22 +170,22 @@ def shapes_of(header: Header) -> dict[str, tuple[int, ...]]:
 # ---- the K/V store
 
 
-def pack_names(kind: int, names: Sequence[Any]) -> np.ndarray:
+def pack_names(kind: int, names: Sequence[BlockName]) -> np.ndarray:
     """Pack names of blocks, for a message of `kind`: MATCH, or LOAD for one block."""
     values = [values_of(name) for name in names]
     return np.concatenate([np.array(Header(kind, sum(map(len, values))), dtype=np.int32), *values])
 
 
-def unpack_names(values: np.ndarray, block_size: int) -> list[Any]:
+def unpack_names(values: np.ndarray, block_size: int) -> list[BlockName]:
     return [name_in(row) for row in values.reshape(-1, KEY_VALUES + block_size)]
 
 
-def values_of(name: Any) -> np.ndarray:
+def values_of(name: BlockName) -> np.ndarray:
     """Return the name of a block as int32: its key, and its tokens."""
     return np.frombuffer(name.key + name.tokens, dtype=np.int32)
 
 
-def name_in(values: np.ndarray) -> Any:
+def name_in(values: np.ndarray) -> BlockName:
     """Return the name of a block from values: [KEY_VALUES + block_size] int32."""
     return BlockName(values[:KEY_VALUES].tobytes(), values[KEY_VALUES:].tobytes())
 
@@ -205,7 +205,7 @@ def receive(peer: socket.socket, num_bytes: int) -> bytearray:
     return received
 
 
-def send_json(peer: socket.socket, value: Any) -> None:
+def send_json(peer: socket.socket, value: object) -> None:
     peer.sendall(json.dumps(value).encode() + b"\n")
 
 

@@ -82,7 +82,7 @@ class NcclCommunicator(Communicator):
             self._is_aborted.set()
             self._group.shutdown()
 
-    def _launch(self, name: str, options: Any, *tensors: Any) -> None:
+    def _launch(self, name: str, options: Any, *tensors: object) -> None:
         if self._is_aborted.is_set():
             raise CommunicationError("the communicator was aborted or closed")
         options.asyncOp = False  # run on the current stream, not on one of the group's own streams

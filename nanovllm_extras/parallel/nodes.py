@@ -20,7 +20,6 @@ import socket
 import sys
 import time
 from contextlib import ExitStack, suppress
-from typing import Any
 
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.parallel.messages import receive_json, send_json
@@ -192,7 +191,7 @@ def reach_engine(config: Config, ranks: range) -> list[socket.socket]:
 def check_answer(config: Config, rank: int, peer: socket.socket) -> None:
     """Read rank 0's answer. Raises ValueError with its reason if it refuses."""
     try:
-        answer: Any = receive_json(peer, MAX_HELLO + 256)
+        answer = receive_json(peer, MAX_HELLO + 256)
         if answer == {"accepted": rank}:
             return
         why = answer["refused"]

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class Peers:
         if self.failure is not None:
             raise self.failure
 
-    def send_json(self, rank: int, value: Any) -> None:
+    def send_json(self, rank: int, value: object) -> None:
         """Send a value to one rank as a line of JSON. Raises `EngineDeadError` if the rank cannot be reached."""
         try:
             send_json(self._sockets[rank], value)

@@ -8,7 +8,7 @@ import fcntl
 import mmap
 import os
 from ctypes import Structure, addressof, c_char, c_int32, c_long, c_uint32, c_void_p, sizeof
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -30,7 +30,7 @@ SPIN_NS = 50_000
 class Post(Structure):
     """The C type `struct post` of ranks.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
+    _fields_: ClassVar = [
         *(("round", c_uint32), ("num_sleepers", c_uint32), ("pid", c_int32), ("is_aborted", c_uint32)),
         ("padding", c_char * 112),
     ]
@@ -39,7 +39,7 @@ class Post(Structure):
 class Ranks(Structure):
     """The C type `struct ranks` of ranks.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
+    _fields_: ClassVar = [
         *((name, c_void_p) for name in ("posts", "buffers")),
         *((name, c_long) for name in ("rank", "size", "buffer_bytes", "spin_ns")),
         ("round", c_uint32),

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
+from torch import nn
 
 from nanovllm.config import resolve_device, resolve_dtype
 from nanovllm.kv_cache import KVCache
 from nanovllm.loader import allocate, init_dummy_weight
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.execution.alone import Whole
-from nanovllm_extras.execution.device_setup import Device
+from nanovllm_extras.execution.device_setup import Device, Record
 from nanovllm_extras.execution.full_runner import (
     BeginCheck,
     MeasureDraft,
@@ -177,7 +180,7 @@ class RankPart(Whole):
     def share_of(self, shape: NetworkConfig) -> NetworkConfig:
         return share_of(shape, self.communicator.size)
 
-    def load_network(self, runner: ModelRunner) -> Any:
+    def load_network(self, runner: ModelRunner) -> Qwen3ForCausalLM:
         """Return the network of a share, with its part of each tensor."""
         config, cutter = runner.config, Cutter(self.communicator.rank, self.communicator.size)
         with torch.device("meta"):
@@ -192,13 +195,13 @@ class RankPart(Whole):
             load = choose_loader(runner.whole_shape, config, runner.pack_quantised, Share(cuts, self.check))
             return load(runner.wanted())
 
-        def read(file: Any, name: str) -> torch.Tensor:
+        def read(file: safe_open, name: str) -> torch.Tensor:
             self.check()
             return read_part(cuts, file, name)
 
         return load_model(runner.wanted(), read, partial(part_of_whole, cuts))
 
-    def allocate(self, runner: ModelRunner, share: Any, cuts: dict[str, Cut]) -> Any:
+    def allocate(self, runner: ModelRunner, share: Qwen3ForCausalLM, cuts: dict[str, Cut]) -> Qwen3ForCausalLM:
         """Return the network on the device, with random weights where the checkpoint's are quantised."""
         if runner.shape.quantization_config is None:
             return allocate(share, runner.dtype, runner.device)
@@ -209,7 +212,7 @@ class RankPart(Whole):
         return RankDevice(device, self.communicator, vocab_size, self.hears_tokens)
 
 
-def fill_with_dummies(share: Any, whole: Any, cutter: Cutter, seed: int, std: float) -> None:
+def fill_with_dummies(share: nn.Module, whole: nn.Module, cutter: Cutter, seed: int, std: float) -> None:
     """Fill `share` with the rank's part of the weights that a single rank would draw with this seed."""
     generator = torch.Generator(device=next(share.parameters()).device).manual_seed(seed)
     filled = set()
@@ -238,7 +241,7 @@ class RankDevice(Device):
         self.kind.prepare(runner)
         join(runner.model, self.communicator, self.vocab_size, self.hears_tokens)
 
-    def send(self, record: Any) -> Any:
+    def send(self, record: Record) -> Record:
         return self.kind.send(record)
 
     def step(self) -> AbstractContextManager[None]:
@@ -268,7 +271,7 @@ class RankDevice(Device):
         self.kind.record(runner)
 
 
-def draw_nothing(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+def draw_nothing(logits: torch.Tensor, *_: object) -> torch.Tensor:
     """Return zeros: [num_samples] int64. Ranks above 0 do not sample, as they hold the logits of some tokens only."""
     return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
 

@@ -19,7 +19,7 @@ import torch
 
 from nanovllm_extras.kv_store.share import Share, name_in_share
 from nanovllm_extras.parallel.messages import LOAD, LOAD_STATE, MATCH, pack_names, unpack_names
-from nanovllm_extras.records.moves import Moves
+from nanovllm_extras.records.moves import Moves, Pair
 from nanovllm_extras.records.tier import BlockName, Chain, Tier
 
 
@@ -83,7 +83,7 @@ class RankShare(Share):
             self._loaded[names[0]] = block.data
         return block is not None
 
-    def take_part(self, moves: list[Any]) -> None:
+    def take_part(self, moves: list[Pair]) -> None:
         """Complete the moves of a step: they get the loaded data, and this rank's names of blocks to be saved."""
         loaded, self._loaded = self._loaded, {}
         if not isinstance(moves, Moves):
