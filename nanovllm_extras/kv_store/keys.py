@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from os.path import relpath
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from nanovllm.loader import INDEX_FILE, checkpoint_files
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.tier import BlockName
 
 KEY_BYTES = 32
@@ -27,7 +27,7 @@ LAYOUT_VERSION = 1
 """Raise this number when the meaning of a block's bytes changes, so that older blocks are not found."""
 
 
-def names_of(seq: Any, start: int, stop: int, root_key: bytes, block_size: int) -> list[BlockName]:
+def names_of(seq: Sequence, start: int, stop: int, root_key: bytes, block_size: int) -> list[BlockName]:
     """Return the names of the blocks [start, stop) of `seq`, whose tokens are known. Keys are computed only once."""
     keys: list[bytes] = seq.block_keys  # of its first full blocks
     first = min(start, len(keys))
@@ -50,7 +50,7 @@ def salt_key(root_key: bytes, cache_salt: str | None) -> bytes:
     return blake2b(cache_salt.encode(), key=root_key, digest_size=KEY_BYTES, person=b"cache_salt").digest()
 
 
-def make_root_key(facts: Mapping[str, Any]) -> bytes:
+def make_root_key(facts: Mapping[str, object]) -> bytes:
     """Return the key before the first block: a hash of the facts that shape K and V, which JSON can hold."""
     text = json.dumps({"version": LAYOUT_VERSION, **facts}, sort_keys=True)
     return blake2b(text.encode(), digest_size=KEY_BYTES).digest()

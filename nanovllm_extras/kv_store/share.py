@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from nanovllm.kv_cache import KVCache
+from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.kv_store.keys import KEY_BYTES
 from nanovllm_extras.kv_store.make_tiers import make_tiers
 from nanovllm_extras.kv_store.saver import Saver
+from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.store_options import has_users_tier, role_of
 from nanovllm_extras.records.moves import Moves, Pair
@@ -27,18 +30,18 @@ class Runner(Protocol):
 
     config: Config
     folder: Path
-    model_class: Any
-    shape: Any
+    model_class: type[nn.Module]
+    shape: NetworkConfig
     dtype: torch.dtype
     max_model_len: int
-    backend: Any
+    backend: TorchAttention
     kv_cache: KVCache
     layout: Any
     transfers: Any  # `Transfers`, because the options ask for a store
     ranks: Any  # `Alone`, or a `Driver`
 
     @property
-    def backends(self) -> Sequence[Any]:
+    def backends(self) -> Sequence[TorchAttention]:
         """Return the attention backend of each shape of K and V."""
 
 

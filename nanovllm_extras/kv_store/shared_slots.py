@@ -25,12 +25,14 @@ import platform
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import xxhash
 
 from nanovllm_extras.records.tier import BlockName
+
+Generation = TypeVar("Generation", int, np.ndarray)
 
 SUFFIX = ".slots"
 COLUMNS = (np.uint64, np.int64, np.uint64, np.uint64)  # generations, last_uses, heads, checksums
@@ -134,7 +136,7 @@ def start_of_data(num_slots: int, name_bytes: int) -> int:
     return -(-index_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def is_whole(generation: Any) -> Any:
+def is_whole(generation: Generation) -> Generation:
     """Return whether a slot with this generation has a block; an array for an array."""
     return (generation > 0) & (generation % 2 == 0)
 

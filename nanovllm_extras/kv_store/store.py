@@ -6,13 +6,14 @@ blocks, and snapshots of recurrent states, which have another size.
 
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
-from typing import Any
 
 import numpy as np
 
 from nanovllm_extras.kv_store.keys import digest_model, make_root_key, names_of
 from nanovllm_extras.kv_store.share import Loaded, Runner, Share, name_of_state
+from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.store_options import is_private, option_of, role_of, smallest_size
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.tier import BlockName, Tier, TierStats
 
 MAX_LOOKUPS = 256
@@ -77,7 +78,7 @@ class KVStore(Share):
         tiers = {tier.name: replace(tier.stats) for tier in self.tiers.tiers}
         return replace(self.stats, num_dropped_blocks=self.saver.num_dropped, tiers=tiers)
 
-    def names(self, seq: Any, start: int, stop: int) -> list[BlockName]:
+    def names(self, seq: Sequence, start: int, stop: int) -> list[BlockName]:
         """Return the names of the blocks [start, stop) of `seq`, whose tokens are known."""
         return names_of(seq, start, stop, self.root_key, self.block_size)
 
@@ -129,14 +130,14 @@ class KVStore(Share):
         return "one block and one state" if self.bytes_per_state else "one block", num_bytes
 
 
-def check_holds(config: Any, what: str, num_bytes: int) -> None:
+def check_holds(config: Config, what: str, num_bytes: int) -> None:
     """Raise ValueError if a tier is smaller than `num_bytes`, the size of `what`."""
     if smallest_size(config) < num_bytes:
         option, given = option_of(config), smallest_size(config)
         raise ValueError(f"{option} must hold at least {what} of {num_bytes} bytes, got {given}")
 
 
-def facts_of(runner: Runner, has_digest: bool) -> dict[str, Any]:
+def facts_of(runner: Runner, has_digest: bool) -> dict[str, object]:
     """Return what shapes the K and V of this runner's model.
 
     has_digest: include the contents of the model's files. Host memory that ends with the engine does not need them.

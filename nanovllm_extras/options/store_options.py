@@ -38,7 +38,7 @@ NEEDS_FOLDER = (
 class Transfer:
     """A checked `kv_transfer_config`. A bad value raises a TypeError or ValueError that names it."""
 
-    kv_connector: Any = None
+    kv_connector: str | Tier | None = None
     """`OffloadingConnector` (host memory), `SharedStorageConnector` (a folder), `SharedMemoryConnector`, a `Tier`."""
     kv_role: str = "kv_both"
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Transfer:
         extra = self.kv_connector_extra_config
         if not isinstance(extra, Mapping):
             raise TypeError(f"{name_of('kv_connector_extra_config')} must be a dict, got {extra!r}")
-        allowed = () if isinstance(self.kv_connector, Tier) else EXTRA_KEYS.get(self.kv_connector)
+        allowed = () if isinstance(self.kv_connector, Tier) else EXTRA_KEYS.get(self.kv_connector or "")
         if allowed is None:
             names = ", ".join(EXTRA_KEYS)
             raise ValueError(f"{name_of('kv_connector')} must be one of {names}, got {self.kv_connector!r}")
@@ -75,7 +75,7 @@ def name_of(key: str) -> str:
     return f"kv_transfer_config[{key!r}]"
 
 
-def check_size(name: str, value: Any) -> None:
+def check_size(name: str, value: object) -> None:
     """Raise unless `value` is a positive number of GiB, or None."""
     if value is None:
         return
@@ -85,7 +85,7 @@ def check_size(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number of GiB above 0, got {value!r}")
 
 
-def check_transfer(name: str, value: Any) -> None:
+def check_transfer(name: str, value: Mapping[str, Any]) -> None:
     read_transfer(value)
 
 
@@ -119,7 +119,7 @@ def role_of(config: Config) -> str:
     return "kv_both" if config.kv_transfer_config is None else read_transfer(config.kv_transfer_config).kv_role
 
 
-def as_json(given: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(given: Mapping[str, Any]) -> dict[str, object]:
     """Return a checked `kv_transfer_config` as JSON can hold it, for another rank."""
     transfer = read_transfer(given)
     extra = {key: str(value) if "path" in key else value for key, value in transfer.kv_connector_extra_config.items()}

@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class Chain(Tier):
     def __init__(self, tiers: Sequence[Tier]) -> None:
         super().__init__()
         self.tiers = tuple(tiers)
-        self._logged: set[tuple[Any, ...]] = set()
+        self._logged: set[tuple[object, ...]] = set()
 
     def match(self, blocks: Sequence[BlockName]) -> int:
         """Return how many of the first blocks the tiers have together: each may be in a different tier."""
