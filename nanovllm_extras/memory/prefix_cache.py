@@ -8,12 +8,13 @@ other groups of layers (`OtherGroups`), a snapshot of a recurrent state (`slots.
 which it has all that is needed. A part may also only take note (`store_link.py`).
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from nanovllm import prefix_cache
 from nanovllm.prefix_cache import CachedBlock
+from nanovllm_extras.memory.grouped_tables import GroupedBlockTables
 from nanovllm_extras.memory.kinds import NULL_BLOCK, Kind
 from nanovllm_extras.records.full_observer import Observer
 from nanovllm_extras.records.full_sequence import Sequence
@@ -117,7 +118,7 @@ class OtherGroups:
     without contents then.
     """
 
-    def __init__(self, tables: Any, kind: Kind, block_size: int, observer: Observer) -> None:
+    def __init__(self, tables: GroupedBlockTables, kind: Kind, block_size: int, observer: Observer) -> None:
         self.tables = tables
         self.kind = kind
         self.block_size = block_size

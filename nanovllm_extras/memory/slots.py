@@ -60,9 +60,8 @@ sequence gets only as many drafts as there are slots.
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock
+from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock, PrefixCache
 from nanovllm_extras.records.full_observer import Observer
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.moves import Pair
@@ -235,7 +234,7 @@ class Slots:
     def num_usable(self, hits: list[CachedBlock]) -> int:
         return next((i for i in range(len(hits), 0, -1) if hits[i - 1].serial in self.snapshots), 0)
 
-    def registered(self, cache: Any, seq: Sequence, i: int) -> None:
+    def registered(self, cache: PrefixCache, seq: Sequence, i: int) -> None:
         """Do nothing: `take_snapshot` is called when the state is known."""
 
     def forgotten(self, block_id: int, serial: int | None) -> None:

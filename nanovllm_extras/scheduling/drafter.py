@@ -22,7 +22,7 @@ where a snapshot of a recurrent state is due (`memory/slots.py`).
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.slots import Slots
@@ -70,7 +70,7 @@ class Drafter:
 
     # ---- before a step
 
-    def draft(self, blocks: BlockManager, running: list[Any], may_admit: bool) -> Drafts:
+    def draft(self, blocks: BlockManager, running: list[Sequence], may_admit: bool) -> Drafts:
         """Put drafts after the known tokens of running sequences. may_admit: the step may admit a waiting one"""
         drafts: Drafts = {}
         wanted = self._choose(blocks, running, may_admit)
@@ -89,7 +89,7 @@ class Drafter:
                 blocks.observer.on_verify(seq, 0, 0, blocks.rewind(seq, seq.num_tokens))
         return drafts
 
-    def rests(self, running: list[Any], may_admit: bool) -> bool:
+    def rests(self, running: list[Sequence], may_admit: bool) -> bool:
         """Return whether no running sequence could get drafts in the next step."""
         if not self._has_room(running, may_admit):
             return True
@@ -97,13 +97,13 @@ class Drafter:
             return True
         return all([self._patience_with(seq).is_pausing for seq in running])
 
-    def skip(self, running: list[Any], may_admit: bool) -> None:
+    def skip(self, running: list[Sequence], may_admit: bool) -> None:
         """Note that the next step, which is launched ahead, has no drafts."""
         if self._has_room(running, may_admit):
             for seq in running:
                 self._patience_with(seq).next_count()
 
-    def _choose(self, blocks: BlockManager, running: list[Any], may_admit: bool) -> list[tuple[Sequence, int]]:
+    def _choose(self, blocks: BlockManager, running: list[Sequence], may_admit: bool) -> list[tuple[Sequence, int]]:
         """Return the sequences that are worth drafts, and how many each may have in this step."""
         if not self._has_room(running, may_admit):
             return []
@@ -122,7 +122,7 @@ class Drafter:
             wanted = [(seq, min(count, max(1, share))) for seq, count in wanted[:room]]
         return wanted if blocks.states is None else with_slots(blocks.states, running, wanted)
 
-    def _has_room(self, running: list[Any], may_admit: bool) -> bool:
+    def _has_room(self, running: list[Sequence], may_admit: bool) -> bool:
         """Return whether the next step could have drafts besides the running sequences."""
         return not may_admit and len(running) < self.max_rows and len(running) <= self.max_seqs
 
@@ -169,7 +169,9 @@ class Drafter:
         self._patience.pop(seq, None)
 
 
-def with_slots(states: Slots, running: list[Any], wanted: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+def with_slots(
+    states: Slots, running: list[Sequence], wanted: list[tuple[Sequence, int]]
+) -> list[tuple[Sequence, int]]:
     """Return at most as many drafts as there are slots for states, and none beyond a snapshot."""
     room = states.num_free_slots - sum([len(seq.children) for seq in running])  # they may start in this step
     chosen = []

@@ -12,12 +12,13 @@ from operator import attrgetter
 from typing import Any
 
 from nanovllm.scheduler import Scheduler
+from nanovllm_extras.records.full_sequence import Sequence
 
-Policy = Callable[[Any], float]
+Policy = Callable[[Sequence], float]
 """Ranks a sequence: smaller numbers go first, and earlier arrivals among equals."""
 
 
-def fcfs(seq: Any) -> float:
+def fcfs(seq: Sequence) -> float:
     """First come, first served."""
     return 0
 
@@ -28,7 +29,7 @@ class OrderedQueue(list[Any]):
     def append(self, seq: Any) -> None:
         self.insert(0, seq)
 
-    def insert(self, _: Any, seq: Any) -> None:
+    def insert(self, _: object, seq: Any) -> None:
         """Insert `seq` at its place in the order."""
         super().insert(bisect(self, seq.order, key=attrgetter("order")), seq)
 

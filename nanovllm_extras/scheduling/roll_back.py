@@ -7,6 +7,7 @@ random numbers.
 
 from typing import Any
 
+from nanovllm.prefix_cache import PrefixCache
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras.scheduling import scheduler as full
 
@@ -45,13 +46,13 @@ def reset_prefix_cache(scheduler: Scheduler) -> None:
     cache, observer = scheduler.block_manager.prefix_cache, scheduler.observer
     cache._by_hash.clear()
     cache._by_id.clear()
-    reset: Any = getattr(observer, "on_reset_prefix_cache", None)
+    reset = getattr(observer, "on_reset_prefix_cache", None)
     if reset is not None:
         reset()
     forget_beside(cache)
 
 
-def forget_beside(cache: Any) -> None:
+def forget_beside(cache: PrefixCache) -> None:
     """Forget what the parts of a prefix cache keep beside its blocks: snapshots, the blocks of other groups."""
     for part in getattr(cache, "parts", ()):
         part.forget_all()

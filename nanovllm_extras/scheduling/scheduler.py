@@ -11,7 +11,7 @@ objects that it holds:
 
 from typing import Any
 
-from nanovllm import scheduler
+from nanovllm import scheduler, sequence
 from nanovllm.scheduler import Step
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.records.full_observer import Observer
@@ -143,7 +143,7 @@ class Scheduler(scheduler.Scheduler):
         self.pending.drop_all()
 
 
-def count_places(running: list[Any]) -> int:
+def count_places(running: list[sequence.Sequence]) -> int:
     """Count the places of `max_num_seqs` in use, including those of children that have not started yet."""
     return sum([1 + len(seq.children) for seq in running])
 

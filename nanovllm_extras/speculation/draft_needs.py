@@ -7,20 +7,19 @@ The draft model is loaded when the KV cache has been allocated, and needs as man
 If the large model has recurrent states, their slots are allocated from this memory first (`states/state_layout.py`).
 """
 
-from typing import Any
-
 import torch
 
 from nanovllm.config import resolve_dtype
-from nanovllm_extras.execution.full_runner import DraftNeeds
+from nanovllm_extras.execution.full_runner import DraftNeeds, ModelRunner
 from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.options.speculation_options import read_options
 from nanovllm_extras.speculation.draft_model import find_draft_model
 from nanovllm_extras.weights.checkpoint import read_model_config
 
 
-def measure_draft(runner: Any) -> DraftNeeds:
+def measure_draft(runner: ModelRunner) -> DraftNeeds:
     """Return what the draft model of `speculative_config` needs. runner: the large model's"""
+    assert runner.config.speculative_config is not None
     options = read_options(runner.config.speculative_config)
     config, folder = find_draft_model(runner, options, num_kv_blocks=1)
     model_class, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)

@@ -20,6 +20,7 @@ from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.options.speculation_options import MAX_DRAFTED_ROWS, Speculation, read_options
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.moves import Moves
+from nanovllm_extras.requests.full_request import Request
 from nanovllm_extras.scheduling.drafter import Drafter, Proposer
 from nanovllm_extras.speculation.draft_model import DraftModel, load_draft_model
 from nanovllm_extras.speculation.mtp_drafts import MtpDrafts
@@ -40,7 +41,7 @@ class Ready(NamedTuple):
     max_rows: int
 
 
-def make_drafter(parts: Parts, blocks: BlockManager, requests: Mapping[str, Any]) -> Drafter:
+def make_drafter(parts: Parts, blocks: BlockManager, requests: Mapping[str, Request]) -> Drafter:
     """Return the drafter of a new scheduler over `blocks`. requests: the engine's"""
     keeper: Any = parts.runner
     ready: Ready | None = getattr(keeper, "speculation", None)
