@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers.attention import TorchAttention
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.weights.gguf_tensors import ARCHITECTURES, EXPERT, Tensors

@@ -16,10 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nanovllm.layers.attention import TorchAttention
 from nanovllm.loader import WEIGHT_DTYPES, checkpoint_files, fill, init_dummy_weights
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.weights.dummies import make_dummies
 from nanovllm_extras.weights.formats import READERS, Format
 from nanovllm_extras.weights.fp8_weights import KV_SCALES, Fp8, read_compressed_fp8, read_fp8
