@@ -14,7 +14,6 @@ import json
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from nanovllm.checks import check_bool
 from nanovllm_extras.options.option_checks import takes_vllm_options
@@ -31,7 +30,7 @@ class StructuredOutputsParams:
     that cannot be compiled is refused when the request is added.
     """
 
-    json: str | Mapping[str, Any] | None = None
+    json: str | Mapping[str, object] | None = None
     """A JSON schema, as text or as a dict: the output is JSON that conforms to the schema."""
     regex: str | None = None
     """A regular expression in Rust's syntax, without look-around: the whole output matches it."""
@@ -82,7 +81,7 @@ class StructuredOutputsParams:
         )
 
     @classmethod
-    def of(cls, value: Any) -> "StructuredOutputsParams":
+    def of(cls, value: object) -> "StructuredOutputsParams":
         """Return `value` if it has this class, or create an object from a dict of the fields."""
         if isinstance(value, cls):
             return value
@@ -112,7 +111,7 @@ class StructuredOutputsParams:
                 raise ValueError(f"structured_outputs.choice[{i}] must not be empty, got {text!r}")
 
 
-def schema_text(schema: str | Mapping[str, Any]) -> str:
+def schema_text(schema: str | Mapping[str, object]) -> str:
     """Return a schema as JSON in a normalised format. Raises ValueError if it is not JSON."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
@@ -129,7 +128,7 @@ def exact_int(digits: str) -> int:
     return value
 
 
-def check_structured_outputs(name: str, value: Any) -> None:
+def check_structured_outputs(name: str, value: object) -> None:
     """Raise TypeError or ValueError if the field `structured_outputs` is invalid."""
     StructuredOutputsParams.of(value).check()
 

@@ -14,11 +14,11 @@ schema is compiled:
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote
 
 from nanovllm_extras.options.structured_params import schema_text
-from nanovllm_extras.structured.neutral_keywords import remove_neutral
+from nanovllm_extras.structured.neutral_keywords import Schema, remove_neutral
 from nanovllm_extras.structured.property_names import replace_property_names
 
 MAX_COST = 300_000  # names and characters that are examined: nested combinations of schemas grow fast
@@ -41,7 +41,7 @@ class Names(NamedTuple):
 NONE = Names()
 
 
-def closed_text(schema: str | Mapping[str, Any]) -> str:
+def closed_text(schema: str | Mapping[str, object]) -> str:
     """Return a schema as JSON, closed and without neutral keywords. Raises ValueError if it is not a schema."""
     parsed = json.loads(schema_text(schema))
     try:
@@ -56,13 +56,13 @@ def closed_text(schema: str | Mapping[str, Any]) -> str:
 class Closer:
     """Closes the objects of one schema in place."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: object) -> None:
         self._root = root
         self._original = json.loads(json.dumps(root))  # several times as fast as a deepcopy
         self._seen: set[int] = set()
         self._cost = 0
 
-    def close(self, schema: Any, beside: Names = NONE, path: tuple[str, ...] = ()) -> None:
+    def close(self, schema: object, beside: Names = NONE, path: tuple[str, ...] = ()) -> None:
         """Close the objects of a schema and of the schemas within it.
 
         beside: the properties that other schemas name for the same object.
@@ -71,8 +71,8 @@ class Closer:
         if not isinstance(schema, dict) or id(schema) in self._seen:
             return
         self._seen.add(id(schema))
-        if isinstance(schema.get("$ref"), str):
-            path = self._close_reference(schema, beside, path)
+        if isinstance(reference := schema.get("$ref"), str):
+            path = self._close_reference(schema, reference, beside, path)
         groups = groups_of(schema)
         named = [self._named(group) for group in groups]
         for i, group in enumerate(groups):
@@ -82,13 +82,12 @@ class Closer:
         self._close_own(schema, beside, self._union([*named, self._named_by_reference(schema)]))
         self._close_inner(schema)
 
-    def _close_reference(self, schema: dict[str, Any], beside: Names, path: tuple[str, ...]) -> tuple[str, ...]:
+    def _close_reference(self, schema: Schema, reference: str, beside: Names, path: tuple[str, ...]) -> tuple[str, ...]:
         """Close the target of a reference, and return the new path.
 
         If other schemas name properties of the same object, the reference is replaced by a copy of the target: the
         target may also be referenced elsewhere without these properties.
         """
-        reference = schema["$ref"]
         others = self._union([beside, names_of(schema), *map(self._named, groups_of(schema))])
         if others == NONE or reference in path:
             self.close(look_up(self._root, reference))
@@ -101,7 +100,7 @@ class Closer:
             schema["allOf"] = [*listed(schema, "allOf"), json.loads(text)]
         return (*path, reference)
 
-    def _close_own(self, schema: dict[str, Any], beside: Names, parts: Names) -> None:
+    def _close_own(self, schema: Schema, beside: Names, parts: Names) -> None:
         """Close the object of the schema itself. parts: the properties that the schema's own parts name for it."""
         is_given, rest = "unevaluatedProperties" in schema, schema.pop("unevaluatedProperties", False)
         if "additionalProperties" in schema:
@@ -109,15 +108,15 @@ class Closer:
         others = parts if is_given else union([beside, parts])
         if is_given or (describes(schema) and not others.is_open):
             for keyword, names in (("properties", others.names), ("patternProperties", others.patterns)):
-                if names:
+                own = schema.get(keyword, {})
+                if names and isinstance(own, dict):  # the compiler refuses others
                     self._spend(len(names))
-                    own = schema.get(keyword, {})
                     schema[keyword] = own | dict.fromkeys(sorted(names - own.keys()), True)
             schema["additionalProperties"] = rest
             if not any(keyword in schema for keyword in ELSEWHERE):
                 schema.setdefault("type", "object")
 
-    def _close_inner(self, schema: dict[str, Any]) -> None:
+    def _close_inner(self, schema: Schema) -> None:
         """Close the schemas of members and items."""
         for keyword in OF_NAMES:
             inner = schema.get(keyword)
@@ -129,7 +128,7 @@ class Closer:
             for one in listed(schema, keyword):
                 self.close(one)
 
-    def _named(self, schemas: Iterable[Any], path: tuple[str, ...] = ()) -> Names:
+    def _named(self, schemas: Iterable[object], path: tuple[str, ...] = ()) -> Names:
         """Return the properties that schemas, including all their parts, name for an object."""
         found = []
         for schema in schemas:
@@ -140,7 +139,7 @@ class Closer:
             found.append(self._named_by_reference(schema, path))
         return self._union(found)
 
-    def _named_by_reference(self, schema: dict[str, Any], path: tuple[str, ...] = ()) -> Names:
+    def _named_by_reference(self, schema: Schema, path: tuple[str, ...] = ()) -> Names:
         reference = schema.get("$ref")
         if not isinstance(reference, str) or reference in path:
             return NONE
@@ -162,23 +161,23 @@ def union(several: Iterable[Names]) -> Names:
     return Names(frozenset().union(*names), frozenset().union(*patterns), any(is_open))
 
 
-def listed(schema: dict[str, Any], keyword: str) -> list[Any]:
+def listed(schema: Schema, keyword: str) -> list[object]:
     """Return the list of a keyword; an empty list if there is none."""
     value = schema.get(keyword)
     return value if isinstance(value, list) else []
 
 
-def groups_of(schema: dict[str, Any]) -> list[list[Any]]:
+def groups_of(schema: Schema) -> list[list[object]]:
     """Return groups of schemas for the same object. An object must match at least one schema of each group."""
     return [*([part] for part in listed(schema, "allOf")), *(listed(schema, keyword) for keyword in CHOICES)]
 
 
-def describes(schema: dict[str, Any]) -> bool:
+def describes(schema: Schema) -> bool:
     """Return whether the schema itself names properties."""
     return isinstance(schema.get("properties"), dict) or isinstance(schema.get("patternProperties"), dict)
 
 
-def names_of(schema: dict[str, Any]) -> Names:
+def names_of(schema: Schema) -> Names:
     """Return the properties that the schema itself names, without its parts."""
     names, patterns = schema.get("properties"), schema.get("patternProperties")
     rest = schema.get("additionalProperties", schema.get("unevaluatedProperties", False))
@@ -189,7 +188,7 @@ def names_of(schema: dict[str, Any]) -> Names:
     )
 
 
-def look_up(root: Any, reference: str) -> Any:
+def look_up(root: object, reference: str) -> object:
     """Return the target of a reference such as `#/$defs/City`; None for other forms, which are left to the compiler."""
     if reference != "#" and not reference.startswith("#/"):
         return None

@@ -12,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,10 @@ from nanovllm_extras.requests.full_detokenizer import TokenDecoder
 from nanovllm_extras.structured.closed_objects import closed_text
 from nanovllm_extras.structured.first_space import FirstSpace, after_space, hides_first_space
 from nanovllm_extras.structured.grammar import Grammar, MaskWorker, fill_masks
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerFast
 
 MAX_COMPILED = 128  # compiled grammars in the cache; the least recently used one is evicted first
 MAX_CHARS = 1 << 20
@@ -37,7 +42,7 @@ JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,32}", "lenient": False}
 class Compiled(NamedTuple):
     """A compiled grammar in the cache."""
 
-    matcher: Any
+    matcher: "LLMatcher"
     """The library's matcher in its initial state."""
     first_space: FirstSpace | None
     """What constrains outputs whose first space is not shown, if the tokenizer removes it."""
@@ -51,19 +56,20 @@ class GrammarCompiler:
     vocab_size: the model's, which may be larger than the tokenizer's.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    _llguidance: ModuleType  # once it has been imported
+    _ll_tokenizer: "LLTokenizer"
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
         self._compiled: OrderedDict[tuple[str, ...], Compiled] = OrderedDict()  # by source
-        self._llguidance: Any = None
-        self._ll_tokenizer: Any = None
         self._probe: list[int] = []  # the tokens of " a"
         self._starts: np.ndarray | None = None  # see `FirstSpace`; None if the tokenizer shows the first space
         self._worker: MaskWorker | None = None
 
-    def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Grammar:
+    def compile(self, params: StructuredOutputsParams | Mapping[str, object]) -> Grammar:
         """Return a grammar in its initial state.
 
         Raises ValueError if `params` cannot be compiled, or if this model's tokens cannot form a matching text.
@@ -126,7 +132,7 @@ class GrammarCompiler:
         pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         self._worker = MaskWorker(pool, llguidance.LLExecutor(), -(-num_tokens // 32))
 
-    def _make_matchers(self, form: str, text: str, options: str) -> tuple[Any, FirstSpace | None]:
+    def _make_matchers(self, form: str, text: str, options: str) -> "tuple[LLMatcher, FirstSpace | None]":
         """Return a matcher in its initial state, and another for outputs whose first space is not shown.
 
         Raises ValueError if the text is invalid, or allows no first token.
@@ -154,7 +160,7 @@ class GrammarCompiler:
             return matcher, None
         return matcher, FirstSpace(self._compile(form, after_space(compiled)), self._starts)
 
-    def _compile(self, form: str, grammar: str) -> Any:
+    def _compile(self, form: str, grammar: str) -> "LLMatcher":
         """Return a matcher of the library's `grammar` in its initial state. Raises ValueError if it is invalid."""
         limits = self._llguidance.LLParserLimits(verbose_errors=False)
         matcher = self._llguidance.LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=limits)
@@ -163,14 +169,14 @@ class GrammarCompiler:
         return matcher
 
 
-def check_decoder(tokenizer: Any) -> None:
+def check_decoder(tokenizer: "PreTrainedTokenizerFast") -> None:
     """Raise ValueError if the library reads other texts from tokens than the decoder of the tokenizer writes."""
     decoder = tokenizer.backend_tokenizer.decoder
     if decoder is not None and b"Metaspace" in decoder.__getstate__():  # the library would take "▁" for a letter
         raise ValueError("its decoder must write spaces by Replace or ByteLevel, got Metaspace")
 
 
-def without_holes(tokenizer: Any) -> tuple[str, int]:
+def without_holes(tokenizer: "PreTrainedTokenizerFast") -> tuple[str, int]:
     """Return a fast tokenizer as JSON, and its largest token id + 1.
 
     Ids may have holes, but the library reads as many ids as there are tokens. So special tokens, which match no text,
@@ -217,7 +223,7 @@ def checked(form: str, text: str) -> str:
     return check_grammar(text) if form == "grammar" else text
 
 
-def whitespace_options(params: StructuredOutputsParams) -> dict[str, Any]:
+def whitespace_options(params: StructuredOutputsParams) -> dict[str, object]:
     """Return the library's options for a JSON schema."""
     if params.disable_any_whitespace:
         return JSON_OPTIONS | {"whitespace_pattern": None, "whitespace_flexible": False}

@@ -14,7 +14,7 @@ matchers reads the output.
 """
 
 import json
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,11 +22,14 @@ from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.requests.full_detokenizer import TokenDecoder
 from nanovllm_extras.requests.full_request import make_detokenizer
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 
 class FirstSpace(NamedTuple):
     """What constrains an output that begins with a space that is not shown."""
 
-    matcher: Any
+    matcher: "LLMatcher"
     """The library's matcher of a space followed by a text of the form, in its initial state."""
     starts: np.ndarray
     """The mask of the tokens that begin with a space: [num_words] uint32."""

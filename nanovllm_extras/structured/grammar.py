@@ -16,7 +16,7 @@ logits are computed.
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from nanovllm_extras.requests.full_request import Request
 from nanovllm_extras.sampling.logits_processors import ProcessorRow
 from nanovllm_extras.structured.first_space import FirstSpace
 
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
 NO_TOKEN = "no token of the vocabulary can come next"
 
 
@@ -33,7 +36,7 @@ class MaskWorker(NamedTuple):
     """Computes masks. A single thread submits the work, so that two jobs never use the same grammar at once."""
 
     pool: ThreadPoolExecutor  # of one thread
-    executor: Any  # llguidance's: computes the masks of several grammars in parallel
+    executor: "LLExecutor"  # computes the masks of several grammars in parallel
     num_words: int  # 32-bit words in a mask
 
 
@@ -47,7 +50,11 @@ class Grammar:
     place, reads_output = 5, True
 
     def __init__(
-        self, matcher: Any, eos_token_ids: frozenset[int], worker: MaskWorker, first_space: FirstSpace | None = None
+        self,
+        matcher: "LLMatcher",
+        eos_token_ids: frozenset[int],
+        worker: MaskWorker,
+        first_space: FirstSpace | None = None,
     ) -> None:
         self.matcher = matcher
         self.first_space = first_space  # until the first token is known

@@ -7,8 +7,12 @@ nothing that a reference could mean. A keyword with an effect stays, so that it 
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+
+Schema = dict[str, object]
+"""A JSON schema that is an object. Other schemas are True, False and, until they are compiled, any JSON."""
+LookUp = Callable[[object, str], object]
+"""Returns the target of a reference in a root schema, or None."""
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 """The formats that the compiler enforces."""
@@ -20,7 +24,7 @@ OF_ONE = ("additionalProperties", "unevaluatedProperties", "propertyNames", "ite
 OF_LISTS = ("prefixItems", "items", "allOf", "anyOf", "oneOf")
 
 
-def remove_neutral(root: Any, look_up: Callable[[Any, str], Any]) -> None:
+def remove_neutral(root: object, look_up: LookUp) -> None:
     """Remove neutral keywords from a schema, its inner schemas, and what its references lead to, in place.
 
     `look_up` returns the target of a reference, or None.
@@ -30,7 +34,7 @@ def remove_neutral(root: Any, look_up: Callable[[Any, str], Any]) -> None:
             del schema[keyword]
 
 
-def schemas_within(root: Any, look_up: Callable[[Any, str], Any]) -> Iterator[dict[str, Any]]:
+def schemas_within(root: object, look_up: LookUp) -> Iterator[Schema]:
     """Yield a schema, its inner schemas, and what its references lead to. Each may be changed when it is yielded."""
     seen: set[int] = set()
     todo = [root]
@@ -40,11 +44,11 @@ def schemas_within(root: Any, look_up: Callable[[Any, str], Any]) -> Iterator[di
             seen.add(id(schema))
             yield schema
             todo += inner_schemas(schema)
-            if isinstance(schema.get("$ref"), str):
-                todo.append(look_up(root, schema["$ref"]))
+            if isinstance(reference := schema.get("$ref"), str):
+                todo.append(look_up(root, reference))
 
 
-def inner_schemas(schema: Mapping[str, Any]) -> Iterator[Any]:
+def inner_schemas(schema: Schema) -> Iterator[object]:
     """Yield the schemas within a schema. Values of `const`, `enum` or `default` are not schemas."""
     for keyword in OF_NAMES:
         if isinstance(inner := schema.get(keyword), dict):
@@ -55,7 +59,7 @@ def inner_schemas(schema: Mapping[str, Any]) -> Iterator[Any]:
     yield from (schema.get(keyword) for keyword in OF_ONE)
 
 
-def is_neutral_keyword(keyword: str, schema: Mapping[str, Any]) -> bool:
+def is_neutral_keyword(keyword: str, schema: Schema) -> bool:
     """Return whether the schema means the same without this keyword and the other neutral ones."""
     value = schema[keyword]
     if keyword == "format":
@@ -78,12 +82,12 @@ def is_neutral_keyword(keyword: str, schema: Mapping[str, Any]) -> bool:
     return keyword == "$dynamicAnchor" and "$dynamicRef" not in schema
 
 
-def allows_all(schema: Any) -> bool:
+def allows_all(schema: object) -> bool:
     """Return whether every value conforms to the schema."""
     return schema is True or (isinstance(schema, dict) and not set(schema) - set(ANNOTATIONS))
 
 
-def allows_all_strings(schema: Any) -> bool:
+def allows_all_strings(schema: object) -> bool:
     """Return whether every string conforms to the schema: names of properties are strings."""
     if not isinstance(schema, dict):
         return schema is True

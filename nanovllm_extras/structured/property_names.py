@@ -11,41 +11,39 @@ Both mean the same. Other forms of `propertyNames` stay in the schema, and the c
 """
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from nanovllm_extras.structured.neutral_keywords import ANNOTATIONS, schemas_within
+from nanovllm_extras.structured.neutral_keywords import ANNOTATIONS, LookUp, Schema, schemas_within
 
-Schema = dict[str, Any]
 MAX_REFERENCES = 20  # that follow each other, from `propertyNames` to an enum
 MAX_COPIED = 200  # characters of a schema that is copied for each name; a longer one is referenced
 
 
-def replace_property_names(root: Any, look_up: Callable[[Any, str], Any]) -> None:
+def replace_property_names(root: object, look_up: LookUp) -> None:
     """Replace `propertyNames` in a schema and its inner schemas, in place, where this is possible.
 
     `look_up` returns the target of a reference, or None.
     """
     for schema in schemas_within(root, look_up):
-        if "propertyNames" in schema and can_be_replaced(schema):
+        own = schema.get("properties", {})
+        if "propertyNames" in schema and isinstance(own, dict) and can_be_replaced(schema):
             names = find_names(schema["propertyNames"], lambda reference: look_up(root, reference))
             pattern = find_pattern(schema["propertyNames"])
             if names is not None:
-                replace_by_properties(schema, names, root)
+                replace_by_properties(schema, names, own, root)
             elif pattern is not None and "properties" not in schema:
                 replace_by_pattern(schema, pattern)
 
 
-def can_be_replaced(schema: Mapping[str, Any]) -> bool:
+def can_be_replaced(schema: Schema) -> bool:
     """Return whether every property is described by `properties` or else by `additionalProperties`."""
-    is_plain = isinstance(schema.get("properties", {}), dict) and "unevaluatedProperties" not in schema
-    return is_plain and not schema.get("patternProperties")
+    return "unevaluatedProperties" not in schema and not schema.get("patternProperties")
 
 
-def replace_by_properties(schema: Schema, names: list[str], root: Schema) -> None:
-    """Describe each allowed name. Names in `properties` that are not allowed get no place."""
+def replace_by_properties(schema: Schema, names: list[str], own: Schema, root: object) -> None:
+    """Describe each allowed name. Names in `own`, the schema's `properties`, that are not allowed get no place."""
     del schema["propertyNames"]
-    rest, own = schema.get("additionalProperties", True), schema.get("properties", {})
+    rest = schema.get("additionalProperties", True)
     if isinstance(rest, dict) and len(json.dumps(rest)) > MAX_COPIED and set(names) - own.keys():
         rest = add_definition(root, rest)
     schema["properties"] = {name: own.get(name, rest) for name in names}
@@ -58,9 +56,11 @@ def replace_by_pattern(schema: Schema, pattern: str) -> None:
     schema["additionalProperties"] = False
 
 
-def add_definition(root: Schema, schema: Schema) -> Schema:
+def add_definition(root: object, schema: Schema) -> Schema:
     """Move a schema to the definitions, and return a reference to it. A copy for each name could be too long."""
-    definitions = root.setdefault("$defs", {})
+    definitions = root.setdefault("$defs", {}) if isinstance(root, dict) else None
+    if not isinstance(definitions, dict):
+        return schema
     name = f"valuesOfRecord{len(definitions)}"
     while name in definitions:
         name += "_"
@@ -68,7 +68,7 @@ def add_definition(root: Schema, schema: Schema) -> Schema:
     return {"$ref": f"#/$defs/{name}"}
 
 
-def find_names(schema: Any, look_up: Callable[[str], Any], depth: int = 0) -> list[str] | None:
+def find_names(schema: object, look_up: Callable[[str], object], depth: int = 0) -> list[str] | None:
     """Return the strings that conform to a schema with an enum, or None if the schema has another form."""
     if not isinstance(schema, dict) or depth > MAX_REFERENCES:
         return None
@@ -91,7 +91,7 @@ def find_names(schema: Any, look_up: Callable[[str], Any], depth: int = 0) -> li
     return list(dict.fromkeys(name for name in value if isinstance(name, str)))
 
 
-def find_pattern(schema: Any) -> str | None:
+def find_pattern(schema: object) -> str | None:
     """Return the expression for the strings that conform to a schema, or None if the schema has another form."""
     if not isinstance(schema, dict) or schema.get("type", "string") != "string":
         return None

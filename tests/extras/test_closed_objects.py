@@ -322,3 +322,10 @@ def test_schemas_that_frameworks_send_are_closed_everywhere(framework):
     inventions = list(with_an_invention(value))
     assert inventions
     assert [one for one in inventions if form.accepts_as_written(one)] == []
+
+
+@pytest.mark.parametrize("own", [[], 5, None, "a"])
+@pytest.mark.parametrize("keyword", ["unevaluatedProperties", "patternProperties"])
+def test_properties_that_are_not_an_object_are_refused(own, keyword):
+    more = {"unevaluatedProperties": False} if keyword == "unevaluatedProperties" else {"patternProperties": {}}
+    assert "properties must be an object" in Form({"properties": own, **more, "allOf": [A]}).error

@@ -126,3 +126,11 @@ def test_records_within_records_do_not_grow():
     assert not form.error
     assert form.accepts({"name 1": {"name 2": {}, "name 3": {"name 19": {"name 4": {}}}}})
     assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("definitions", [[], 5, None, "a"])
+def test_a_long_schema_is_copied_if_definitions_are_not_an_object(definitions):
+    schema = {"$defs": definitions, "type": "object", "propertyNames": {"enum": ["a", "b"]}}
+    form = Form(schema | {"additionalProperties": LONG})
+    assert form.accepts({"a": {"long name 0": "x"}, "b": {}})
+    assert not form.accepts({"c": {}})
