@@ -18,7 +18,7 @@ from nanovllm_extras.options.vllm_tables import (
 )
 
 
-def translate(options: Mapping[str, Any], known: Collection[str], kind: str) -> dict[str, Any]:
+def translate(options: Mapping[str, object], known: Collection[str], kind: str) -> dict[str, Any]:
     """Return vLLM's options as options with the names `known`.
 
     kind: selects the table of options that are accepted with neutral values.
@@ -40,7 +40,7 @@ def translate(options: Mapping[str, Any], known: Collection[str], kind: str) -> 
     return translated
 
 
-def is_neutral(name: str, value: Any, kind: str) -> bool:
+def is_neutral(name: str, value: object, kind: str) -> bool:
     """Return whether an option of vLLM can be dropped. Raises ValueError if its value is not neutral."""
     if name in WITHOUT_EFFECT_OF.get(kind, ()):
         return True
@@ -53,11 +53,9 @@ def is_neutral(name: str, value: Any, kind: str) -> bool:
     return False
 
 
-def here(name: str, value: Any) -> Any:
+def here(name: str, value: object) -> object:
     """Return the value of an engine's option that has the meaning of `value` in vLLM."""
-    same = VALUES.get(name, {})
-    is_key = value is None or isinstance(value, str)
-    return same.get(value, value) if is_key else value
+    return VALUES.get(name, {}).get(value, value) if value is None or isinstance(value, str) else value
 
 
 def names_of_vllm() -> list[str]:

@@ -6,7 +6,7 @@ values are those of vLLM 0.32, and of older versions if examples still use them.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 RENAMED: Mapping[str, str] = {
     "num_gpu_blocks_override": "num_kv_blocks",
@@ -17,7 +17,7 @@ RENAMED: Mapping[str, str] = {
 RENAMED_OF: Mapping[str, Mapping[str, str]] = {"engine": RENAMED, "pooling": {"use_activation": "normalize"}}
 """Kind of options -> vLLM's name -> nanovllm's name."""
 
-VALUES: Mapping[str, Mapping[Any, Any]] = {
+VALUES: Mapping[str, Mapping[str | None, object]] = {
     "dtype": {None: "auto", "half": "float16", "float": "float32"},
     "device": {None: "auto"},
     "load_format": {None: "auto"},
@@ -43,12 +43,12 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
 """Option of the engine -> vLLM's value -> nanovllm's value with the same meaning."""
 
 
-def each(names: str, *values: Any) -> dict[str, tuple[Any, ...]]:
+def each(names: str, *values: object) -> dict[str, tuple[object, ...]]:
     """Return a dict with the same values for each of the names."""
     return dict.fromkeys(names.split(), values)
 
 
-def off(names: str) -> dict[str, tuple[Any, ...]]:
+def off(names: str) -> dict[str, tuple[object, ...]]:
     """Return options whose neutral values are None, False, zero and empty."""
     return each(names, None, False, 0, 0.0, "", {}, [], (), set())
 
@@ -95,7 +95,7 @@ class Refused(NamedTuple):
 
     instead: str
     """What to use instead: the end of the error message."""
-    neutral: Mapping[str, tuple[Any, ...]]
+    neutral: Mapping[str, tuple[object, ...]]
     """Option -> the values that are accepted."""
 
 

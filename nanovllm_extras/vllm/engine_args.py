@@ -9,16 +9,19 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import TypeVar, get_args
 
+from nanovllm.llm import LLM
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.option_checks import translate_options
 from nanovllm_extras.options.vllm_options import names_of_vllm
 from nanovllm_extras.options.vllm_tables import RENAMED
+
+Made = TypeVar("Made", bound=LLM | LLMEngine)
 
 GROUPS: Mapping[str, str] = {
     "model and tokenizer": "model revision hf_overrides load_format dtype quantization tokenizer tokenizer_revision "
@@ -42,10 +45,10 @@ class EngineArgs(Config):
     >>> engine = LLMEngine.from_engine_args(args)
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: object) -> None:
         super().__init__(model, **translate_options(options, option_names(), "engine"))
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         for own_name, own_value in translate_options({name: value}, option_names(), "engine").items():
             object.__setattr__(self, own_name, own_value)
 
@@ -61,10 +64,10 @@ class EngineArgs(Config):
             group = parser.add_argument_group(title)
             for name in names.split():
                 add_flag(group, by_name[name])
-        hidden: dict[str, Any] = {"nargs": "?", "const": True, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        add = partial(parser.add_argument, nargs="?", const=True, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         for name in names_of_vllm():
             if name not in RENAMED:
-                parser.add_argument(flag(name), type=parse_literal, **hidden)
+                add(flag(name), type=parse_literal)
         return parser
 
     @classmethod
@@ -78,7 +81,7 @@ class AsyncEngineArgs(EngineArgs):
     """The options of an `AsyncLLM`."""
 
 
-def from_engine_args(cls: Any, engine_args: EngineArgs) -> Any:
+def from_engine_args(cls: type[Made], engine_args: EngineArgs) -> Made:
     """Create an `LLM` or an `LLMEngine`. This is a class method of both."""
     if issubclass(cls, LLMEngine):
         return cls(engine_args.create_engine_config())
@@ -110,7 +113,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_flag(group: Any, field: Field) -> None:
+def add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     """Add an option such as `--block-size INT`, or for a bool `--enforce-eager` and `--no-enforce-eager`.
 
     The option is also added with vLLM's name, if that differs.
@@ -120,15 +123,15 @@ def add_flag(group: Any, field: Field) -> None:
     default = None if field.default is MISSING else field.default
     shown = "" if default is None else f" (default: {default})"
     text = (descriptions().get(field.name, "see docs/options.md") + shown).replace("%", "%%")
-    how: dict[str, Any] = {"dest": field.name, "default": default, "help": text}
+    add = partial(group.add_argument, *flags, dest=field.name, default=default, help=text)
     if bool in kinds:
-        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **how)
+        add(action=argparse.BooleanOptionalAction)
         return
     kind = next((kind for kind in (str, int, float) if kind in kinds), parse_json)
-    group.add_argument(*flags, type=kind, metavar="JSON" if kind is parse_json else kind.__name__.upper(), **how)
+    add(type=kind, metavar="JSON" if kind is parse_json else kind.__name__.upper())
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> object:
     """Parse JSON. Raises ArgumentTypeError if it is invalid."""
     try:
         return json.loads(text)
@@ -136,7 +139,7 @@ def parse_json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
 
 
-def parse_literal(text: str) -> Any:
+def parse_literal(text: str) -> object:
     """Parse a value as JSON, such as `1`, `true`, `null` or `{…}`. Other values are text, and `None` is None."""
     try:
         return json.loads(text)

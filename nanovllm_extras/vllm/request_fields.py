@@ -20,11 +20,11 @@ def from_optional(cls: type[SamplingParams], **values: Any) -> SamplingParams:
     return cls(**{name: value for name, value in values.items() if not (value is None and name in needed)})
 
 
-def as_token_id(key: Any) -> Any:
+def as_token_id(key: object) -> object:
     """Return a key of `logit_bias` as an int, if it is a string of digits: JSON has only strings as keys."""
     return int(key) if isinstance(key, str) and key.strip().isdecimal() else key
 
 
-def as_bias(value: Any) -> Any:
+def as_bias(value: object) -> object:
     """Return a bias clipped to [-100, 100]. A value that is not a number is returned unchanged: the field checks it."""
     return min(100.0, max(-100.0, value)) if isinstance(value, int | float) and value == value else value
