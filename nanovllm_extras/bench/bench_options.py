@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from nanovllm_extras.bench.report import METRICS
 from nanovllm_extras.options.argument_types import filled, http_url, port
@@ -26,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_server_options(group: Any) -> None:
+def add_server_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--base-url", type=http_url, help="such as http://127.0.0.1:8000, instead of --host and --port")
     group.add_argument("--host", type=filled, default="127.0.0.1", help="address of the server")
     group.add_argument("--port", type=port, default=8000, help="port of the server")
@@ -40,7 +39,7 @@ def add_server_options(group: Any) -> None:
                        help="how long to wait for the server (default: 600, or 5 if it cannot be reached)")  # fmt: skip
 
 
-def add_load_options(group: Any) -> None:
+def add_load_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--num-prompts", type=positive_int, default=1000, help="number of requests of a load")
     group.add_argument("--request-rate", type=positive, nargs="+", default=[float("inf")], metavar="RATE",
                        help="requests per second; inf: all at once; several rates: a load for each")  # fmt: skip
@@ -50,7 +49,7 @@ def add_load_options(group: Any) -> None:
     group.add_argument("--seed", type=int, default=0, help="seed of lengths, tokens and departure times")
 
 
-def add_work_options(group: Any) -> None:
+def add_work_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dataset-name", choices=["random", "prefix_repetition"], default="random",
                        help="random prompts, or prompts with shared prefixes")  # fmt: skip
     group.add_argument("--random-input-len", type=positive_int, default=1024, help="tokens of a prompt")
@@ -79,7 +78,7 @@ def add_work_options(group: Any) -> None:
     )
 
 
-def add_report_options(group: Any) -> None:
+def add_report_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--percentile-metrics", type=metric_names, default=tuple(METRICS), metavar="NAMES",
                        help="metrics to report, some of ttft,tpot,itl,e2el")  # fmt: skip
     group.add_argument("--metric-percentiles", type=percentiles, default=(50.0, 90.0, 99.0), metavar="NUMBERS",
@@ -152,7 +151,7 @@ def parse_pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def parse_object(text: str) -> dict[str, Any]:
+def parse_object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -5,15 +5,14 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from nanovllm_extras.bench.bench_options import ENDPOINTS, base_url, make_headers, make_parser
 from nanovllm_extras.bench.client import Client
-from nanovllm_extras.bench.load_generator import Exchange, draw_departures, offer
+from nanovllm_extras.bench.load_generator import Exchange, Send, draw_departures, offer
 from nanovllm_extras.bench.plot import plot
 from nanovllm_extras.bench.report import Options, print_report, summarize
 from nanovllm_extras.bench.results import Result, read_result
@@ -21,6 +20,9 @@ from nanovllm_extras.bench.workloads import Work, make_prefix_repetition, make_r
 from nanovllm_extras.machine.event_loop import run
 from nanovllm_extras.machine.machine_limits import allow_open_files
 from nanovllm_extras.machine.printing import say
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +64,7 @@ async def run_loads(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 async def run_load(
-    works: list[Work], bodies: list[bytes], rate: float, send: Callable[..., Any], args: argparse.Namespace
+    works: list[Work], bodies: list[bytes], rate: float, send: Send, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Send one load, print its report, and return the report with the options, as it is saved in JSON."""
     departures = draw_departures(len(bodies), rate, args.burstiness, args.seed)
@@ -105,7 +107,7 @@ def make_works(args: argparse.Namespace, num_prompts: int, seed: int) -> list[Wo
     return make_prefix_repetition(num_prompts, prefix_len, suffix_len, num_prefixes, output_len, **options)
 
 
-def load_tokenizer(name: str | None) -> Any:
+def load_tokenizer(name: str | None) -> "PreTrainedTokenizerBase | None":
     """Return the tokenizer `name`; None for None. Exits if it cannot be loaded."""
     if name is None:
         return None
@@ -117,10 +119,10 @@ def load_tokenizer(name: str | None) -> Any:
         raise SystemExit(f"nanovllm bench serve: --tokenizer {name}: {error}") from None
 
 
-def make_body(work: Work, args: argparse.Namespace, tokenizer: Any = None) -> bytes:
+def make_body(work: Work, args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase | None" = None) -> bytes:
     """Return the JSON of a request. Fields without an option are omitted, because servers may refuse unknown fields."""
     is_chat = ENDPOINTS[args.backend].endswith("chat/completions")
-    prompt: dict[str, Any] = {"prompt": work.prompt_token_ids}
+    prompt: dict[str, object] = {"prompt": work.prompt_token_ids}
     if is_chat:
         prompt = {"messages": [{"role": "user", "content": work.text_for(tokenizer)}]}
     length = "max_completion_tokens" if is_chat else "max_tokens"
@@ -139,7 +141,7 @@ def make_body(work: Work, args: argparse.Namespace, tokenizer: Any = None) -> by
     return json.dumps(body).encode()
 
 
-def details(results: list[Result]) -> dict[str, Any]:
+def details(results: list[Result]) -> dict[str, object]:
     """Return the results of each request, in the order of the requests. Times are in seconds, as in vLLM."""
     first = min(result.sent for result in results)
     return {
@@ -153,7 +155,7 @@ def details(results: list[Result]) -> dict[str, Any]:
     }
 
 
-def save(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
+def save(runs: list[dict[str, object]], args: argparse.Namespace) -> None:
     """Write the results as JSON: an object for one load, or an object with the list `runs` for several loads."""
     rates = "-".join(f"{rate:g}qps" for rate in args.request_rate)
     model = args.model.rstrip("/").rsplit("/", 1)[-1]

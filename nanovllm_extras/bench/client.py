@@ -10,7 +10,6 @@ import asyncio
 import json
 import sys
 import time
-from typing import Any
 
 import aiohttp
 
@@ -78,7 +77,7 @@ class Client:
     async def _first_model(self) -> str:
         async with self._session.get(self._base_url + "/v1/models") as response:
             response.raise_for_status()
-            answer: Any = json.loads(await response.read())
+            answer = json.loads(await response.read())
         try:
             return answer["data"][0]["id"]
         except (KeyError, IndexError, TypeError):

@@ -9,10 +9,9 @@ is the mean.
 import itertools
 import json
 from dataclasses import dataclass, field
-from typing import Any
 
 from nanovllm_extras.bench.load_generator import Exchange
-from nanovllm_extras.machine.event_stream import DONE, EventReader
+from nanovllm_extras.machine.event_stream import DONE, Choice, EventReader, Usage
 
 
 @dataclass
@@ -94,22 +93,21 @@ def read_stream(exchange: Exchange, result: Result) -> str | None:
     return None if finished else "the stream ended before the answer"
 
 
-def read_choice(choice: dict[str, Any], arrived: float, result: Result) -> None:
+def read_choice(choice: Choice, arrived: float, result: Result) -> None:
     """Add the text and the arrival time of a chunk with tokens. Skip chunks with only the role or the finish reason.
 
     A chunk may contain a token but no text, because a character can consist of several tokens.
     """
     delta = choice.get("delta", choice)
-    texts = [delta.get(key) for key in ("text", "content", "reasoning", "reasoning_content")]
-    text = "".join(text for text in texts[:3] if text)
-    is_bare = not any(texts) and not delta.get("tool_calls")
+    text = "".join(text for text in (delta.get("text"), delta.get("content"), delta.get("reasoning")) if text)
+    is_bare = not text and not delta.get("reasoning_content") and not delta.get("tool_calls")
     if is_bare and ("role" in delta or choice.get("finish_reason") is not None):
         return
     result.text += text
     result.chunk_times.append(arrived)
 
 
-def read_usage(usage: dict[str, Any] | None, result: Result) -> None:
+def read_usage(usage: Usage | None, result: Result) -> None:
     """Store the numbers of tokens in `result`."""
     if not usage:
         return

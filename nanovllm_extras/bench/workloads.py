@@ -7,9 +7,12 @@ With `--tokenizer`, the text has exactly as many tokens as there are ids.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -35,18 +38,20 @@ class Work:
         words = WORDS.split()
         return " ".join(words[token_id % len(words)] for token_id in self.prompt_token_ids)
 
-    def text_for(self, tokenizer: Any) -> str:
+    def text_for(self, tokenizer: "PreTrainedTokenizerBase | None") -> str:
         """Return `text`, changed so that it has as many of the tokenizer's tokens as there are token ids.
 
         Without a tokenizer, return `text` unchanged.
         """
         text, num_tokens = self.text, len(self.prompt_token_ids)
-        for _ in range(MAX_ROUNDS if tokenizer is not None else 0):
+        if tokenizer is None:
+            return text
+        for _ in range(MAX_ROUNDS):
             token_ids = tokenizer.encode(text, add_special_tokens=False)
             if len(token_ids) == num_tokens:
                 break
             if len(token_ids) > num_tokens:
-                text = tokenizer.decode(token_ids[:num_tokens])
+                text = str(tokenizer.decode(token_ids[:num_tokens]))
             else:
                 text += " a" * (num_tokens - len(token_ids))
         return text

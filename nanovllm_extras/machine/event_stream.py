@@ -6,11 +6,47 @@ server uses. The package `httpx-sse` accepts only a response of `httpx`, and the
 """
 
 import re
+from typing import TypedDict
 
 LINE_END = re.compile(rb"\r\n|\n|\r")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 DONE = "[DONE]"
 """The data of the last event of an OpenAI stream."""
+
+
+class Delta(TypedDict, total=False):
+    """What a chunk adds to an answer."""
+
+    role: str
+    text: str
+    content: str | None
+    reasoning: str | None
+    reasoning_content: str | None
+    """The older name of `reasoning`."""
+    tool_calls: list[object]
+
+
+class Choice(Delta, total=False):
+    """Completions have the text in the choice itself, chats have it in `delta`."""
+
+    delta: Delta
+    finish_reason: str | None
+
+
+class TokensDetails(TypedDict, total=False):
+    cached_tokens: int | None
+
+
+class Usage(TypedDict, total=False):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: TokensDetails | None
+
+
+class Chunk(TypedDict, total=False):
+    choices: list[Choice]
+    usage: Usage | None
+    error: dict[str, object]
 
 
 class EventReader:
