@@ -4,13 +4,20 @@ A template is a program in Jinja, which `transformers` runs in a sandbox. It wri
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 Message = Mapping[str, Any]
 """`{"role": "user", "content": "…"}`"""
 
 
-def render_conversation(tokenizer: Any, messages: Any, **options: Any) -> dict[str, Any]:
+class ChatPrompt(TypedDict):
+    """A rendered conversation, for `generate` and `stream`."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+
+
+def render_conversation(tokenizer: Any, messages: Any, **options: Any) -> ChatPrompt:
     """Return one conversation as a prompt: `{"prompt": text, "prompt_token_ids": ids}`.
 
     options: arguments of the tokenizer's `apply_chat_template`. TypeError for messages of another form, ValueError if

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from nanovllm.chat import Message, render_conversation
+from nanovllm.chat import ChatPrompt, Message, render_conversation
 from nanovllm.config import Config
 from nanovllm.engine import LLMEngine
 from nanovllm.one_thread import InUseError
@@ -78,7 +78,9 @@ class LLM:
         """Answer one conversation, or each of a list. A message is `{"role": "user", "content": "…"}`."""
         return self.generate(self.render_chat(messages), sampling_params, use_tqdm)
 
-    def render_chat(self, messages: Messages, render: Callable[..., Prompt] = render_conversation) -> list[Prompt]:
+    def render_chat(
+        self, messages: Messages, render: Callable[..., ChatPrompt] = render_conversation
+    ) -> list[ChatPrompt]:
         """Return conversations as prompts, made by the model's chat template, for `generate` and `stream`."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from nanovllm import llm, sampling_params
-from nanovllm.chat import Message
+from nanovllm.chat import ChatPrompt, Message
 from nanovllm.checks import check_bool
 from nanovllm.llm import Requests, spread
 from nanovllm.request import Prompt, is_single_prompt
@@ -139,7 +139,7 @@ class LLM(llm.LLM):
 
     def render_chat(
         self, messages: Collection[Message] | Collection[Collection[Message]], **options: Any
-    ) -> list[Prompt]:
+    ) -> list[ChatPrompt]:
         """Render conversations as prompts by the model's chat template. `options` are those of `chat`."""
         from nanovllm_extras.options.chat_options import ChatOptions, render_chat
 

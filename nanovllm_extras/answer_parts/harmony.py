@@ -16,11 +16,14 @@ import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm_extras.answer_parts.events import CallArguments, CallStart, Content, Event, Reasoning
 from nanovllm_extras.answer_parts.text_offsets import DecodedOffsets
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -223,7 +226,7 @@ class Harmony:
         return []
 
 
-def find_end_tokens(tokenizer: Any) -> frozenset[int]:
+def find_end_tokens(tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[int]:
     """Return the ids of the tokens that end an answer. The first checkpoints of gpt-oss did not list `<|call|>`."""
     known = getattr(tokenizer, "added_tokens_encoder", {})
     return frozenset(known[token] for token in (CALL, RETURN) if token in known)

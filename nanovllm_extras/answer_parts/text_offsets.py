@@ -9,14 +9,19 @@ A token may be a part of a character, so its own text does not say how much it a
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NUM_CONTEXT = 8  # last tokens of a prompt that are read to find an incomplete character at its end
 
 
-def offsets_of_text(tokenizer: Any, text: str, token_ids: Sequence[int], add_special_tokens: bool) -> list[int] | None:
+def offsets_of_text(
+    tokenizer: "PreTrainedTokenizerBase | None", text: str, token_ids: Sequence[int], add_special_tokens: bool
+) -> list[int] | None:
     """Return the offsets of the tokens of an encoded text; None if the text does not have these tokens.
 
     Tokens that the tokenizer adds, such as the first one of many models, have no text.

@@ -7,9 +7,12 @@
 import json
 import re
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "▁"  # SentencePiece's spelling of a space
@@ -23,7 +26,7 @@ class TokenBytes:
     as JSON.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
         self._tokenizer = tokenizer
         self._added = getattr(tokenizer, "added_tokens_decoder", {})  # id -> AddedToken, whose text is its content
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
@@ -51,10 +54,10 @@ class TokenBytes:
         if self._tokenizer is None or token_id in self._added:
             return text.encode("utf-8", "replace")
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
-        if piece is not None and self._is_byte_level and all(char in self._byte_of for char in piece):
+        if isinstance(piece, str) and self._is_byte_level and all(char in self._byte_of for char in piece):
             return bytes(self._byte_of[char] for char in piece)
-        if piece is not None and (byte := BYTE_TOKEN.fullmatch(piece)):
+        if isinstance(piece, str) and (byte := BYTE_TOKEN.fullmatch(piece)):
             return bytes.fromhex(byte[1])
-        if piece is not None and self._has_spaces:
-            return bytes(piece.replace(SPACE, " ").encode("utf-8", "replace"))
+        if isinstance(piece, str) and self._has_spaces:
+            return piece.replace(SPACE, " ").encode("utf-8", "replace")
         return text.encode("utf-8", "replace")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.chat import check_messages, render_conversation
+from nanovllm.chat import ChatPrompt, check_messages, render_conversation
 from nanovllm.checks import check_bool
 from nanovllm_extras.options.option_checks import check_dict, check_optional_str, takes_vllm_options
 from nanovllm_extras.options.surrogates import check_texts
@@ -117,7 +117,7 @@ def shorten(text: str) -> str:
 # ---- messages
 
 
-def render_chat(tokenizer: Any, messages: Any, options: ChatOptions | None = None) -> dict[str, Any]:
+def render_chat(tokenizer: Any, messages: Any, options: ChatOptions | None = None) -> ChatPrompt:
     """Return one conversation as a prompt, as the core does, with content in parts and with tools."""
     check_messages(messages)
     if not all(isinstance(message.get("content"), str) and not message.get("tool_calls") for message in messages):

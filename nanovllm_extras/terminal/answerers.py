@@ -9,14 +9,14 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import httpx
 
 from nanovllm_extras.full_llm import LLM
-from nanovllm_extras.machine.event_stream import DONE, EventReader
+from nanovllm_extras.machine.event_stream import DONE, Chunk, Delta, EventReader, Usage
 from nanovllm_extras.terminal.chat_history import Cost, Message, TaggedText, without_reasoning
 from nanovllm_extras.terminal.local_reasoning import DEFAULT, ReasoningReader, sampling_fields
 from nanovllm_extras.terminal.saved_conversations import SavedConversations
@@ -61,7 +61,7 @@ class LocalAnswerer:
     sampling: fields of `SamplingParams` that override the defaults. reasoning_parser: the format of the reasoning.
     """
 
-    def __init__(self, engine_args: EngineArgs, sampling: dict[str, Any], reasoning_parser: str = DEFAULT) -> None:
+    def __init__(self, engine_args: EngineArgs, sampling: Mapping[str, Any], reasoning_parser: str = DEFAULT) -> None:
         model = Path(engine_args.model)
         self.name = model.name if model.is_dir() else str(model)
         self._llm = LLM.from_engine_args(engine_args)
@@ -73,7 +73,7 @@ class LocalAnswerer:
     def answer(self, messages: list[Message]) -> Generator[Answer, None, None]:
         start = time.perf_counter()
         try:
-            prompts: Any = self._llm.render_chat([without_reasoning(one) for one in messages])
+            prompts = self._llm.render_chat([without_reasoning(one) for one in messages])
             stream = self._llm.stream(prompts, self._params)
         except ValueError as error:  # for example, the conversation is too long
             raise AnswerError(str(error)) from error
@@ -106,7 +106,7 @@ class ServerAnswerer:
     url: with or without `/v1`. model: None selects the first model that the server lists.
     """
 
-    def __init__(self, url: str, model: str | None, api_key: str | None, sampling: dict[str, Any]) -> None:
+    def __init__(self, url: str, model: str | None, api_key: str | None, sampling: Mapping[str, object]) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._url = url.rstrip("/").removesuffix("/v1")
         # no read timeout: a server may compute a long prompt for minutes before it sends anything
@@ -155,7 +155,7 @@ class GrowingAnswer:
         self._ttft: float | None = None
         self._tagged = TaggedText()
         self._finish_reason: str | None = None
-        self._usage: dict[str, Any] = {}
+        self._usage: Usage = {}
 
     def read(self, body: Iterator[bytes]) -> Iterator[Answer]:
         """Read a stream, and yield the answer after each chunk. Raises AnswerError."""
@@ -169,12 +169,12 @@ class GrowingAnswer:
             raise AnswerError("the server closed the connection before the end of the answer")
         yield Answer(self._tagged.text, self._cost())
 
-    def _read_chunk(self, chunk: dict[str, Any]) -> None:
+    def _read_chunk(self, chunk: Chunk) -> None:
         if "error" in chunk:
             raise AnswerError(str(chunk["error"].get("message", chunk["error"])))
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices", []):
-            delta = choice.get("delta", {})
+            delta: Delta = choice.get("delta", {})
             self._add(delta.get("reasoning") or delta.get("reasoning_content"), is_reasoning=True)
             self._add(delta.get("content"), is_reasoning=False)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
@@ -188,8 +188,9 @@ class GrowingAnswer:
 
     def _cost(self) -> Cost:
         duration = time.perf_counter() - self._start
-        usage, details = self._usage, self._usage.get("prompt_tokens_details") or {}
-        counts = usage.get("prompt_tokens", 0), details.get("cached_tokens") or 0, usage.get("completion_tokens", 0)
+        usage, details = self._usage, self._usage.get("prompt_tokens_details")
+        num_cached = details.get("cached_tokens") if details else 0
+        counts = usage.get("prompt_tokens", 0), num_cached or 0, usage.get("completion_tokens", 0)
         return Cost(*counts, self._ttft or duration, duration, self._finish_reason)
 
 

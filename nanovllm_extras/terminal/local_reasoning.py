@@ -1,12 +1,17 @@
 """Find the reasoning in the answers of an engine in this process. A server does this for its clients."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nanovllm.chat import ChatPrompt
 from nanovllm_extras.answer_parts.events import Content, Reasoning
 from nanovllm_extras.answer_parts.harmony import Harmony, find_end_tokens
 from nanovllm_extras.answer_parts.reasoning import REASONING_PARSERS, ReasoningParser
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
+from nanovllm_extras.requests.lazy_outputs import CompletionOutput
 from nanovllm_extras.terminal.chat_history import TaggedText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DEFAULT = "qwen3"
 
@@ -17,7 +22,7 @@ class ReasoningReader:
     parser: a name of `REASONING_PARSERS`. prompt: its text and its token ids.
     """
 
-    def __init__(self, parser: str, tokenizer: Any, prompt: Any) -> None:
+    def __init__(self, parser: str, tokenizer: "PreTrainedTokenizerBase | None", prompt: ChatPrompt) -> None:
         kind = REASONING_PARSERS[parser]
         self._parser: Harmony | ReasoningParser = (
             Harmony(TokenBytes(tokenizer), prompt["prompt_token_ids"])
@@ -27,7 +32,7 @@ class ReasoningReader:
         self._tagged = TaggedText()
         self._num_chars = self._num_tokens = 0
 
-    def read(self, completion: Any) -> str:
+    def read(self, completion: CompletionOutput) -> str:
         """Return the whole answer up to now, with the reasoning between `<think>` tags."""
         text, is_last = completion.text[self._num_chars :], completion.finish_reason is not None
         if isinstance(self._parser, Harmony):
@@ -42,7 +47,7 @@ class ReasoningReader:
         return self._tagged.text
 
 
-def sampling_fields(parser: str, tokenizer: Any) -> dict[str, Any]:
+def sampling_fields(parser: str, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
     """Return the fields of `SamplingParams` that a parser needs."""
     kind = REASONING_PARSERS[parser]
     if kind is None:

@@ -4,8 +4,6 @@ A conversation is saved as its messages, and as the names of the blocks that its
 in the engine's K/V store.
 """
 
-from typing import Any
-
 from nanovllm_extras.full_llm import LLM
 from nanovllm_extras.kv_store.kv_slots import Slot, Slots
 from nanovllm_extras.terminal.chat_history import Message
@@ -26,7 +24,7 @@ class SavedConversations:
 
     def save(self, name: str, messages: list[Message]) -> str:
         """Save a conversation, and return a line about it."""
-        prompt: Any = self._llm.render_chat(messages, add_generation_prompt=False)[0]
+        prompt = self._llm.render_chat(messages, add_generation_prompt=False)[0]
         return describe("saved", self._slots.save(name, prompt["prompt_token_ids"], messages=messages))
 
     def load(self, name: str) -> tuple[list[Message], str]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
@@ -147,7 +146,7 @@ def make_key_bindings() -> KeyBindings:
     bindings = KeyBindings()
 
     @bindings.add("escape", "enter")
-    def _(event: KeyPressEvent) -> Any:
+    def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
     return bindings
