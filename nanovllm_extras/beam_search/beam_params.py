@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.request import Prompt
@@ -60,7 +59,7 @@ def beam_search(
     prompts: Prompt | Collection[Prompt],
     params: BeamSearchParams,
     use_tqdm: bool = False,
-    **vllm_options: Any,
+    **vllm_options: object,
 ) -> list[BeamSearchOutput]:
     """Return the likeliest completions of each prompt that `params.beam_width` beams find, best first.
 

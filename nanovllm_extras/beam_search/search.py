@@ -15,7 +15,7 @@ with the token that the search chooses for them.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
@@ -28,6 +28,8 @@ from nanovllm_extras.scheduling.ordered_queues import order_queues
 from nanovllm_extras.scheduling.scheduler import fork_anytime
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from nanovllm_extras.sampling.logprobs import LogprobRow
 
 
@@ -86,7 +88,12 @@ class BeamSearch:
     gives_tokens = True
 
     def __init__(
-        self, beam_width: int, max_tokens: int, length_penalty: float, eos_token_ids: frozenset[int], tokenizer: Any
+        self,
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float,
+        eos_token_ids: frozenset[int],
+        tokenizer: "PreTrainedTokenizerBase | None",
     ) -> None:
         # enough that beam_width survive when the rest are end tokens
         self._num_candidates = max(2, 1 + len(eos_token_ids)) * beam_width
@@ -139,7 +146,7 @@ class BeamSearch:
             BeamSearchSequence(
                 tokens=request.prompt_token_ids + one.output_token_ids,
                 cum_logprob=one.cum_logprob,
-                text="" if self.tokenizer is None else self.tokenizer.decode(one.output_token_ids, True),
+                text="" if self.tokenizer is None else str(self.tokenizer.decode(one.output_token_ids, True)),
             )
             for one in best_first
         ]

@@ -7,11 +7,12 @@ chunks of 6 and 4: "mean" adds up the positions 0 … 5 and then 6 … 9, "last"
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from nanovllm.scheduler import Step
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.sampling.logits_processors import ComputeLogits
 
@@ -26,7 +27,7 @@ class Pooling:
         self.num_pooled = 0  # tokens in the sum
 
     @classmethod
-    def build(cls, scheduled: Any, cu_seqlens_q: np.ndarray) -> "PooledRows | None":
+    def build(cls, scheduled: Step, cu_seqlens_q: np.ndarray) -> "PooledRows | None":
         rows, lens = [], []
         for i, positions, _ in pooled_chunks(scheduled):
             rows.append(np.arange(len(positions)) + positions.start - scheduled.chunks[i][1] + cu_seqlens_q[i])
@@ -48,13 +49,14 @@ class Pooling:
         first = start if self.pooling == "mean" else seq.num_prompt_tokens - 1
         return range(max(start, first), min(stop, seq.num_prompt_tokens))
 
-    def add_to(self, output: Any) -> None:
+    def add_to(self, output: object) -> None:
         """Do nothing: `Embedding` makes the output."""
 
 
-def pooled_chunks(scheduled: Any) -> Iterator[tuple[int, range, Pooling]]:
+def pooled_chunks(scheduled: Step) -> Iterator[tuple[int, range, Pooling]]:
     """Yield (index in `chunks`, positions to add up, reader) for each chunk that has such positions."""
     for i, (seq, start, num_new_tokens) in enumerate(scheduled.chunks):
+        assert isinstance(seq, Sequence)
         for reader in seq.readers:
             if isinstance(reader, Pooling) and (positions := reader.wanted(seq, start, start + num_new_tokens)):
                 yield i, positions, reader
@@ -79,6 +81,6 @@ class Sums(NamedTuple):
     def to_host(self) -> "Sums":
         return Sums(self.sums.to("cpu", non_blocking=True))
 
-    def deliver(self, scheduled: Any) -> None:
+    def deliver(self, scheduled: Step) -> None:
         for chunk_sum, (_, positions, reader) in zip(self.sums.numpy(), pooled_chunks(scheduled), strict=True):
             reader.add(chunk_sum, positions)

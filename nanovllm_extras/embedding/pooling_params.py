@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from nanovllm.checks import check_bool, check_choice
 from nanovllm.request import Prompt
@@ -47,8 +46,8 @@ def embed(
     self: CallsEngine,
     prompts: Prompt | Collection[Prompt],
     pooling_params: PoolingParams | Collection[PoolingParams] | None = None,
-    use_tqdm: bool | Callable[..., Any] = True,
-    **vllm_options: Any,
+    use_tqdm: bool | Callable[..., object] = True,
+    **vllm_options: object,
 ) -> list[EmbeddingRequestOutput]:
     """Return each prompt's embedding, `outputs[i].outputs.embedding`: by default the normalised last hidden state.
 
