@@ -5,17 +5,18 @@ from dataclasses import asdict, fields, is_dataclass
 from math import isfinite
 from typing import Any
 
+from nanovllm import sampling_params
 from nanovllm_extras.options.request_params import SamplingParams
 
 LIMITS = ("n", "max_tokens")  # noted even if they have their default values
 
 
-def describe_params(params: Any) -> dict[str, Any]:
+def describe_params(params: sampling_params.SamplingParams) -> dict[str, object]:
     """Return the fields that JSON can represent: `LIMITS`, and those that do not have their default values.
 
     Fields with functions are left out, such as `logits_processors`.
     """
-    described = {}
+    described: dict[str, object] = {}
     for one in fields(params):
         value = getattr(params, one.name)
         if one.name in LIMITS or value != one.default:
@@ -34,7 +35,7 @@ def read_params(described: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def is_plain_json(value: Any) -> bool:
+def is_plain_json(value: object) -> bool:
     """Return whether JSON can represent `value`. The request has checked that its texts are UTF-8."""
     if isinstance(value, dict):
         return all(map(is_plain_json, value.values()))

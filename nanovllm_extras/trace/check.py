@@ -7,10 +7,11 @@ recording that contradicts them, and shows the failed check.
 
 import reprlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard, cast
 
+from nanovllm_extras.trace.recording import Header, NewSequence, State
 from nanovllm_extras.trace.replay import Replay, ReplayError
 
 MAX_BLOCKS = 10_000_000  # each state in the page's memory has 32 bytes per block, and there are several states
@@ -21,31 +22,31 @@ MAX_DRAFTS = 64  # of one sequence in one step
 MAX_INT = 2**53  # a browser's numbers cannot represent all integers above this
 
 
-def is_int(value: Any) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     return type(value) is int and abs(value) < MAX_INT  # not a bool
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     return is_int(value) and value >= 0
 
 
-def is_time(value: Any) -> bool:
+def is_time(value: object) -> bool:
     return type(value) in (int, float)
 
 
-def is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
+def is_list(value: object, holds: Callable[[object], bool]) -> bool:
     return isinstance(value, list) and all(map(holds, value))
 
 
-def is_mapping(value: Any, holds: Callable[[Any], bool]) -> bool:
+def is_mapping(value: object, holds: Callable[[object], bool]) -> bool:
     return isinstance(value, dict) and all(map(holds, value.values()))
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # kind of a field, in words -> its check
+KINDS: dict[str, Callable[["Checker", object], bool]] = {  # kind of a field, in words -> its check
     "an integer": lambda _, value: is_int(value),
     "an integer >= 0": lambda _, value: is_count(value),
     "0 or 1": lambda _, value: is_int(value) and value in (0, 1),
@@ -230,11 +231,11 @@ EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
 }
 
 
-def is_flight(value: Any) -> bool:
+def is_flight(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and is_list(value[1], is_count)
 
 
-def is_miss(value: Any) -> bool:
+def is_miss(value: object) -> bool:
     """Return whether `value` has start, end and cause. Causes that the page does not know are shown by their names."""
     if not (isinstance(value, dict) and is_count(value.get("start")) and is_count(value.get("end"))):
         return False
@@ -246,22 +247,24 @@ def is_miss(value: Any) -> bool:
 class Checker(Replay):
     """A replay that checks each field before applying it. It keeps no list of free blocks: the pool may be large."""
 
-    def __init__(self, header: Mapping[str, Any]) -> None:
+    def __init__(self, header: Mapping[str, object]) -> None:
         self.num_blocks, self.seqs = 0, {}
         self.check_fields(header, HEADER, optional=("num_slots", "num_groups", "group_window"))
-        self.num_slots = header.get("num_slots", 0)
-        super().__init__(header)
+        checked = cast(Header, header)
+        self.num_slots = checked.get("num_slots", 0)
+        super().__init__(checked)
 
-    def check_line(self, line: Any) -> None:
+    def check_line(self, line: object) -> None:
         self.check_field("the line", "an object", line)
+        assert isinstance(line, dict)
         self.check_fields(line, LINE, optional=("texts", "times"))
         for event in line["events"]:
             self.apply(event)
 
-    def apply(self, event: Any) -> None:
-        code = event[0] if isinstance(event, list) and event else None
-        if not isinstance(code, str) or code not in EVENTS:
+    def apply(self, event: object) -> None:
+        if not isinstance(event, list) or not event or not is_text(event[0]) or event[0] not in EVENTS:
             raise ReplayError(f"unknown event {reprlib.repr(event)}")
+        code = event[0]
         fields, num_fields = EVENTS[code], len(event) - 1
         counts = {len(fields), list(fields).index("group")} if "group" in fields else {len(fields)}
         if num_fields not in counts:
@@ -270,14 +273,16 @@ class Checker(Replay):
             self.check_field(f"{name} of {code}", kind, value)
         super().apply(event)
 
-    def check_fields(self, about: Mapping[str, Any], fields: Mapping[str, str], optional: tuple[str, ...] = ()) -> None:
+    def check_fields(
+        self, about: Mapping[str, object], fields: Mapping[str, str], optional: tuple[str, ...] = ()
+    ) -> None:
         for name, kind in fields.items():
             if name in about:
                 self.check_field(name, kind, about[name])
             elif name not in optional:
                 raise ReplayError(f"{name} is missing")
 
-    def check_field(self, name: str, kind: str, value: Any) -> None:
+    def check_field(self, name: str, kind: str, value: object) -> None:
         if not KINDS[kind](self, value):
             raise ReplayError(f"{name} must be {kind}, got {reprlib.repr(value)}")
 
@@ -288,56 +293,61 @@ class Checker(Replay):
 
     # ---- kinds
 
-    def knows(self, number: Any) -> bool:
+    def knows(self, number: object) -> bool:
         return type(number) is int and number in self.seqs
 
-    def has(self, block_id: Any) -> bool:
+    def has(self, block_id: object) -> TypeGuard[int]:
         """Return whether `block_id` is a block of the pool or the null block."""
         return type(block_id) is int and 0 <= block_id <= self.num_blocks
 
-    def are_blocks(self, value: Any) -> bool:
+    def are_blocks(self, value: object) -> bool:
         return is_list(value, lambda block_id: self.has(block_id) and block_id > 0)
 
-    def is_loaded(self, value: Any) -> bool:
+    def is_loaded(self, value: object) -> bool:
         return isinstance(value, list) and len(value) == 2 and self.are_blocks(value[:1]) and is_text(value[1])
 
-    def is_chunk(self, value: Any) -> bool:
+    def is_chunk(self, value: object) -> bool:
         if not isinstance(value, list) or len(value) != 4:
             return False
         number, start, num_new_tokens, code = value
         is_known = self.knows(number) and code in ("all", "budget", "threshold", "drafts", "snapshot")
         return is_known and is_count(start) and is_count(num_new_tokens)
 
-    def is_cached(self, value: Any) -> bool:
+    def is_cached(self, value: object) -> bool:
         if not isinstance(value, list) or len(value) != 4:
             return False
         block_id, block_hash, serial, token_ids = value
         return self.has(block_id) and is_text(block_hash) and is_count(serial) and is_list(token_ids, is_count)
 
-    def are_window_tables(self, value: Any) -> bool:
+    def are_window_tables(self, value: object) -> bool:
         """Return whether `value` is [sequence, its block table in each group with a window]."""
-        is_pair = isinstance(value, list) and len(value) == 2 and is_count(value[0])
-        is_complete = is_pair and isinstance(value[1], list) and len(value[1]) == self.num_groups - 1
-        return is_complete and all(is_list(table, self.has) for table in value[1])
+        if not isinstance(value, list) or len(value) != 2:
+            return False
+        number, tables = value
+        is_complete = isinstance(tables, list) and len(tables) == self.num_groups - 1
+        return is_count(number) and is_complete and all(is_list(table, self.has) for table in tables)
 
-    def are_window_blocks(self, value: Any) -> bool:
+    def are_window_blocks(self, value: object) -> bool:
         return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and self.are_blocks(value[1])
 
-    def is_slot(self, value: Any) -> bool:
+    def is_slot(self, value: object) -> bool:
         return is_int(value) and 1 <= value <= self.num_slots
 
-    def is_any_slot(self, value: Any) -> bool:
+    def is_any_slot(self, value: object) -> bool:
         """Return whether `value` is a slot of the pool, or a slot in host memory, which has a negative number."""
         return self.is_slot(value) or (is_int(value) and -MAX_SLOTS <= value < 0)
 
-    def are_copies(self, value: Any) -> bool:
+    def are_copies(self, value: object) -> bool:
         """Return whether `value` is a list of [source, destination]. At most one of the two is in host memory."""
-        return is_list(value, lambda one: is_list(one, self.is_any_slot) and len(one) == 2 and max(one) > 0)
+        return is_list(value, self.is_copy)
 
-    def is_owner(self, value: Any) -> bool:
+    def is_copy(self, value: object) -> bool:
+        return isinstance(value, list) and is_list(value, self.is_any_slot) and len(value) == 2 and max(value) > 0
+
+    def is_owner(self, value: object) -> bool:
         return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and self.is_any_slot(value[1])
 
-    def is_snapshot(self, value: Any) -> bool:
+    def is_snapshot(self, value: object) -> bool:
         if not isinstance(value, list) or len(value) != 3:
             return False
         return self.is_slot(value[0]) and self.are_blocks(value[1:2]) and is_count(value[2])
@@ -357,7 +367,7 @@ class Checker(Replay):
 
     # ---- bounds of the page's loops
 
-    def _load_state(self, state: Mapping[str, Any]) -> None:
+    def _load_state(self, state: State) -> None:
         self.check_fields(state, STATE)
         for about in state["seqs"]:
             self.check_field("seqs", "an object", about)
@@ -375,7 +385,7 @@ class Checker(Replay):
                 raise ReplayError(f"window_cached must have serial numbers of cached blocks, got {serial}")
         super()._load_state(state)
 
-    def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:
+    def _add(self, number: int, time: int, about: NewSequence) -> None:
         self.check_fields(about, NEW_SEQUENCE | ASKED, optional=tuple(ASKED))
         super()._add(number, time, about)
 
@@ -392,13 +402,23 @@ class Checker(Replay):
             self._check_bound("place", place, len(self.seqs[number].block_table))
         super()._own(number, block_id, group, place)
 
-    def _schedule(self, step: int, time: int, decodes: Any, chunks: list[list], *rest: Any) -> None:
+    def _schedule(
+        self,
+        step: int,
+        time: int,
+        decodes: list[int] | int,
+        chunks: list[list],
+        samples: list[int] | int,
+        moves: list,
+        num_free: int,
+        num_stored: int,
+    ) -> None:
         if step != self.step + 1:
             raise ReplayError(f"step {self.step + 1} comes next, got {step}")
         for number, start, num_new_tokens, _ in chunks:  # each step in flight samples a token
             bound = len(self.seqs[number].tokens) + len(self.seqs[number].drafts) + len(self.in_flight)
             self._check_bound(f"the end of the chunk of sequence {number}", start + num_new_tokens, bound)
-        super()._schedule(step, time, decodes, chunks, *rest)
+        super()._schedule(step, time, decodes, chunks, samples, moves, num_free, num_stored)
 
     def _verify(self, number: int, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
         self._check_bound("num_drafts of verify", num_drafts, min(MAX_DRAFTS, self.seqs[number].num_computed_tokens))
@@ -415,7 +435,7 @@ class Checker(Replay):
         super()._update(step, time, token_ids)
 
 
-def check_recording(path: Path, lines: list[Any]) -> None:
+def check_recording(path: Path, lines: Sequence[Mapping[str, object]]) -> None:
     """Check the `lines` of `read_recording`. Raises ValueError with a line number if the page cannot replay them."""
     number = 0
     try:

@@ -8,7 +8,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from playwright.sync_api import FloatRect, Page
 
 WIDTH = 920  # CSS pixels
 LOOK_MS = 3500  # how long a moment is shown
@@ -45,7 +49,7 @@ def make_gif(page_text: str, steps: list[int] | None = None) -> bytes:
     return file.getvalue()
 
 
-def colors_of(drawn: list[Any]) -> Any:
+def colors_of(drawn: "list[Image]") -> "Image":
     """Return one palette for all pictures, so that the file stores only what changes from one to the next."""
     small = [one.reduce(4) for one in drawn]
     together = small[0].resize((small[0].width, small[0].height * len(small)))
@@ -54,7 +58,7 @@ def colors_of(drawn: list[Any]) -> Any:
     return together.quantize(NUM_COLORS)
 
 
-def shots_of_moments(page: Any) -> Iterator[tuple[bytes, int]]:
+def shots_of_moments(page: "Page") -> Iterator[tuple[bytes, int]]:
     """Yield (PNG, milliseconds to show it) for each moment: the animation's frames, then the state after it."""
     moments = page.locator(".story .moments button:not(.turn)")
     if not moments.count():
@@ -72,17 +76,18 @@ def shots_of_moments(page: Any) -> Iterator[tuple[bytes, int]]:
         yield shot(page), LOOK_MS
 
 
-def shots_of_steps(page: Any, steps: list[int]) -> Iterator[tuple[bytes, int]]:
+def shots_of_steps(page: "Page", steps: list[int]) -> Iterator[tuple[bytes, int]]:
     for step in steps:
         page.evaluate(f"location.hash = 'step={step}'")
         page.wait_for_timeout(100)
         yield shot(page), STEP_MS
 
 
-def shot(page: Any) -> bytes:
+def shot(page: "Page") -> bytes:
     """Take a screenshot from the top of the story to the end of the pool, as PNG."""
     story, pool = page.locator(".story").bounding_box(), page.locator(".first").bounding_box()
+    assert story is not None
+    assert pool is not None
     height = pool["y"] + pool["height"] - story["y"]
-    clip = {"x": 0, "y": story["y"] - 6, "width": WIDTH, "height": height + 12}
-    picture: bytes = page.screenshot(clip=clip, animations="allow")
-    return picture
+    clip: FloatRect = {"x": 0, "y": story["y"] - 6, "width": WIDTH, "height": height + 12}
+    return page.screenshot(clip=clip, animations="allow")

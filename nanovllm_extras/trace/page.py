@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 PACKAGES = Path(__file__).parents[2]  # the folder of both packages
 VIEWER = Path(__file__).parent / "viewer"
@@ -115,12 +114,12 @@ def embed(path: Path) -> str:
 # ---- the lines that decide an event
 
 
-def read_sources() -> dict[str, dict[str, Any]]:
+def read_sources() -> dict[str, dict[str, str | int]]:
     """Return, for each code of an event, the symbol, its file, its first line, and its text.
 
     Events of an extra that has been deleted are left out. Raises LookupError if a file has no such symbol.
     """
-    sources = {}
+    sources: dict[str, dict[str, str | int]] = {}
     for code, place in DECIDED_BY.items():
         path, symbol = place.split()
         if (PACKAGES / path).exists():
@@ -131,11 +130,14 @@ def read_sources() -> dict[str, dict[str, Any]]:
 
 def find_symbol(source: str, place: str) -> tuple[int, str]:
     """Return the first line number and the text of the symbol that `place` names, dedented to its own column."""
-    found: Any = ast.parse(source)
+    body = ast.parse(source).body
     for name in place.split()[1].split("."):
-        found = next((node for node in found.body if getattr(node, "name", None) == name), None)
+        definitions = (node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef))
+        found = next((node for node in definitions if node.name == name), None)
         if found is None:
             raise LookupError(f"DECIDED_BY names {place}, and {name} is not there")
+        body = found.body
+    assert found is not None
     first = min(node.lineno for node in (found, *found.decorator_list))
     lines = source.splitlines(keepends=True)[first - 1 : found.end_lineno]
     return first, "".join(line[found.col_offset :] if line.strip() else "\n" for line in lines)

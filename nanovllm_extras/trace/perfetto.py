@@ -6,8 +6,9 @@ describes the format:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
 
-from typing import Any
+from typing import Any, cast
 
+from nanovllm_extras.trace.recording import Header
 from nanovllm_extras.trace.replay import Replay
 
 ENGINE, REQUESTS = 1, 2
@@ -17,11 +18,12 @@ class Exporter:
     """Reads a recording once and collects the trace events."""
 
     def __init__(self, lines: list[dict[str, Any]]) -> None:
-        self.replay = Replay(lines[0])
-        self.events: list[dict[str, Any]] = []
+        header = cast(Header, lines[0])
+        self.replay = Replay(header)
+        self.events: list[dict[str, object]] = []
         self._threads: dict[str, int] = {}  # name of a request or of one of its samples -> its thread
         self._since: dict[int, tuple[str, int]] = {}  # sequence -> kind of its open span, and start of the span
-        self._ends = lines[0]["num_steps_before"]
+        self._ends = header["num_steps_before"]
         self._name(ENGINE, 0, "process_name", "engine")
         self._name(REQUESTS, 0, "process_name", "requests")
         for line in lines[1:]:
@@ -35,7 +37,7 @@ class Exporter:
     def _name(self, process: int, thread: int, kind: str, name: str) -> None:
         self.events.append({"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}})
 
-    def _span(self, process: int, thread: int, name: str, start: int, stop: int, **args: Any) -> None:
+    def _span(self, process: int, thread: int, name: str, start: int, stop: int, **args: object) -> None:
         duration = max(0, stop - start)
         self.events.append({
             "ph": "X", "pid": process, "tid": thread, "name": name, "ts": start, "dur": duration, "args": args,
@@ -99,7 +101,7 @@ class Exporter:
             start += duration
 
 
-def to_perfetto(lines: list[dict[str, Any]]) -> dict[str, Any]:
+def to_perfetto(lines: list[dict[str, Any]]) -> dict[str, object]:
     """Return the trace of a recording, given as `lines` of `read_recording`.
 
     Raises ReplayError if the recording contradicts itself.

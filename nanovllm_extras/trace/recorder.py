@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -28,12 +28,31 @@ from nanovllm.scheduler import Step
 from nanovllm_extras.engine.faults import FaultHandler
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.engine.prefix_misses import PrefixMiss
+from nanovllm_extras.memory.kinds import Window
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.records.full_observer import Observer, count_stored_tokens
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.trace.asked_params import describe_params
-from nanovllm_extras.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
+from nanovllm_extras.trace.recording import (
+    FORMAT,
+    VERSION,
+    Header,
+    Line,
+    Miss,
+    NewSequence,
+    SequenceState,
+    Sink,
+    Sinks,
+    State,
+    to_sink,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from nanovllm_extras.memory.block_manager import BlockManager as GroupedBlockManager
+    from nanovllm_extras.memory.slots import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +69,7 @@ class Recorder(Observer):
         self._decode: Callable[[int], str] | None = None
         self._start = time.monotonic()
         self._blocks: BlockManager | None = None
-        self._config: dict[str, Any] = {}
+        self._config: dict[str, object] = {}
         self._events: list[list] = []
         self._seqs: dict[Sequence, int] = {}  # the numbers of all that have not finished
         self._arrivals: dict[int, int] = {}  # by these numbers: when their requests arrived
@@ -65,14 +84,14 @@ class Recorder(Observer):
         self._flights: deque[tuple[int, list[Any]]] = deque()  # steps in flight, and the sequences they sample
         self._loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
         self._snapshots: dict[int, tuple[int, int]] = {}  # slot -> the block at whose end the state was, its tokens
-        self._states: Any = None  # the block manager's `Slots`, if the model has recurrent states
+        self._states: Slots | None = None  # the block manager's `Slots`, if the model has recurrent states
         self._decodes: list[Sequence] = []  # of the step before
         self._new_ids: set[int] = set()  # token ids whose text has to be noted
         self._known_ids: set[int] = set()
 
     # ---- lines
 
-    def begin(self, sink: Sink, config: Mapping[str, Any], decode: Callable[[int], str] | None = None) -> None:
+    def begin(self, sink: Sink, config: Mapping[str, object], decode: Callable[[int], str] | None = None) -> None:
         """Write the header to `sink`, and from now on the events.
 
         config: the limits that the scheduler keeps, and what else is to be shown
@@ -89,7 +108,7 @@ class Recorder(Observer):
             texts = {str(i): self._decode(i) for i in sorted(self._new_ids - self._known_ids)}
         self._known_ids |= self._new_ids
         self._new_ids.clear()
-        line: dict[str, Any] = {"t": self._now(), "events": self._events}
+        line: Line = {"t": self._now(), "events": self._events}
         if texts:
             line["texts"] = texts
         if seconds is not None:
@@ -109,9 +128,9 @@ class Recorder(Observer):
         assert self._blocks is not None, "a scheduler has begun"
         self._known_ids.clear()
         self._decodes = []
-        flights = [[step, [self._seqs.get(seq, 0) for seq in samples]] for step, samples in self._flights]
-        blocks: Any = self._blocks
-        header = {
+        flights = [(step, [self._seqs.get(seq, 0) for seq in samples]) for step, samples in self._flights]
+        blocks = self._blocks
+        header: Header = {
             "format": FORMAT, "version": VERSION, "num_blocks": blocks.num_blocks,
             "block_size": blocks.block_size, "num_steps_before": self._num_steps, "t": self._now(),
             "config": self._config, "in_flight": flights, "state": self.take_snapshot() if self._num_seqs else None,
@@ -119,10 +138,11 @@ class Recorder(Observer):
         if self._states is not None:
             header["num_slots"] = self._states.num_slots
         if has_groups(blocks):
-            header |= {"num_groups": blocks.num_groups, "group_window": blocks.other_kind.window}
+            assert isinstance(blocks.other_kind, Window)
+            header["num_groups"], header["group_window"] = blocks.num_groups, blocks.other_kind.window
         return to_json(header)
 
-    def take_snapshot(self) -> dict[str, Any]:
+    def take_snapshot(self) -> State:
         """Return the state of the block manager and of the unfinished sequences, for a header.
 
         free            the free blocks, in the order in which they will be handed out
@@ -141,14 +161,14 @@ class Recorder(Observer):
         window_tables   [sequence, its block table in each group with a window] of each sequence that owns blocks
         window_cached   [serial number, block ids] of each cached block of group 0 that these groups have too
         """
-        blocks: Any = self._blocks
-        running, numbers, cache = set(self._running), self._seqs, blocks.prefix_cache
-        state: dict[str, Any] = {"free": list(blocks._free), "loaded": list(self._loaded.items())}
-        state["cached"] = [
-            [one.block_id, f"{one.block_hash:016x}", one.serial, np.frombuffer(one.tokens, dtype=np.int32).tolist()]
-            for one in cache._by_id.values()
+        blocks = self._blocks
+        assert blocks is not None, "a scheduler has begun"
+        running, numbers = set(self._running), self._seqs
+        cached = [
+            (one.block_id, f"{one.block_hash:016x}", one.serial, np.frombuffer(one.tokens, dtype=np.int32).tolist())
+            for one in blocks.prefix_cache._by_id.values()
         ]
-        state["seqs"] = [
+        seqs: list[SequenceState] = [
             {
                 "number": number,
                 **self._describe_sequence(seq),
@@ -161,6 +181,9 @@ class Recorder(Observer):
             }
             for seq, number in numbers.items()
         ]
+        state: State = {
+            "free": list(blocks._free), "loaded": list(self._loaded.items()), "cached": cached, "seqs": seqs,
+        }  # fmt: skip
         if self._states is not None:
             state["slots"] = [
                 [numbers[seq], slot] for seq, slot in [*self._states.owned.items(), *self._host_slots.items()]
@@ -168,9 +191,11 @@ class Recorder(Observer):
             state["snapshots"] = [[slot, *about] for slot, about in self._snapshots.items()]
             state["state_copies"] = [list(copy) for copy in self._states.copies_for_next]
         if has_groups(blocks):
-            owners, windows_of = [seq for seq in numbers if seq.block_table.length], blocks.block_tables.windows_of
-            state["window_tables"] = [[numbers[seq], windows_of(seq.block_table).tolist()] for seq in owners]
-            state["window_cached"] = [[serial, list(block_ids)] for serial, block_ids in cache.others.blocks_of.items()]
+            owners, windows_of = [seq for seq in numbers if seq.block_table.length], blocks.tables.windows_of
+            others = blocks.prefix_cache.others
+            assert others is not None
+            state["window_tables"] = [(numbers[seq], windows_of(seq.block_table).tolist()) for seq in owners]
+            state["window_cached"] = [(serial, list(block_ids)) for serial, block_ids in others.blocks_of.items()]
         self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
         self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
         self._new_ids |= {i for seq in state["seqs"] for miss in seq["misses"] for i in miss.get("cached", ())}
@@ -194,9 +219,9 @@ class Recorder(Observer):
         self._events.append(["add", number, now, about])
         return number
 
-    def _describe_sequence(self, seq: Sequence) -> dict[str, Any]:
+    def _describe_sequence(self, seq: Sequence) -> NewSequence:
         """Return what a new sequence is, and what its request asks for. Salts are secrets, so they get numbers."""
-        about = {
+        about: NewSequence = {
             "request": seq.request_id,
             "sample": seq.sample_index,
             "tokens": seq.token_ids.view().tolist(),
@@ -458,26 +483,32 @@ class Recorder(Observer):
         self._events.append(["reset"])
 
 
-def to_json(line: Mapping[str, Any]) -> str:
+def to_json(line: Mapping[str, object]) -> str:
     return json.dumps(line, separators=(",", ":"), ensure_ascii=False)
 
 
 # ---- records
 
 
-def has_groups(blocks: Any) -> bool:
+def has_groups(blocks: BlockManager) -> "TypeGuard[GroupedBlockManager]":
     """Return whether the model's layers form groups, each of which has block tables of its own."""
     return getattr(blocks, "num_groups", 1) > 1
 
 
-def describe_misses(misses: list[PrefixMiss]) -> list[dict[str, Any]]:
+def describe_misses(misses: list[PrefixMiss]) -> list[Miss]:
     """Return the records as objects, without the details that a cause does not have."""
-    described = []
+    described: list[Miss] = []
     for miss in misses:
-        details: dict[str, Any] = {"cached": list(miss.cached_token_ids), "prompt": list(miss.prompt_token_ids)}
-        details |= {"step": miss.step, "request": miss.request_id}
-        about = {"start": miss.start, "end": miss.end, "cause": miss.cause}
-        described.append(about | {name: value for name, value in details.items() if value not in ([], None)})
+        about: Miss = {"start": miss.start, "end": miss.end, "cause": miss.cause}
+        if miss.cached_token_ids:
+            about["cached"] = list(miss.cached_token_ids)
+        if miss.prompt_token_ids:
+            about["prompt"] = list(miss.prompt_token_ids)
+        if miss.step is not None:
+            about["step"] = miss.step
+        if miss.request_id is not None:
+            about["request"] = miss.request_id
+        described.append(about)
     return described
 
 
@@ -520,15 +551,15 @@ def close_recording(recorder: Recorder) -> None:
         logger.error("the recording is not complete: %s", error)
 
 
-def text_of(tokenizer: Any, token_id: int) -> str:
+def text_of(tokenizer: "PreTrainedTokenizerBase", token_id: int) -> str:
     """Return the text of one token. Part of a character is shown as �."""
-    return tokenizer.decode([token_id])
+    return str(tokenizer.decode([token_id]))
 
 
-def describe_engine(engine: LLMEngine) -> dict[str, Any]:
+def describe_engine(engine: LLMEngine) -> dict[str, object]:
     """Return the scheduler's limits and the engine's description, for the header of a recording."""
     config, policy = engine.config, engine.config.scheduling_policy
-    about = {
+    about: dict[str, object] = {
         "model": Path(config.model).name,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": engine.parts.max_num_batched_tokens,
@@ -546,7 +577,7 @@ def describe_engine(engine: LLMEngine) -> dict[str, Any]:
     states = getattr(engine.scheduler.block_manager, "state_stats", None)
     if states is not None:  # the model has recurrent states
         about |= {"state_snapshot_interval": config.state_snapshot_interval, "bytes_per_slot": states.bytes_per_slot}
-    groups: Any = getattr(getattr(engine.runner, "layout", None), "layer_groups", None)
+    groups = getattr(getattr(engine.runner, "layout", None), "layer_groups", None)
     if groups is not None:
         about["layers_of_groups"] = groups.num_layers
     return about

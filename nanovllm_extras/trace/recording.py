@@ -9,13 +9,103 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, Protocol, TextIO, TypedDict, runtime_checkable
 
 FORMAT = "nanovllm-trace"
 VERSION = 1
 MAX_BYTES = 128 * 2**20
 
 logger = logging.getLogger(__name__)
+
+
+# ---- the JSON of the lines; docs/trace.md describes the fields
+
+
+class MissDetails(TypedDict, total=False):
+    """What only some causes have."""
+
+    cached: list[int]
+    prompt: list[int]
+    step: int
+    request: str
+
+
+class Miss(MissDetails):
+    start: int
+    end: int
+    cause: str
+
+
+class Asked(TypedDict, total=False):
+    """What a request asks for. Older files lack it."""
+
+    params: dict[str, object]
+    priority: int
+    cache_salt: str
+
+
+class NewSequence(Asked):
+    request: str
+    sample: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    max_num_tokens: int
+
+
+class SequenceState(NewSequence):
+    number: int
+    arrived: int
+    status: str
+    num_computed_tokens: int
+    block_table: list[int]
+    host_block_ids: list[int]
+    misses: list[Miss]
+
+
+class StateOfSomeModels(TypedDict, total=False):
+    slots: list[list[int]]
+    snapshots: list[list[int]]
+    state_copies: list[list[int]]
+    window_tables: list[tuple[int, list[list[int]]]]
+    window_cached: list[tuple[int, list[int]]]
+
+
+class State(StateOfSomeModels):
+    free: list[int]
+    cached: list[tuple[int, str, int, list[int]]]
+    loaded: list[tuple[int, str]]
+    seqs: list[SequenceState]
+
+
+class HeaderOfSomeModels(TypedDict, total=False):
+    num_slots: int
+    num_groups: int
+    group_window: int | None
+
+
+class Header(HeaderOfSomeModels):
+    format: str
+    version: int
+    num_blocks: int
+    block_size: int
+    num_steps_before: int
+    t: int
+    config: dict[str, object]
+    in_flight: list[tuple[int, list[int]]]
+    state: State | None
+
+
+class LineOfSomeSteps(TypedDict, total=False):
+    texts: dict[str, str]
+    times: dict[str, int]
+
+
+class Line(LineOfSomeSteps):
+    t: int
+    events: list[list]
+
+
+# ---- writers
 
 
 @runtime_checkable

@@ -8,7 +8,8 @@ does the same in JavaScript (`viewer/replay.js`). Tests compare both with the bl
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from nanovllm_extras.trace.recording import Header, Miss, NewSequence, State
 
 NULL_BLOCK = 0  # replaces a block in a block table once the block is behind the window of all layers
 EVENTS = {
@@ -55,11 +56,11 @@ class ReplayedSequence:
     host_block_ids: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # draft tokens after `tokens`, while a step verifies them
     slot: int = 0  # of its recurrent state; 0 if it does not own one, negative if it is in host memory
-    misses: list[dict[str, Any]] = field(default_factory=list)  # why it computes tokens of its prompt
+    misses: list[Miss] = field(default_factory=list)  # why it computes tokens of its prompt
     num_final_tokens: int | None = None  # set when it finishes
     finish_reason: str | None = None
     # what the request asks for, so that it can be repeated with other options of the engine; older files lack it
-    params: dict[str, Any] = field(default_factory=dict)  # fields of its `SamplingParams` that are not the defaults
+    params: dict[str, object] = field(default_factory=dict)  # fields of its `SamplingParams` that are not the defaults
     priority: int = 0
     cache_salt: str | None = None
     arrived: int | None = None  # microseconds since the recording began
@@ -85,7 +86,7 @@ class ReplayedSequence:
 class Replay:
     """The state after the events that were applied. `step` is the number of the newest step among these events."""
 
-    def __init__(self, header: Mapping[str, Any]) -> None:
+    def __init__(self, header: Header) -> None:
         self.block_size = header["block_size"]
         self.num_groups = header.get("num_groups", 1)  # of layers, each of which has block tables of its own
         self.step = header["num_steps_before"]
@@ -118,7 +119,7 @@ class Replay:
         if not holds:
             raise ReplayError(f"step {self.step}: {message}")
 
-    def _load_state(self, state: Mapping[str, Any]) -> None:
+    def _load_state(self, state: State) -> None:
         self.free = OrderedDict.fromkeys(state["free"])
         self.cached = {block_id: (block_hash, serial) for block_id, block_hash, serial, _ in state["cached"]}
         self.loaded = dict(state["loaded"])
@@ -164,7 +165,7 @@ class Replay:
         """Return the block tables of a sequence without blocks, for the groups with a window."""
         return [[] for _ in range(self.num_groups - 1)]
 
-    def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:
+    def _add(self, number: int, time: int, about: NewSequence) -> None:
         self.seqs[number] = ReplayedSequence(number, **about, arrived=time, window_tables=self._empty_tables())
 
     def _fork(self, parent: int, number: int, sample: int, num_known: int, num_computed: int, time: int) -> None:
@@ -206,7 +207,7 @@ class Replay:
         seq = self.seqs[number]
         seq.status, seq.num_computed_tokens, seq.host_block_ids = "running", num_computed, []
 
-    def _miss(self, number: int, misses: list[dict[str, Any]]) -> None:
+    def _miss(self, number: int, misses: list[Miss]) -> None:
         """Keep why tokens of the prompt are computed. Together with the hits, the spans are the whole prompt."""
         seq = self.seqs[number]
         starts, ends = [miss["start"] for miss in misses], [miss["end"] for miss in misses]
