@@ -377,7 +377,7 @@ class Recorder(Observer):
                 self._new_ids.update(drafts)
                 self._events.append(["draft", self._number(seq), drafts])
 
-    def _note_idle(self, step: Step, running: list[Any]) -> None:
+    def _note_idle(self, step: Step, running: list[Sequence]) -> None:
         """Record why running sequences get no tokens, and why no waiting sequence was considered."""
         has_waiting = len(self._seqs) > len(running)
         if has_waiting and step.preempted and not step.admitted:
