@@ -9,9 +9,10 @@ These are the tags of Qwen3; other model families have other ones. `answer_parts
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 from uuid import uuid4
 
+from nanovllm.chat import ChatPrompt
 from nanovllm_extras.answer_parts.events import CallArguments, CallStart, Content, Event, Reasoning
 from nanovllm_extras.answer_parts.harmony import Harmony
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
@@ -20,12 +21,39 @@ from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest
 from nanovllm_extras.serve.parsers.parser_registry import Parsers, is_forced, parsers_named
 from nanovllm_extras.serve.parsers.tool_parser import ToolParser
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class FunctionPart(TypedDict, total=False):
+    name: str
+    arguments: str
+
+
+class CallPart(TypedDict, total=False):
+    """The beginning of a call, or more of its arguments."""
+
+    index: int
+    id: str
+    type: str
+    function: FunctionPart
+
+
+class Delta(TypedDict, total=False):
+    """What a chunk of OpenAI's streams adds to an answer."""
+
+    role: str
+    content: str
+    reasoning: str
+    reasoning_content: str
+    tool_calls: list[CallPart]
+
 
 class Answer:
     """Parses one choice of a request. prompt: its text and its token ids."""
 
     def __init__(
-        self, body: ChatCompletionRequest, prompt: Mapping[str, Any], parsers: Parsers, token_bytes: TokenBytes
+        self, body: ChatCompletionRequest, prompt: ChatPrompt, parsers: Parsers, token_bytes: TokenBytes
     ) -> None:
         functions = [tool.function for tool in body.told_tools]
         self._harmony: Harmony | None = None
@@ -42,7 +70,7 @@ class Answer:
         self._has_content = False
         self._arguments: list[str] = []  # pieces of the newest call's arguments
 
-    def feed(self, text: str, token_ids: Sequence[int], is_last: bool) -> list[dict[str, Any]]:
+    def feed(self, text: str, token_ids: Sequence[int], is_last: bool) -> list[Delta]:
         """Return the deltas of OpenAI's streams for the next piece of the answer: new text, and new tokens.
 
         Text that may be the start of a tag is held back until more text arrives, or until the last piece.
@@ -50,7 +78,7 @@ class Answer:
         if self._harmony is not None:
             return self._deltas(self._harmony.feed(text, token_ids, is_last))
         parts = [self._reasoning.feed(text)] + ([self._reasoning.finish()] if is_last else [])
-        deltas: list[dict[str, Any]] = []
+        deltas: list[Delta] = []
         for reasoning, content in parts:
             if reasoning:
                 deltas.append(to_delta(Reasoning(reasoning)))
@@ -82,12 +110,12 @@ class Answer:
         """Return whether the client gets the call with this index: it may allow only one call."""
         return self._max_calls is None or index < self._max_calls
 
-    def _read(self, text: str) -> list[dict[str, Any]]:
+    def _read(self, text: str) -> list[Delta]:
         if self._tools is not None:
             return self._deltas(self._tools.feed(text))
         return [{"content": text}] if text else []
 
-    def _deltas(self, events: list[Event]) -> list[dict[str, Any]]:
+    def _deltas(self, events: list[Event]) -> list[Delta]:
         deltas = []
         for event in events:
             if isinstance(event, CallStart | CallArguments) and not self._is_told(event.index):
@@ -104,11 +132,11 @@ class Answer:
 
 def parse_output(
     output: RequestOutput,
-    tokenizer: Any,
+    tokenizer: "PreTrainedTokenizerBase | None",
     tool_call_parser: str = "hermes",
     reasoning_parser: str = "qwen3",
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> list[dict[str, Any]]:
+    tools: Sequence[Mapping[str, object]] = (),
+) -> list[dict[str, object]]:
     """Return the messages of an output of `LLM.chat`, one for each sample, in the form in which the server sends them.
 
     tools: those that the chat had. Raises KeyError for an unknown name of a parser.
@@ -116,7 +144,7 @@ def parse_output(
     parsers, token_bytes = parsers_named(tool_call_parser, reasoning_parser), TokenBytes(tokenizer)
     question = {"role": "user", "content": ""}
     body = ChatCompletionRequest.model_validate({"messages": [question], "tools": list(map(dict, tools)) or None})
-    prompt = {"prompt": output.prompt or "", "prompt_token_ids": output.prompt_token_ids}
+    prompt: ChatPrompt = {"prompt": output.prompt or "", "prompt_token_ids": output.prompt_token_ids}
     answers = [Answer(body, prompt, parsers, token_bytes) for _ in output.outputs]
     return [
         merge(answer.feed(one.text, one.token_ids, is_last=True))
@@ -133,11 +161,12 @@ def is_json(text: str) -> bool:
     return True
 
 
-def to_delta(event: Event) -> dict[str, Any]:
+def to_delta(event: Event) -> Delta:
     """Return the delta of OpenAI's streams for an event of a parser."""
     if isinstance(event, CallStart):
-        call = {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": {"name": event.name, "arguments": ""}}
-        return {"tool_calls": [{"index": event.index, **call}]}
+        function: FunctionPart = {"name": event.name, "arguments": ""}
+        call_id = f"call_{uuid4().hex[:24]}"
+        return {"tool_calls": [{"index": event.index, "id": call_id, "type": "function", "function": function}]}
     if isinstance(event, CallArguments):
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
     if isinstance(event, Reasoning):
@@ -145,19 +174,20 @@ def to_delta(event: Event) -> dict[str, Any]:
     return {"content": event.text}
 
 
-def merge(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+def merge(deltas: list[Delta]) -> dict[str, object]:
     """Return the message that consists of these deltas. Its `content` is None for calls without text."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    calls: dict[int, dict[str, Any]] = {}
+    texts = {"content": ""}
+    calls: dict[int, CallPart] = {}
     for delta in deltas:
         for name, value in delta.items():
-            if name != "tool_calls":
-                message[name] = message.get(name, "") + value
-                continue
-            for part in value:
-                call = calls.setdefault(part["index"], {key: part[key] for key in part if key != "index"})
-                if call["function"] is not part["function"]:
-                    call["function"]["arguments"] += part["function"]["arguments"]
+            if isinstance(value, str):
+                texts[name] = texts.get(name, "") + value
+        for part in delta.get("tool_calls", []):
+            call = calls.setdefault(part["index"], part)
+            if call is not part:
+                call["function"]["arguments"] += part["function"]["arguments"]
+    message: dict[str, object] = {"role": "assistant", **texts}
     if calls:
-        message |= {"content": message["content"] or None, "tool_calls": [calls[index] for index in sorted(calls)]}
+        told = [{key: value for key, value in calls[index].items() if key != "index"} for index in sorted(calls)]
+        message |= {"content": texts["content"] or None, "tool_calls": told}
     return message

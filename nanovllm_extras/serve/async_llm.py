@@ -9,12 +9,12 @@ for a consumer: outputs merge in inboxes (`inbox.py`) until they are read.
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,10 +32,18 @@ from nanovllm_extras.requests.lazy_outputs import RequestOutput
 from nanovllm_extras.serve.engine_thread import EngineDeadError, EngineThread, NewRequest, in_passing_thread
 from nanovllm_extras.serve.inbox import Inbox, ReadingTask, Waker, gives_deltas
 from nanovllm_extras.trace.recorder import start_engine
+from nanovllm_extras.trace.recording import Sink
 
-RunLong = Callable[[Callable[[], Any]], Awaitable[Any]]
+T = TypeVar("T")
+P = ParamSpec("P")
 
 LONG = 4096  # characters or token ids; longer ones are encoded and checked in a thread
+
+
+class RunLong(Protocol):
+    """Calls a function that takes long, not in the event loop."""
+
+    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 class QueueFullError(RuntimeError):
@@ -53,7 +61,11 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, model: str | Path, max_queued_requests: int | None = None, trace: Any = None, **options: Any
+        self,
+        model: str | Path,
+        max_queued_requests: int | None = None,
+        trace: str | Path | Sink | None = None,
+        **options: Any,
     ) -> None:
         check_int("max_queued_requests", max_queued_requests, 1, optional=True)
         self.max_queued_requests = max_queued_requests
@@ -149,9 +161,9 @@ class AsyncLLM:
         with self._lock:
             self.thread.abort(self._inboxes)
 
-    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of a function that the engine's thread calls between two steps."""
-        return await asyncio.wrap_future(self.thread.call(function, *arguments))
+        return await asyncio.wrap_future(self.thread.call(function, *args, **kwargs))
 
     def new_id(self) -> str:
         return f"request-{next(self._request_ids)}"
@@ -233,16 +245,16 @@ async def check_requests(engine: LLMEngine, requests: list[NewRequest], run_long
     return checked
 
 
-def are_long(params: Any) -> bool:
+def are_long(params: object) -> bool:
     """Whether parameters take long to check, or to make something of."""
     has_many = len(getattr(params, "allowed_token_ids", None) or ()) > LONG
     return has_many or bool(getattr(params, "bad_words", None) or getattr(params, "structured_outputs", None))
 
 
-def is_long(prompt: Any) -> bool:
+def is_long(prompt: object) -> bool:
     """Whether a prompt takes long to encode, or to check."""
     given = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
-    return hasattr(given, "__len__") and len(given) > LONG
+    return isinstance(given, Sized) and len(given) > LONG
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name

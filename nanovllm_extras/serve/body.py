@@ -17,7 +17,9 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from pydantic_core import from_json
+from starlette.types import Receive, Scope
 
 from nanovllm_extras.options.surrogates import text_with_surrogate
 from nanovllm_extras.serve.bounds import COSTS, count_values
@@ -62,7 +64,7 @@ class JSONRequest(Request):
     model: the pydantic model of the body; None if only `body` is called.
     """
 
-    def __init__(self, scope: Any, receive: Any, server: Server, model: Any = None) -> None:
+    def __init__(self, scope: Scope, receive: Receive, server: Server, model: object = None) -> None:
         super().__init__(scope, receive)
         self._server = server
         self._model = model
@@ -102,7 +104,8 @@ class JSONRequest(Request):
                     value = await self._server.workers.run(self, lambda check: parse(body, most))
         finally:
             self._stop_counting()
-        self._server.ignored_fields.note(self.url.path, self._model, value)
+        if isinstance(self._model, type) and issubclass(self._model, BaseModel):
+            self._server.ignored_fields.note(self.url.path, self._model, value)
         return value
 
     def forget(self) -> None:
@@ -166,7 +169,7 @@ def is_encoding_of_json(name: str) -> bool:
         return False
 
 
-def parse(body: bytes, max_values: int) -> Any:
+def parse(body: bytes, max_values: int) -> object:
     """Return the JSON value of `body`. Raises APIError 400 if it is not JSON, or has more than `max_values` values.
 
     This uses pydantic's parser: the module `json` takes four times the memory for a text with one emoji. pydantic's

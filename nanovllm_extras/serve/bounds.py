@@ -6,15 +6,19 @@ the size and the limit.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanovllm.request import Prompt
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.serve.messages.protocol import MAX_FORM, GenerationRequest
 from nanovllm_extras.serve.workers import Check
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PIECE = 1 << 15  # characters that are encoded at a time while the tokens of a long text are counted
 SHORT = 1000  # characters; shorter texts are counted without an array
@@ -93,7 +97,7 @@ class Bounds:
                 f"({self.max_prompt_len} tokens times {self.longest_token}, the characters of the longest token)",
             )
 
-    def check_prompts(self, prompts: list[Any], max_inputs: int | None = None) -> None:
+    def check_prompts(self, prompts: Sequence[Prompt], max_inputs: int | None = None) -> None:
         """Check prompts: texts or lists of token ids. With `max_inputs`, they are the inputs of embeddings."""
         if max_inputs is None:
             self.check_count(prompts, self.max_choices, "prompts (--max-choices)")
@@ -124,7 +128,7 @@ class Bounds:
                 self.max_model_len, f"{field} has a length of {len(turns)}; at most {self.max_model_len} is allowed"
             )
 
-    def check_messages(self, messages: list[dict[str, Any]]) -> None:
+    def check_messages(self, messages: Sequence[Mapping[str, object]]) -> None:
         """Check messages: dicts with all fields that the template may write."""
         self.check_turns(messages, "messages")
         self.check_text(sum(map(count_chars, messages)))
@@ -146,7 +150,7 @@ class Bounds:
             return count_values(text.encode("utf-8", "replace"), self.max_values)
         return sum(cost * text.count(sign) for sign, cost in COSTS.items())
 
-    def tokenizer(self, tokenizer: Any, check: Check) -> "BoundedTokenizer | None":
+    def tokenizer(self, tokenizer: "PreTrainedTokenizerBase | None", check: Check) -> "BoundedTokenizer | None":
         """Return the tokenizer for one request; None if the model has no tokenizer."""
         return None if tokenizer is None else BoundedTokenizer(tokenizer, self, check)
 
@@ -156,16 +160,16 @@ class Bounds:
             raise ValueError(f"at most {most} {what} are allowed, got {len(values)}")
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def count_chars(value: Any) -> int:
+def count_chars(value: object) -> int:
     """Return the total number of characters of all texts within a JSON value."""
     return sum(map(len, texts_of(value)))
 
 
-def texts_of(value: Any) -> Iterator[str]:
+def texts_of(value: object) -> Iterator[str]:
     """Yield all texts within a JSON value, including the keys of its objects."""
     left = [value]
     while left:
@@ -214,7 +218,7 @@ class BoundedTokenizer:
     have. The pieces need little memory, and between two pieces `check` stops the work if the client has gone.
     """
 
-    def __init__(self, tokenizer: Any, bounds: Bounds, check: Check) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", bounds: Bounds, check: Check) -> None:
         self._tokenizer = tokenizer
         self._bounds = bounds
         self._check = check
@@ -229,7 +233,7 @@ class BoundedTokenizer:
         self._bounds.check_text(len(text))
         if len(text) > PIECE:
             self._count(text)
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         self._num_tokens += len(token_ids)
         if self._num_tokens > self._bounds.max_values:
             raise TooLong(

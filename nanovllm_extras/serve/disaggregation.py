@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from nanovllm_extras.serve.body import SHORT_BODY, parse
 from nanovllm_extras.serve.errors import APIError
@@ -73,7 +73,7 @@ class Dispatcher(Generic[Call, Answer]):
 
     def __init__(
         self,
-        prefill: Engine[Call, Any],
+        prefill: Engine[Call, object],
         decode: Sequence[Engine[Call, Answer]],
         prefill_timeout_s: float = PREFILL_TIMEOUT_S,
         max_values: int = ServerOptions.max_request_values,
@@ -143,7 +143,7 @@ async def prefill_body(body: bytes, max_values: int = ServerOptions.max_request_
         return None
     if not isinstance(value, dict) or value.get("truncate_prompt_tokens") == -1:
         return None  # -1: the prompt depends on max_tokens
-    kept: dict[str, Any] = {name: one for name, one in value.items() if name not in NOT_PREFILLED}
+    kept: dict[str, object] = {name: one for name, one in value.items() if name not in NOT_PREFILLED}
     return json.dumps(kept | {"max_tokens": 1, "n": 1, "stream": False}).encode()
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from nanovllm_extras.scheduling.scheduler import count_places
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 Command = Callable[[], None]
 
@@ -91,15 +92,15 @@ class EngineThread:
                 self._posted[request.request_id] = request
                 self._commands.put(partial(self._add, request.request_id))
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """The result of a function that the thread calls between two steps."""
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
 
         def execute() -> None:
             if future.set_running_or_notify_cancel():
                 try:
                     self.check_health()
-                    future.set_result(function(*arguments))
+                    future.set_result(function(*args, **kwargs))
                 except Exception as error:
                     future.set_exception(error)
 
@@ -255,11 +256,11 @@ class EngineThread:
         self._on_failure(self._unfinished, error)
 
 
-def in_passing_thread(function: Callable[..., T], *arguments: Any) -> T:
+def in_passing_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The function's result, from a thread that ends: its OpenMP threads end with it.
 
     With more threads than cores, libgomp's threads sleep at each barrier. Beside a second pool of threads, waking the
     engine's took a fifth of a decode step (Qwen3-0.6B, 32 sequences, two cores).
     """
     with ThreadPoolExecutor(1) as executor:
-        return executor.submit(function, *arguments).result()
+        return executor.submit(function, *args, **kwargs).result()

@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -45,7 +44,7 @@ class APIError(HTTPException):
         super().__init__(status, message, headers)
         self.param, self.code = param, code
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, dict[str, str | None]]:
         """Return the JSON of the error. A long message is cut."""
         kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
         message = self.detail if len(self.detail) <= MAX_MESSAGE else self.detail[:MAX_MESSAGE] + "…"

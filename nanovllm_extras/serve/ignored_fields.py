@@ -6,7 +6,7 @@ Clients choose the names, so the number of logged names and their length are lim
 import logging
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic import BaseModel
 
@@ -25,7 +25,7 @@ class IgnoredFields:
     def __init__(self) -> None:
         self._names: set[str] = set()
 
-    def note(self, path: str, model: type[BaseModel], body: Any) -> None:
+    def note(self, path: str, model: type[BaseModel], body: object) -> None:
         """Log the fields of a request's JSON that its model does not use. path: the route, such as `/v1/responses`."""
         for name in ignored_names(model, body):
             if len(self._names) == MAX_NAMES:
@@ -35,7 +35,7 @@ class IgnoredFields:
                 logger.warning("%s: the field %r is ignored; later requests with it are not logged", path, name)
 
 
-def ignored_names(model: type[BaseModel], body: Any, prefix: str = "") -> Iterator[str]:
+def ignored_names(model: type[BaseModel], body: object, prefix: str = "") -> Iterator[str]:
     """Yield the names of the fields that are ignored: those of the body, and those of objects in its fields.
 
     Objects in lists, such as messages and tools, are not searched. A field with null is absent.
@@ -53,7 +53,7 @@ def ignored_names(model: type[BaseModel], body: Any, prefix: str = "") -> Iterat
             yield from ignored_names(inner, body[name], f"{path}.")
 
 
-def model_of(annotation: Any) -> type[BaseModel] | None:
+def model_of(annotation: object) -> type[BaseModel] | None:
     """Return the model of an optional object; None for any other field, and for a choice of several models."""
     models = [
         one for one in (annotation, *get_args(annotation)) if isinstance(one, type) and issubclass(one, BaseModel)

@@ -16,7 +16,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from nanovllm_extras.options.request_params import RequestOutputKind, SamplingParams
 from nanovllm_extras.requests.lazy_outputs import RequestOutput
@@ -62,7 +62,7 @@ class Waker:
             self._pace.begin_soon(consumer.wake)
 
 
-def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> None:
+def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
     """Have `function` called in the thread of `loop`. A closed loop has no consumers left: then nothing is done."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)
@@ -127,9 +127,9 @@ class ReadingTask:
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[object] | None = None
 
-    def note(self, task: asyncio.Task[Any] | None) -> None:
+    def note(self, task: asyncio.Task[object] | None) -> None:
         """Watch `task` instead of the task before; None watches no task."""
         if task is self._task:
             return
@@ -139,12 +139,12 @@ class ReadingTask:
             task.add_done_callback(self._note_end)
         self._task = task
 
-    def _note_end(self, task: asyncio.Task[Any]) -> None:
+    def _note_end(self, task: asyncio.Task[object]) -> None:
         if task.cancelled() or task.get_stack(limit=1):  # `exception()` would suppress asyncio's own message
             self._on_end()
 
 
-def gives_deltas(params: Any) -> bool:
+def gives_deltas(params: object) -> bool:
     return isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
 
 

@@ -7,8 +7,6 @@ at which token its prompt differs from a cached one can guess that prompt token 
 a block are only sent for a request with a `cache_salt`, which is compared only with prompts of the same salt.
 """
 
-from typing import Any
-
 from nanovllm_extras.engine.prefix_misses import PrefixMiss
 from nanovllm_extras.requests.lazy_outputs import RequestOutput
 from nanovllm_extras.serve.errors import APIError
@@ -23,7 +21,7 @@ def check_misses(body: GenerationRequest, is_explained: bool) -> None:
         raise APIError(400, f"{FIELD} must be false: the server runs without --explain-prefix-misses", FIELD)
 
 
-def misses_field(body: GenerationRequest, output: RequestOutput) -> dict[str, Any]:
+def misses_field(body: GenerationRequest, output: RequestOutput) -> dict[str, object]:
     """Return the field `prefix_misses` of an answer, or nothing if the request does not have `return_prefix_misses`.
 
     Its value is None if the request ended before it was admitted.
@@ -50,12 +48,12 @@ def whole_blocks(misses: list[PrefixMiss]) -> list[PrefixMiss]:
     return told
 
 
-def to_json(miss: PrefixMiss) -> dict[str, Any]:
+def to_json(miss: PrefixMiss) -> dict[str, object]:
     """Return a miss as JSON. The request that evicted a block is not named, because it may be another client's."""
-    details = {
+    details: dict[str, object] = {
         "cached_token_ids": list(miss.cached_token_ids),
         "prompt_token_ids": list(miss.prompt_token_ids),
         "step": miss.step,
     }
-    about = {"start": miss.start, "end": miss.end, "cause": miss.cause}
+    about: dict[str, object] = {"start": miss.start, "end": miss.end, "cause": miss.cause}
     return about | {name: value for name, value in details.items() if value}

@@ -5,7 +5,6 @@ from the JSON of each token, which `TokenBytes` caches: encoding Python values w
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
 from nanovllm_extras.sampling.logprobs import Logprob, PositionLogprobs
@@ -43,7 +42,7 @@ def chat_logprobs(
 
 def completion_logprobs(
     positions: Sequence[Position | None], token_ids: Sequence[int], offsets: Sequence[int], token_bytes: TokenBytes
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the log-probabilities of a completion. offsets: where the text of each token begins.
 
     The first token of a prompt has no log-probability.

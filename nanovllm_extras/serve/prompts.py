@@ -3,9 +3,10 @@
 Called by `Workers.run`: for a long body in a thread, so the event loop goes on meanwhile.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanovllm.chat import ChatPrompt
 from nanovllm.request import Prompt
 from nanovllm_extras.options.chat_options import ChatOptions, render_chat, text_of
 from nanovllm_extras.serve.bounds import BoundedTokenizer, Bounds, count_chars
@@ -17,7 +18,7 @@ MANY = 16  # prompts
 
 def chat_prompt(
     tokenizer: BoundedTokenizer | None, bounds: Bounds, body: ChatCompletionRequest | TokenizeRequest | SlotRequest
-) -> Prompt:
+) -> ChatPrompt:
     """The messages as the chat template writes them. Raises APIError 400 if it does not take them."""
     with refuse("messages"):
         bounds.check_turns(body.messages or [], "messages")
@@ -52,7 +53,7 @@ def chat_prompt(
             raise ValueError("messages are nested too deeply for the chat template") from error
 
 
-def join_thinking(message: dict[str, Any]) -> None:
+def join_thinking(message: dict[str, object]) -> None:
     """Join the reasoning and the content of a message with calls, for the chat template of gpt-oss.
 
     This template writes either of them into the channel of the reasoning, and refuses both together.
@@ -65,10 +66,10 @@ def join_thinking(message: dict[str, Any]) -> None:
 
 
 def template_variables(
-    reasoning_effort: str | None, documents: Any, given: Mapping[str, Any] | None
-) -> dict[str, Any] | None:
+    reasoning_effort: str | None, documents: object, given: Mapping[str, object] | None
+) -> dict[str, object] | None:
     """Return the variables for the chat template; None if there are none. Those of `given` come first."""
-    variables: dict[str, Any] = {} if documents is None else {"documents": documents}
+    variables: dict[str, object] = {} if documents is None else {"documents": documents}
     if reasoning_effort is not None:
         variables["reasoning_effort"] = reasoning_effort
     if reasoning_effort == "none":
@@ -76,7 +77,7 @@ def template_variables(
     return variables | dict(given or {}) or None
 
 
-def are_many(given: Any) -> bool:
+def are_many(given: object) -> bool:
     """Return whether a body has more than `MANY` prompts, which take long to encode even if the body is short."""
     return isinstance(given, list) and len(given) > MANY and not isinstance(given[0], int)  # token ids are one prompt
 
@@ -104,12 +105,12 @@ def encode_prompts(
         return [encode_text(tokenizer, text, add_special_tokens) for text in prompts]
 
 
-def encode_text(tokenizer: BoundedTokenizer, text: str, add_special_tokens: bool) -> Prompt:
+def encode_text(tokenizer: BoundedTokenizer, text: str, add_special_tokens: bool) -> ChatPrompt:
     """Text and token ids."""
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=add_special_tokens)}
 
 
-def check_lengths(prompts: list[Any], field: str, bounds: Bounds) -> None:
+def check_lengths(prompts: Sequence[Prompt], field: str, bounds: Bounds) -> None:
     """Raise APIError 400 if an encoded prompt is too long."""
     with refuse(field):
         for one in prompts:

@@ -40,7 +40,7 @@ SAME = (
 
 def completion_params(body: CompletionRequest, engine: LLMEngine, form: Form = None) -> SamplingParams:
     """With `echo` and `logprobs` the prompt's log-probabilities are wanted too."""
-    fields: dict[str, Any] = {"logprobs": body.logprobs, "structured_outputs": form}
+    fields: dict[str, object] = {"logprobs": body.logprobs, "structured_outputs": form}
     if body.max_tokens is not None:
         fields["max_tokens"] = max(1, body.max_tokens)  # the one token of a request for 0 is not shown
     if body.echo:
@@ -56,7 +56,7 @@ def chat_params(body: ChatCompletionRequest, engine: LLMEngine, parsers: Parsers
     if max_tokens is None and default.max_tokens != SamplingParams().max_tokens:
         max_tokens = default.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    fields = {"max_tokens": max_tokens, "logprobs": logprobs, "structured_outputs": form}
+    fields: dict[str, object] = {"max_tokens": max_tokens, "logprobs": logprobs, "structured_outputs": form}
     if parsers.is_harmony:  # the parser reads token ids, and the text without special tokens
         ends = find_end_tokens(engine.tokenizer) - engine.input_processor.eos_token_ids
         stops = {*(body.stop_token_ids or ()), *(() if body.ignore_eos else ends)}
@@ -75,7 +75,7 @@ def check_max_tokens(body: GenerationRequest, max_model_len: int) -> None:
             raise APIError(400, f"{name} must be at most {max_model_len}, got {wanted}: {context}", name)
 
 
-def with_fields(engine: LLMEngine, body: GenerationRequest, fields: dict[str, Any]) -> SamplingParams:
+def with_fields(engine: LLMEngine, body: GenerationRequest, fields: dict[str, object]) -> SamplingParams:
     """The engine's default parameters with what the request says. APIError 400 names a field that is not allowed."""
     vocab_size, num_allowed = engine.input_processor.vocab_size, len(body.allowed_token_ids or ())
     if num_allowed > vocab_size:
@@ -100,7 +100,7 @@ def with_fields(engine: LLMEngine, body: GenerationRequest, fields: dict[str, An
 
 
 def field_at_fault(
-    make: Callable[[Mapping[str, Any]], SamplingParams], values: dict[str, Any], fields: Mapping[str, Any]
+    make: Callable[[Mapping[str, object]], SamplingParams], values: dict[str, object], fields: Mapping[str, object]
 ) -> str | None:
     """The first of `fields` that `make` refuses, when they are put into `values` one after the other.
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import ssl
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from nanovllm import TINY_QWEN3
@@ -57,7 +58,7 @@ def make_parser(kind: type[argparse.ArgumentParser] = argparse.ArgumentParser) -
     return parser
 
 
-def add_server_options(group: Any) -> None:
+def add_server_options(group: argparse._ArgumentGroup) -> None:
     """Add the options of the server itself."""
     add(group, "host", filled, "address to listen on; 0.0.0.0 for all addresses", "127.0.0.1")
     add(group, "port", port, "port to listen on; 0 for any free port", 8000)
@@ -76,7 +77,7 @@ def add_server_options(group: Any) -> None:
     add(group, "drain-timeout", seconds, "time for requests to finish after SIGTERM", ServerOptions.drain_timeout_s)
 
 
-def add_model_options(group: Any) -> None:
+def add_model_options(group: argparse._ArgumentGroup) -> None:
     """Add the options for the model's names and for the format of its answers."""
     add(group, "served-model-name", filled, "names of the model in requests; answers have the first one", nargs="+")
     tool_parsers, reasoning_parsers = sorted(TOOL_PARSERS), sorted(REASONING_PARSERS)
@@ -84,12 +85,12 @@ def add_model_options(group: Any) -> None:
     add(group, "reasoning-parser", str, "format of the model's reasoning", "qwen3", choices=reasoning_parsers)
 
 
-def add_log_level(group: Any, default: str) -> None:
+def add_log_level(group: argparse._ArgumentGroup, default: str) -> None:
     """Add `--log-level`."""
     add(group, "log-level", str, "least severe level to log", default, choices=["debug", "info", "warning", "error"])
 
 
-def add_request_bounds(group: Any) -> None:
+def add_request_bounds(group: argparse._ArgumentGroup) -> None:
     """Add the options that limit the size of one request."""
     add(group, "max-choices", positive, "completions of one request: its prompts times n", ServerOptions.max_choices)
     add(group, "max-request-bytes", positive, "size of a request's body", ServerOptions.max_request_bytes)
@@ -97,7 +98,7 @@ def add_request_bounds(group: Any) -> None:
     add(group, "max-request-values", positive, values, ServerOptions.max_request_values)
 
 
-def add_tls(group: Any) -> None:
+def add_tls(group: argparse._ArgumentGroup) -> None:
     """Add the options of HTTPS."""
     add(group, "ssl-keyfile", filled, "the server's private key")
     add(group, "ssl-certfile", filled, "the server's certificate; enables HTTPS")
@@ -107,7 +108,7 @@ def add_tls(group: Any) -> None:
     )
 
 
-def add_limits(group: Any) -> None:
+def add_limits(group: argparse._ArgumentGroup) -> None:
     """Add the options of access and limits."""
     keys = f"keys, of which requests need one; more can be in the variable {API_KEY_VARIABLE}, separated by spaces"
     add(group, "api-key", str, keys, [], nargs="+")
@@ -126,19 +127,34 @@ def add_limits(group: Any) -> None:
     add(group, "allowed-origins", filled, "origins of web pages that may call the server; * for all", [], nargs="+")
 
 
-def add(group: Any, name: str, kind: Any, text: str, default: Any = None, **others: Any) -> None:
+def add(
+    group: argparse._ArgumentGroup,
+    name: str,
+    kind: Callable[[str], object],
+    text: str,
+    default: object = None,
+    nargs: str | None = None,
+    choices: Collection[object] | None = None,
+) -> None:
     """Add the option `--name`. It is stored as `server_name`, because the engine may have an option `name`."""
     if default:
         text += f" (default: {default})"
-    if "choices" not in others:
-        text_name = name.split("-")[-1].upper()
-        others["metavar"] = {str: text_name, filled: text_name, seconds: "SECONDS"}.get(kind, "N")
+    metavar = None
+    if choices is None:
+        metavar = name.split("-")[-1].upper() if kind in (str, filled) else "SECONDS" if kind is seconds else "N"
     group.add_argument(
-        f"--{name}", dest=f"server_{name.replace('-', '_')}", type=kind, default=default, help=text, **others
+        f"--{name}",
+        dest=f"server_{name.replace('-', '_')}",
+        type=kind,
+        default=default,
+        help=text,
+        nargs=nargs,
+        choices=choices,
+        metavar=metavar,
     )
 
 
-def flag(group: Any, name: str, text: str) -> None:
+def flag(group: argparse._ArgumentGroup, name: str, text: str) -> None:
     """Add the option `--name`, which has no value."""
     group.add_argument(f"--{name}", dest=f"server_{name.replace('-', '_')}", action="store_true", help=text)
 
@@ -211,7 +227,7 @@ def keys_of_environment() -> list[str]:
     return keys
 
 
-def tls_options(args: argparse.Namespace) -> dict[str, Any]:
+def tls_options(args: argparse.Namespace) -> dict[str, object]:
     """Return uvicorn's options of HTTPS; an empty dict without a certificate. Raises ValueError."""
     names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
     given = {name: value for name in names if (value := getattr(args, f"server_{name}"))}

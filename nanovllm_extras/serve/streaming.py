@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from fastapi import Request, Response
 from starlette.responses import StreamingResponse
@@ -38,7 +37,9 @@ def go_on() -> None:
     """Do nothing: a check that never stops the work."""
 
 
-async def answer_whole(request: Request, generation: Generation, make_answer: Callable[[], dict[str, Any]]) -> Response:
+async def answer_whole(
+    request: Request, generation: Generation, make_answer: Callable[[], dict[str, object]]
+) -> Response:
     """Wait for a generation, then return the response with the JSON of `make_answer()`."""
 
     async def finish_and_write() -> bytes:
@@ -60,7 +61,7 @@ class JSON(Response):
 
     media_type = "application/json"
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         """Return the JSON of `content`."""
         return encode(content)
 
@@ -79,7 +80,7 @@ class EventStream(StreamingResponse):
     repeats = False
     """Whether events may repeat the contents of earlier events."""
 
-    def __init__(self, generation: Generation, chunks: AsyncIterator[Iterable[dict[str, Any]]]) -> None:
+    def __init__(self, generation: Generation, chunks: AsyncIterator[Iterable[dict[str, object]]]) -> None:
         super().__init__(self._events(chunks), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._generation = generation
         self._caller = ""
@@ -93,7 +94,7 @@ class EventStream(StreamingResponse):
         finally:
             self._generation.close()
 
-    def encode(self, value: dict[str, Any], check: Check | None = None) -> bytes:
+    def encode(self, value: dict[str, object], check: Check | None = None) -> bytes:
         """Return the event with a JSON value."""
         return to_event(value, check)
 
@@ -101,7 +102,7 @@ class EventStream(StreamingResponse):
         """Return the end of the stream. An error is sent as an event, because the status has already been sent."""
         return (b"" if error is None else to_event(as_api_error(error).body())) + DONE
 
-    async def _events(self, chunks: AsyncIterator[Iterable[dict[str, Any]]]) -> AsyncIterator[bytes]:
+    async def _events(self, chunks: AsyncIterator[Iterable[dict[str, object]]]) -> AsyncIterator[bytes]:
         body, failure = b"", None
         try:
             async for values in chunks:
@@ -114,17 +115,17 @@ class EventStream(StreamingResponse):
             failure = error
         yield body + self.encode_end(failure)
 
-    async def _write(self, values: Iterable[dict[str, Any]]) -> bytes:
+    async def _write(self, values: Iterable[dict[str, object]]) -> bytes:
         is_long = self._generation.take_num_new() > LONG_ANSWER
         if not is_long and (not self.repeats or is_short(values := list(values), LONG_ANSWER)):
             return self._encode_all(values, go_on if self._generation.shows_logprobs else None)
         return await self._generation.workers.write(self._caller, partial(self._encode_all, values))
 
-    def _encode_all(self, values: Iterable[dict[str, Any]], check: Check | None) -> bytes:
+    def _encode_all(self, values: Iterable[dict[str, object]], check: Check | None) -> bytes:
         return b"".join([self.encode(value, check) for value in values])
 
 
-def to_event(value: Any, check: Check | None = None) -> bytes:
+def to_event(value: object, check: Check | None = None) -> bytes:
     """Return the server-sent event with the JSON of `value`."""
     return b"data: " + encode(value, check) + b"\n\n"
 
@@ -132,12 +133,12 @@ def to_event(value: Any, check: Check | None = None) -> bytes:
 ENCODER = json.JSONEncoder(separators=(",", ":"))  # `json.dumps` would create one for each chunk
 
 
-def encode(value: Any, check: Check | None = None) -> bytes:
+def encode(value: object, check: Check | None = None) -> bytes:
     """Return the JSON of `value`. With `check` it is encoded in pieces, since the encoder blocks other threads."""
     return ENCODER.encode(value).encode("ascii") if check is None else b"".join(pieces_of(value, check))
 
 
-def pieces_of(value: Any, check: Check) -> Iterator[bytes]:
+def pieces_of(value: object, check: Check) -> Iterator[bytes]:
     """Yield the JSON of `value`, at most `PIECE` values at a time."""
     check()
     if isinstance(value, Written):
@@ -150,13 +151,14 @@ def pieces_of(value: Any, check: Check) -> Iterator[bytes]:
             yield from pieces_of(one, check)
         yield b"}"
     else:
+        assert isinstance(value, list)
         for i, one in enumerate(value):
             yield b"," if i else b"["
             yield from pieces_of(one, check)
         yield b"]"
 
 
-def is_short(value: Any, most: int, is_plain: bool = False) -> bool:
+def is_short(value: object, most: int, is_plain: bool = False) -> bool:
     """Return whether `value` contains at most `most` JSON values and, with `is_plain`, no `Written`."""
     left, num_values = [value], 0
     while left and num_values < most:

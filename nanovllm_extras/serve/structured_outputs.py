@@ -92,7 +92,7 @@ def check_form(field: str, params: StructuredOutputsParams) -> None:
     check_chars(field, [params.json, params.regex, params.grammar, *(params.choice or ())])
 
 
-def check_chars(field: str, forms: Iterable[str | Mapping[str, Any] | None]) -> None:
+def check_chars(field: str, forms: Iterable[str | Mapping[str, object] | None]) -> None:
     """Raise APIError 400 if texts and schemas together have more than `MAX_FORM` characters."""
     texts = [form if isinstance(form, str) else json.dumps(form) for form in forms if form is not None]
     num_chars = sum(map(len, texts))
@@ -128,7 +128,7 @@ def own_params(body: GenerationRequest) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True, exclude_none=True))
 
 
-def schema_of(response_format: ResponseFormat) -> dict[str, Any] | None:
+def schema_of(response_format: ResponseFormat) -> dict[str, object] | None:
     """Return the JSON schema of a `response_format`; None for plain text."""
     if response_format.json_schema is not None:
         return response_format.json_schema.schema_
@@ -142,7 +142,9 @@ def callable_functions(body: GenerationRequest) -> tuple[list[Function], bool]:
     return [tool.function for tool in body.callable_tools], body.must_call
 
 
-def call_grammar(functions: Iterable[Function], spelling: Spelling, is_one: bool, schema: dict[str, Any] | None) -> str:
+def call_grammar(
+    functions: Iterable[Function], spelling: Spelling, is_one: bool, schema: dict[str, object] | None
+) -> str:
     """Return a grammar in Lark's syntax for one or several calls of the functions.
 
     is_one: whether to allow only one call.
@@ -171,7 +173,7 @@ def spell_call(function: Function, spelling: Spelling) -> str:
     return f"{head} {arguments} {json.dumps(spelling.tail, ensure_ascii=False)}"
 
 
-def arguments_schema(function: Function) -> dict[str, Any]:
+def arguments_schema(function: Function) -> dict[str, object]:
     """Return the schema of the function's arguments.
 
     A function has only the parameters that its schema describes. If it describes none (for example, `parameters` is
@@ -182,7 +184,7 @@ def arguments_schema(function: Function) -> dict[str, Any]:
     return NO_ARGUMENTS if is_empty else schema
 
 
-def spell(schema: dict[str, Any], options: Mapping[str, Any], what: str, field: str) -> str:
+def spell(schema: dict[str, object], options: Mapping[str, object], what: str, field: str) -> str:
     """Return the rule of the grammar for a JSON schema, with its objects closed (`closed_objects.py`).
 
     `what` names the schema in an error, and `field` is the request's field that has it.

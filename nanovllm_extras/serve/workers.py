@@ -15,10 +15,10 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -69,8 +69,7 @@ class Workers:
         """
         if request.state.num_bytes <= LONG_BODY if is_long is None else not is_long:
             return function(lambda: None)
-        result: T = await unless_client_leaves(request.receive, self._in_thread(request.state.caller, function))
-        return result
+        return await unless_client_leaves(request.receive, self._in_thread(request.state.caller, function))
 
     async def run_long(self, request: Request, function: Callable[[], T]) -> T:
         """Return `function()`, computed in a thread. Raises Busy, ClientGone."""
@@ -181,7 +180,7 @@ class Turns:
             del self._waiting[caller]
 
 
-async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+async def unless_client_leaves(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientGone."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(wait_for_leave(receive))

@@ -4,7 +4,8 @@ These models refuse values that no engine accepts. `sampling.py` converts the fi
 the rest. https://platform.openai.com/docs/api-reference
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -39,7 +40,7 @@ def at_most(most: int) -> BeforeValidator:
     Otherwise pydantic would create an error for each invalid item of a dict, and for each unknown field.
     """
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > most:
             raise ValueError(f"at most {most} fields are allowed, got {len(value)}")
         return value
@@ -52,12 +53,12 @@ def conflict(field: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(CONFLICT, "{message}", {"field": field, "message": message})
 
 
-def whole(value: Any) -> Any:
+def whole(value: object) -> object:
     """Return 5 for 5.0: clients whose language has only one kind of number write integers like this."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
-def whole_ids(value: Any) -> Any:
+def whole_ids(value: object) -> object:
     """Return a list of integers for one in which some are written as 5.0. This is fast if none is."""
     return [whole(one) for one in value] if type(value) is list and float in set(map(type, value)) else value
 
@@ -109,7 +110,7 @@ class JsonSchema(StrictModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, populate_by_name=True)
 
     name: Name | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, object] = Field(alias="schema")
     strict: bool | None = None
     """No effect: the answer always fits the schema."""
 
@@ -130,7 +131,7 @@ class StructuredOutputs(StrictModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
-    json_: Form | dict[str, Any] | None = Field(None, alias="json")
+    json_: Form | dict[str, object] | None = Field(None, alias="json")
     regex: Form | None = None
     choice: Annotated[list[Form], Field(max_length=MAX_CHOICES_OF_FORM, fail_fast=True)] | None = None
     grammar: Form | None = None
@@ -148,7 +149,7 @@ class Function(StrictModel):
 
     name: str = Field(pattern=QUALIFIED_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
     """A JSON schema of the arguments. None: the function has no arguments."""
     strict: bool | None = None
 
@@ -276,9 +277,9 @@ class ChatPart(ContentPart):
     type: Literal["text", "refusal"]
 
 
-def check_refusals(role: str, content: Any) -> None:
+def check_refusals(role: str, content: str | Sequence[ContentPart] | None) -> None:
     """Raise ValueError if a message has refusals, and is not an answer of the assistant."""
-    for i, part in enumerate(content if role != "assistant" and isinstance(content, list) else ()):
+    for i, part in enumerate([] if role == "assistant" or isinstance(content, str | None) else content):
         if part.type == "refusal":
             raise ValueError(f"content.{i}.type: only the role 'assistant' may have a refusal, got {role!r}")
 
@@ -353,11 +354,11 @@ class ConversationFields(ToolFields):
     """Whether the prompt ends with the start of the assistant's answer; true by default."""
     continue_final_message: bool | None = None
     """Whether the answer continues the last message."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     """Variables for the chat template, such as `enable_thinking`."""
     reasoning_effort: Name | None = None
     """The variable of the chat template of this name; `none` also sets `enable_thinking` to false."""
-    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
+    documents: Annotated[list[dict[str, object]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
     """Texts to answer from, for chat templates that have a place for them."""
 
     @model_validator(mode="after")

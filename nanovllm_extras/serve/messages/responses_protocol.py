@@ -4,7 +4,7 @@ Items of the input are counted before they are parsed (`responses_conversation.p
 https://platform.openai.com/docs/api-reference/responses
 """
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -34,7 +34,7 @@ class FunctionTool(StrictModel):
     type: Literal["function"]
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
     strict: bool | None = None
 
 
@@ -80,7 +80,7 @@ class NamespaceTool(StrictModel):
         """The tools that can be used."""
         return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
 
-    def usable(self) -> dict[str, Any]:
+    def usable(self) -> dict[str, object]:
         """Return the JSON of the namespace with the tools that can be used."""
         return self.model_dump() | {"tools": [tool.model_dump() for tool in self.functions]}
 
@@ -153,7 +153,7 @@ class TextFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
     description: Annotated[Text, Field(max_length=MAX_FORM)] | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, object] | None = Field(None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -177,7 +177,7 @@ class Reasoning(StrictModel):
 
 
 class ResponsesRequest(GenerationRequest):
-    input: Text | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+    input: Text | Annotated[list[dict[str, object]], Field(min_length=1, fail_fast=True)]
     """A user's message, or the items of a conversation."""
     instructions: Text | None = None
     """A system message before the input."""
@@ -194,13 +194,13 @@ class ResponsesRequest(GenerationRequest):
     metadata: Annotated[dict[MetadataKey, MetadataValue] | None, at_most(MAX_METADATA)] = None
     store: bool | None = None
     """No effect: responses are not stored, and the answer has the value false."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     # accepted only with the value that has no effect
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     previous_response_id: Name | None = None
-    conversation: Any = None
-    prompt: Any = None
+    conversation: object = None
+    prompt: object = None
 
     @model_validator(mode="after")
     def _check_response(self) -> "ResponsesRequest":
@@ -235,7 +235,7 @@ class ResponsesRequest(GenerationRequest):
         return found
 
     @property
-    def usable_tools(self) -> list[dict[str, Any]]:
+    def usable_tools(self) -> list[dict[str, object]]:
         """The tools of the answer, as JSON: those that are not skipped."""
         tools = [tool for tool in self.tools or [] if not isinstance(tool, OtherTool)]
         return [tool.usable() if isinstance(tool, NamespaceTool) else tool.model_dump() for tool in tools]

@@ -5,7 +5,6 @@ The scanner parses the members of the outermost object. Within their values it o
 
 import json
 from enum import Enum, auto
-from typing import Any
 
 WHITE = " \t\n\r"
 
@@ -64,7 +63,7 @@ class ObjectScanner:
             self._add(text[start:])
         return len(text)
 
-    def value_of(self, key: str) -> Any:
+    def value_of(self, key: str) -> object:
         """Return the value of a key; None while it is incomplete, or if it is not JSON."""
         if key not in self.complete:
             return None

@@ -14,7 +14,6 @@ A value is converted to JSON according to its type in the function's schema. It 
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from nanovllm_extras.serve.messages.protocol import Function
 from nanovllm_extras.serve.parsers.tool_parser import Call, ToolParser
@@ -119,7 +118,7 @@ class XmlCall(Call):
         properties = parameters.get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
         types, word = types_of(schema), text.strip().lower()
-        value: Any = text
+        value: object = text
         if schema is None or "string" in types:
             value = None if "null" in types and word in ("null", "none") else text
         else:
@@ -131,7 +130,7 @@ class XmlCall(Call):
         return json.dumps(value, ensure_ascii=False)
 
 
-def types_of(schema: Any) -> set[str]:
+def types_of(schema: object) -> set[str]:
     """Return the types that a schema allows, as far as it names them. A text in `enum` counts as "string"."""
     if not isinstance(schema, dict):
         return set()

@@ -25,18 +25,21 @@ from nanovllm_extras.serve.routes import responses_route as responses
 from nanovllm_extras.serve.routes.ui import LiveLines
 from nanovllm_extras.serve.state import Server, ServerOptions
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is invalid"},
-    "5XX": {"model": ErrorBody, "description": "The server is not ready, or has failed"},
-}
-
 
 def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLines | None = None) -> FastAPI:
     """Return an application that serves `llm`. Without `llm` it answers 503 until `set_engine` is called.
 
     live: the lines of `/ui`; None leaves this page out.
     """
-    app = FastAPI(title="nanovllm", docs_url=None, redoc_url=None, responses=ERRORS)
+    app = FastAPI(
+        title="nanovllm",
+        docs_url=None,
+        redoc_url=None,
+        responses={
+            "4XX": {"model": ErrorBody, "description": "The request is invalid"},
+            "5XX": {"model": ErrorBody, "description": "The server is not ready, or has failed"},
+        },
+    )
     app.root_path = options.root_path
     app.state.server = Server(options, Metrics(options.model_names[0]))
     for routes in (chat, completions, responses, embeddings, info):

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from nanovllm.chat import ChatPrompt
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.requests.lazy_outputs import CompletionOutput, RequestOutput
@@ -23,7 +24,7 @@ from nanovllm_extras.serve.prompts import chat_prompt
 from nanovllm_extras.serve.request_ids import new_id
 from nanovllm_extras.serve.sampling import chat_params
 from nanovllm_extras.serve.state import ReadyServer, Server
-from nanovllm_extras.serve.streaming import EventStream, answer_whole
+from nanovllm_extras.serve.streaming import EventStream, Written, answer_whole
 from nanovllm_extras.serve.structured_outputs import compile_structured_outputs
 
 router = APIRouter(route_class=JSONRoute)
@@ -44,11 +45,13 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     return await answer_whole(request, generation, chat.whole)
 
 
-async def prepare_chat(server: Server, request: Request, body: ChatCompletionRequest) -> tuple[Any, SamplingParams]:
+async def prepare_chat(
+    server: Server, request: Request, body: ChatCompletionRequest
+) -> tuple[ChatPrompt, SamplingParams]:
     """Return the prompt, a dict with text and token ids, and its sampling parameters. Raises APIError."""
     engine, parsers, run = server.check_ready().engine, server.options.parsers, partial(server.workers.run, request)
     bounds = server.bounds.of_prompts(body)
-    prompt: Any = await run(lambda check: chat_prompt(bounds.tokenizer(engine.tokenizer, check), bounds, body))
+    prompt = await run(lambda check: chat_prompt(bounds.tokenizer(engine.tokenizer, check), bounds, body))
     form = await compile_structured_outputs(run, engine, body, parsers)
     return prompt, await run(lambda check: chat_params(body, engine, parsers, form))
 
@@ -70,16 +73,16 @@ class Chat:
         self._choices = [Choice(body, i, answer, token_bytes) for i, answer in enumerate(answers)]
         self._shows_prompt = True  # in the next chunk
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """Return the JSON of the whole answer."""
         (output,) = self._generation.latest.values()
         choices = [self._choices[completion.index].whole(completion) for completion in output.outputs]
         return self._head("chat.completion", choices) | {"usage": usage_of([output])} | self._prompt_fields(output)
 
-    async def chunks(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
+    async def chunks(self) -> AsyncIterator[Iterable[dict[str, object]]]:
         """Yield the JSON of the stream's chunks, several at a time."""
         options = self._body.stream_options
-        extra: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
+        extra: dict[str, object] = {"usage": None} if options and options.include_usage else {}
         async for outputs in self._generation.outputs():
             if options and options.continuous_usage_stats:
                 extra = {"usage": usage_of(outputs)}
@@ -93,7 +96,7 @@ class Chat:
             usage = usage_of(list(self._generation.latest.values()))
             yield [self._head("chat.completion.chunk", []) | {"usage": usage}]
 
-    def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+    def _prompt_fields(self, output: RequestOutput) -> dict[str, object]:
         """Return the requested fields about the prompt, if the answer does not have them yet."""
         if not self._shows_prompt:
             return {}
@@ -101,7 +104,7 @@ class Chat:
         ids = {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}
         return ids | misses_field(self._body, output)
 
-    def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, object]:
         return {
             "id": self._generation.request_id,
             "object": kind,
@@ -124,10 +127,10 @@ class Choice:
         self._num_tokens = 0
         self._is_finished = False
 
-    def whole(self, completion: CompletionOutput) -> dict[str, Any]:
+    def whole(self, completion: CompletionOutput) -> dict[str, object]:
         """Return the JSON of the whole choice."""
         deltas = self._answer.feed(completion.text, completion.token_ids, is_last=True)
-        choice: dict[str, Any] = {
+        choice: dict[str, object] = {
             "index": self._index,
             "message": merge(deltas),
             "logprobs": self._logprobs(completion),
@@ -146,7 +149,9 @@ class Choice:
             deltas.insert(0, {"role": "assistant", "content": ""})
         if not deltas and (self._is_finished or logprobs or token_ids.get("token_ids")):
             deltas = [{}]
-        choices = [{"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+        choices: list[dict[str, object]] = [
+            {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+        ]
         if choices:
             choices[-1] |= {"logprobs": logprobs, **token_ids, **self._end(completion)}
         if logprobs and self._is_finished and self._token_bytes.is_special(completion.token_ids[-1]):
@@ -154,17 +159,17 @@ class Choice:
         self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
         return choices
 
-    def _end(self, completion: CompletionOutput) -> dict[str, Any]:
+    def _end(self, completion: CompletionOutput) -> dict[str, object]:
         reason = completion.finish_reason
         if reason is None:
             return {"finish_reason": None}
         return {"finish_reason": self._answer.finish_reason(reason), "stop_reason": completion.stop_reason}
 
-    def _token_ids(self, completion: CompletionOutput) -> dict[str, Any]:
+    def _token_ids(self, completion: CompletionOutput) -> dict[str, list[int]]:
         """Return the field with the token ids that have not been sent, if the answer must contain it."""
         return {"token_ids": list(completion.token_ids[self._num_tokens :])} if self._shows_ids else {}
 
-    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, list[Written]] | None:
         """Return the log-probabilities of the tokens that have not been sent; None if not requested."""
         if self._num_top is None or completion.logprobs is None or len(completion.token_ids) == self._num_tokens:
             return None

@@ -6,7 +6,7 @@ https://platform.openai.com/docs/api-reference/completions
 
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
@@ -24,6 +24,9 @@ from nanovllm_extras.serve.sampling import completion_params
 from nanovllm_extras.serve.state import ReadyServer
 from nanovllm_extras.serve.streaming import EventStream, answer_whole
 from nanovllm_extras.serve.structured_outputs import compile_structured_outputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -57,7 +60,7 @@ class Completions:
         body: CompletionRequest,
         generation: Generation,
         model_name: str,
-        tokenizer: Any,
+        tokenizer: "PreTrainedTokenizerBase | None",
         token_bytes: TokenBytes,
     ) -> None:
         self._body = body
@@ -68,16 +71,16 @@ class Completions:
         skips = generation.params.skip_special_tokens
         self._choices = [Choice(body, i, tokenizer, token_bytes, skips) for i in range(num_choices)]
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """Return the JSON of the whole answer."""
         outputs = [self._generation.latest[request_id] for request_id in self._generation.indices]
         choices = [choice for output in outputs for choice in self._grown(output)]
         return self._head(choices) | {"usage": self._usage(outputs)}
 
-    async def chunks(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
+    async def chunks(self) -> AsyncIterator[Iterable[dict[str, object]]]:
         """Yield the JSON of the stream's chunks, several at a time."""
         options = self._body.stream_options
-        extra: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
+        extra: dict[str, object] = {"usage": None} if options and options.include_usage else {}
         async for outputs in self._generation.outputs():
             if options and options.continuous_usage_stats:
                 extra = {"usage": self._usage(list(self._generation.latest.values()))}
@@ -85,15 +88,15 @@ class Completions:
         if options and options.include_usage:
             yield [self._head([]) | {"usage": self._usage(list(self._generation.latest.values()))}]
 
-    def _grown(self, output: RequestOutput) -> list[dict[str, Any]]:
+    def _grown(self, output: RequestOutput) -> list[dict[str, object]]:
         first = self._generation.indices[output.request_id] * self._n
         grown = [self._choices[first + completion.index].grow(output, completion) for completion in output.outputs]
         return [choice for choice in grown if choice is not None]
 
-    def _usage(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def _usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         return usage_of(outputs, with_output=self._body.max_tokens != 0)
 
-    def _head(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _head(self, choices: list[dict[str, object]]) -> dict[str, object]:
         return {
             "id": self._generation.request_id,
             "object": "text_completion",
@@ -107,7 +110,12 @@ class Choice:
     """One completion, and how much of it has been sent. With `echo`, its text begins with the prompt."""
 
     def __init__(
-        self, body: CompletionRequest, index: int, tokenizer: Any, token_bytes: TokenBytes, skip_special_tokens: bool
+        self,
+        body: CompletionRequest,
+        index: int,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        token_bytes: TokenBytes,
+        skip_special_tokens: bool,
     ) -> None:
         self._body = body
         self._index = index
@@ -119,7 +127,7 @@ class Choice:
         self._num_tokens = 0
         self._offsets = DecodedOffsets(token_bytes, skip_special_tokens)
 
-    def grow(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
+    def grow(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, object] | None:
         """Return the JSON of the text, tokens and end that have not been sent; None if there is nothing new."""
         if self._is_finished:
             return None
@@ -154,9 +162,9 @@ class Choice:
             "stop_reason": completion.stop_reason,
         }
 
-    def _asked_fields(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    def _asked_fields(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, object]:
         """Return the requested fields with the new token ids and, in the first chunk, about the prompt."""
-        fields: dict[str, Any] = {} if self._is_begun else misses_field(self._body, output)
+        fields: dict[str, object] = {} if self._is_begun else misses_field(self._body, output)
         if self._body.return_token_ids:
             fields["token_ids"] = list(completion.token_ids[self._num_tokens :]) if self._body.max_tokens != 0 else []
             fields |= {} if self._is_begun else {"prompt_token_ids": output.prompt_token_ids}
@@ -166,8 +174,7 @@ class Choice:
         is_whole = self._body.truncate_prompt_tokens is None
         if (output.prompt is not None and is_whole) or self._tokenizer is None:
             return output.prompt or ""
-        text: str = self._tokenizer.decode(output.prompt_token_ids)
-        return text
+        return str(self._tokenizer.decode(output.prompt_token_ids))
 
     def _prompt_offsets(self, output: RequestOutput, text: str) -> list[int]:
         token_ids, adds = output.prompt_token_ids, self._body.add_special_tokens is not False

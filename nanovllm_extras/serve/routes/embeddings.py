@@ -134,14 +134,14 @@ async def embed(
     return [outputs[request.request_id] for request in requests]
 
 
-def read_raw_config(engine: LLMEngine) -> dict[str, Any]:
+def read_raw_config(engine: LLMEngine) -> dict[str, object]:
     """Return the values of config.json, with the engine's overrides."""
     config = engine.config
     folder = resolve_model(config.model, with_weights=False, revision=config.revision)
     return overridden(read_json(folder / "config.json"), config.hf_overrides or {})
 
 
-def check_dimensions(dimensions: int, size: int, raw: dict[str, Any]) -> None:
+def check_dimensions(dimensions: int, size: int, raw: dict[str, object]) -> None:
     """Raise ValueError unless config.json allows shorter vectors, by the fields that vLLM reads."""
     sizes = raw.get("matryoshka_dimensions")
     if isinstance(sizes, list):
@@ -167,13 +167,13 @@ def note_end(server: Server, output: Any, arrival_time: float) -> None:
     logger.info(message, told_name(output.request_id), reason, num_tokens, output.num_cached_tokens, after)
 
 
-def describe(index: int, output: EmbeddingRequestOutput, body: EmbeddingRequest) -> dict[str, Any]:
+def describe(index: int, output: EmbeddingRequestOutput, body: EmbeddingRequest) -> dict[str, object]:
     """Return the JSON of one embedding, cut to `body.dimensions`."""
-    embedding: Any = output.outputs.embedding
+    embedding: list[float] | str = output.outputs.embedding
     if body.dimensions is not None and body.dimensions < len(embedding):
-        embedding = embedding[: body.dimensions]
-        length = float(np.linalg.norm(embedding)) if body.normalize is not False else 1.0
-        embedding = [value / max(length, 1e-12) for value in embedding]
+        vector = output.outputs.embedding[: body.dimensions]
+        length = float(np.linalg.norm(vector)) if body.normalize is not False else 1.0
+        embedding = [value / max(length, 1e-12) for value in vector]
     if body.encoding_format == "base64":
         embedding = base64.b64encode(np.array(embedding, dtype="<f4").tobytes()).decode("ascii")
     return {"object": "embedding", "index": index, "embedding": embedding}

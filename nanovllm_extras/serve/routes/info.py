@@ -1,10 +1,11 @@
 """Handle the routes that do not generate: health, version, metrics, models, and the tokenizer."""
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
+from nanovllm.chat import ChatPrompt
 from nanovllm_extras.serve.body import JSONRoute
 from nanovllm_extras.serve.errors import APIError, refuse
 from nanovllm_extras.serve.messages.protocol import DetokenizeRequest, TokenizeRequest
@@ -14,6 +15,8 @@ from nanovllm_extras.serve.streaming import JSON
 from nanovllm_extras.serve.workers import Check
 
 router = APIRouter(route_class=JSONRoute)
+
+Tokenizer = TypeVar("Tokenizer")
 
 
 @router.get("/health")
@@ -45,14 +48,14 @@ async def metrics(server: AnyServer) -> Response:
 
 @router.get("/v1/models")
 @router.head("/v1/models", include_in_schema=False)
-async def list_models(server: ReadyServer) -> dict[str, Any]:
+async def list_models(server: ReadyServer) -> dict[str, object]:
     """Return all names of the model."""
     return {"object": "list", "data": [describe(server, name) for name in server.options.model_names]}
 
 
 @router.get("/v1/models/{name:path}")
 @router.head("/v1/models/{name:path}", include_in_schema=False)
-async def show_model(name: str, server: ReadyServer) -> dict[str, Any]:
+async def show_model(name: str, server: ReadyServer) -> dict[str, object]:
     """Return one name of the model."""
     server.check_model(name)
     return describe(server, name)
@@ -64,7 +67,7 @@ async def tokenize(body: TokenizeRequest, request: Request, server: ReadyServer)
     server.check_model(body.model)
     engine = server.check_ready().engine
 
-    def encode(check: Check) -> Any:
+    def encode(check: Check) -> ChatPrompt:
         tokenizer = server.bounds.tokenizer(engine.tokenizer, check)
         if body.messages is not None:
             return chat_prompt(tokenizer, server.bounds, body)
@@ -92,7 +95,7 @@ async def detokenize(body: DetokenizeRequest, request: Request, server: ReadySer
     return JSON({"prompt": await server.workers.run(request, lambda check: tokenizer.decode(body.tokens))})
 
 
-def describe(server: Server, name: str) -> dict[str, Any]:
+def describe(server: Server, name: str) -> dict[str, object]:
     """Return OpenAI's JSON of the model under one of its names."""
     engine = server.check_ready().engine
     return {
@@ -106,7 +109,7 @@ def describe(server: Server, name: str) -> dict[str, Any]:
     }
 
 
-def require_tokenizer(tokenizer: Any) -> Any:
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     """Return the tokenizer. Raises APIError 400 if it is None."""
     if tokenizer is None:
         raise APIError(400, "this model has no tokenizer")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypedDict
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
@@ -17,6 +17,7 @@ from nanovllm_extras.serve.messages.responses_protocol import (
     CallOutputItem,
     ChosenFunction,
     InputText,
+    Item,
     MessageItem,
     MessagePart,
     ReasoningItem,
@@ -28,6 +29,17 @@ SHARED = GenerationRequest.model_fields.keys() - {"stream_options", "response_fo
 NO_REFERENCES = "items are not stored, so they cannot be referenced; clients send the items themselves with store=false"
 FIELDS = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
 """Name of a chat's field -> name of the response's field."""
+
+
+class Message(TypedDict, total=False):
+    """A message of a chat."""
+
+    role: str
+    content: str
+    tool_call_id: str
+    tool_calls: list[dict[str, object]]
+    reasoning: str
+    reasoning_content: str
 
 
 @contextmanager
@@ -43,7 +55,7 @@ def as_response() -> Iterator[None]:
 
 def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:
     """Return the request for a chat. Raises APIError 400 or RequestValidationError if it is invalid."""
-    fields: dict[str, Any] = {name: getattr(body, name) for name in SHARED if getattr(body, name) is not None}
+    fields: dict[str, object] = {name: getattr(body, name) for name in SHARED if getattr(body, name) is not None}
     fields |= {
         "messages": to_messages(body, bounds),
         "max_completion_tokens": body.max_output_tokens,
@@ -62,12 +74,12 @@ def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:
         raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
 
 
-def to_tool(tool: dict[str, Any], name: str) -> dict[str, Any]:
+def to_tool(tool: dict[str, object], name: str) -> dict[str, object]:
     """Return a tool in the format of a chat, with the name that it has there. Changes `tool`."""
     return {"type": tool.pop("type"), "function": tool | {"name": name}}
 
 
-def to_tool_choice(body: ResponsesRequest) -> Any:
+def to_tool_choice(body: ResponsesRequest) -> str | dict[str, object] | None:
     """Return the tool choice in the format of a chat."""
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
@@ -78,7 +90,7 @@ def to_tool_choice(body: ResponsesRequest) -> Any:
     return to_tool(choice.model_dump(), choice.name) if isinstance(choice, ChosenFunction) else choice
 
 
-def to_response_format(body: ResponsesRequest) -> dict[str, Any] | None:
+def to_response_format(body: ResponsesRequest) -> dict[str, object] | None:
     """Return the `response_format` of the chat; None if there is none."""
     given = None if body.text is None else body.text.format
     if given is None:
@@ -91,11 +103,11 @@ def to_response_format(body: ResponsesRequest) -> dict[str, Any] | None:
 # ---- the input
 
 
-def to_messages(body: ResponsesRequest, bounds: Bounds) -> list[dict[str, Any]]:
+def to_messages(body: ResponsesRequest, bounds: Bounds) -> list[Message]:
     """Return the messages of the chat. Raises APIError 400 or RequestValidationError if the input is invalid."""
     with refuse("input"):
         bounds.check_turns([] if isinstance(body.input, str) else body.input, "input")
-    messages: list[dict[str, Any]] = []
+    messages: list[Message] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
@@ -103,7 +115,7 @@ def to_messages(body: ResponsesRequest, bounds: Bounds) -> list[dict[str, Any]]:
     return messages + join(read_item(i, given) for i, given in enumerate(body.input))
 
 
-def read_item(index: int, given: dict[str, Any]) -> Any:
+def read_item(index: int, given: dict[str, object]) -> Item:
     """Return the item number `index` of the input, checked. Raises APIError 400 or RequestValidationError."""
     kind = given.get("type", "message")
     if not isinstance(kind, str) or kind not in ITEMS:
@@ -116,10 +128,10 @@ def read_item(index: int, given: dict[str, Any]) -> Any:
         raise RequestValidationError(errors) from error
 
 
-def join(items: Iterator[Any]) -> list[dict[str, Any]]:
+def join(items: Iterator[Item]) -> list[Message]:
     """Return the messages of a chat. Consecutive reasoning, text and calls become one message of the assistant."""
-    messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's message, to which more items may belong
+    messages: list[Message] = []
+    turn: Message | None = None  # the assistant's message, to which more items may belong
     for item in items:
         if isinstance(item, CallOutputItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
@@ -135,14 +147,14 @@ def join(items: Iterator[Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def may_follow(turn: dict[str, Any], item: Any) -> bool:
+def may_follow(turn: Message, item: CallItem | ReasoningItem | MessageItem) -> bool:
     """Return whether an item belongs to the turn. The order is reasoning, text, calls."""
     if isinstance(item, CallItem):
         return True
     return "tool_calls" not in turn and not turn["content"] and not isinstance(item, ReasoningItem)
 
 
-def add_to_turn(turn: dict[str, Any], item: Any) -> None:
+def add_to_turn(turn: Message, item: CallItem | ReasoningItem | MessageItem) -> None:
     """Add an item to the assistant's message."""
     if isinstance(item, CallItem):
         function = {"name": qualified(item.namespace, item.name), "arguments": item.arguments}

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
+from nanovllm_extras.serve.answer import CallPart, Delta
 from nanovllm_extras.serve.streaming import Written
 
-Event = dict[str, Any]
+Event = dict[str, Any]  # an event or an item
 
 ADDED, DONE = "response.output_item.added", "response.output_item.done"
 
@@ -27,13 +28,13 @@ class OutputItems:
 
     def __init__(self, names: Mapping[str, dict[str, str]]) -> None:
         self._names = names
-        self.items: list[dict[str, Any]] = []
+        self.items: list[Event] = []
         self.reasoning = ""
         self._is_open = False
         self._call_index = -1  # index of the chat's call that is the open item
         self._logprobs: list[Written] = []  # log-probabilities of tokens that are in no event yet
 
-    def feed(self, deltas: list[dict[str, Any]], logprobs: list[Written]) -> list[Event]:
+    def feed(self, deltas: list[Delta], logprobs: list[Written]) -> list[Event]:
         """Return the events for new deltas of an answer. logprobs: those of the new tokens."""
         self._logprobs += logprobs
         events: list[Event] = []
@@ -69,7 +70,7 @@ class OutputItems:
         part["logprobs"] += told
         return [*events, self._event("response.output_text.delta", content_index=0, delta=text, logprobs=told)]
 
-    def _grow_call(self, call: dict[str, Any]) -> list[Event]:
+    def _grow_call(self, call: CallPart) -> list[Event]:
         events, function = [], call["function"]
         if call["index"] != self._call_index:
             self._call_index = call["index"]
@@ -96,7 +97,7 @@ class OutputItems:
         events = [{"type": ADDED, "output_index": len(self.items) - 1, "item": copy.deepcopy(item)}]
         if item["type"] != "function_call":
             is_message = item["type"] == "message"
-            extra: dict[str, Any] = {"annotations": [], "logprobs": []} if is_message else {}
+            extra: dict[str, object] = {"annotations": [], "logprobs": []} if is_message else {}
             item["content"].append({"type": "output_text" if is_message else "reasoning_text", "text": "", **extra})
             part = copy.deepcopy(item["content"][0])
             events.append(self._event("response.content_part.added", content_index=0, part=part))
@@ -117,7 +118,7 @@ class OutputItems:
             events.append(self._event("response.content_part.done", content_index=0, part=part))
         return [*events, {"type": DONE, "output_index": len(self.items) - 1, "item": item}]
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: object) -> Event:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
 
 

@@ -5,7 +5,7 @@ https://platform.openai.com/docs/api-reference/responses
 """
 
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
@@ -21,10 +21,13 @@ from nanovllm_extras.serve.openai_logprobs import chat_logprobs
 from nanovllm_extras.serve.request_ids import new_id
 from nanovllm_extras.serve.routes.chat_route import prepare_chat
 from nanovllm_extras.serve.routes.responses_conversation import as_response, to_chat
-from nanovllm_extras.serve.routes.responses_items import OutputItems
+from nanovllm_extras.serve.routes.responses_items import Event, OutputItems
 from nanovllm_extras.serve.state import ReadyServer
 from nanovllm_extras.serve.streaming import EventStream, Written, answer_whole, encode
 from nanovllm_extras.serve.workers import Check
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -59,7 +62,7 @@ class GrowingResponse:
         answer: Answer,
         generation: Generation,
         model_name: str,
-        tokenizer: Any,
+        tokenizer: "PreTrainedTokenizerBase | None",
         token_bytes: TokenBytes,
     ) -> None:
         self._body = body
@@ -73,13 +76,13 @@ class GrowingResponse:
         self._items = OutputItems({one.chat_name: one.names for one in body.functions})
         self._num_chars = self._num_tokens = 0
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """Return the JSON of the whole response."""
         (output,) = self._generation.latest.values()
         self._grow(output.outputs[0])
         return self._describe(output)
 
-    async def events(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
+    async def events(self) -> AsyncIterator[Iterable[dict[str, object]]]:
         """Yield the events of the stream, several at a time."""
         started = self._describe(None)
         yield [{"type": f"response.{state}", "response": started} for state in ("created", "in_progress")]
@@ -87,19 +90,19 @@ class GrowingResponse:
             for output in outputs:
                 yield self._events_of(output)
 
-    def _events_of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
+    def _events_of(self, output: RequestOutput) -> Iterator[dict[str, object]]:
         yield from self._grow(output.outputs[0])
         if output.finished:
             response = self._describe(output)
             yield {"type": f"response.{response['status']}", "response": response}
 
-    def failed(self, error: Exception) -> dict[str, Any]:
+    def failed(self, error: Exception) -> dict[str, object]:
         """Return the last event of a response that has failed."""
         told = as_api_error(error)
         failure = {"code": "server_error", "message": told.detail}
         return {"type": "response.failed", "response": self._describe(None, "failed") | {"error": failure}}
 
-    def _grow(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+    def _grow(self, completion: CompletionOutput) -> list[Event]:
         """Add the new text and tokens to the items, and return the events for them."""
         reason = completion.finish_reason
         token_ids = completion.token_ids[self._num_tokens :]
@@ -115,7 +118,7 @@ class GrowingResponse:
             events += self._items.finish("completed" if is_complete else "incomplete")
         return events
 
-    def _describe(self, output: RequestOutput | None, status: str = "in_progress") -> dict[str, Any]:
+    def _describe(self, output: RequestOutput | None, status: str = "in_progress") -> dict[str, object]:
         """Return the JSON of the response in its current state. output: that of the finished request, else None."""
         given = self._body.model_dump(include=set(TOLD), exclude_none=True, by_alias=True)
         response = {
@@ -140,7 +143,7 @@ class GrowingResponse:
         }
         return response if output is None else response | self._end(output) | misses_field(self._body, output)
 
-    def _end(self, output: RequestOutput) -> dict[str, Any]:
+    def _end(self, output: RequestOutput) -> dict[str, object]:
         """Return the status and the usage of a finished request."""
         (completion,) = output.outputs
         usage = self._usage(output)
@@ -153,10 +156,12 @@ class GrowingResponse:
         message = str(completion.stop_reason or ABORTED)
         return {"status": "failed", "error": {"code": "server_error", "message": message}, "usage": usage}
 
-    def _usage(self, output: RequestOutput) -> dict[str, Any]:
+    def _usage(self, output: RequestOutput) -> dict[str, object]:
         num_input, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
         thoughts = self._items.reasoning
-        num_thoughts = len(self._tokenizer.encode(thoughts, add_special_tokens=False)) if thoughts else 0
+        num_thoughts = 0
+        if thoughts and self._tokenizer is not None:
+            num_thoughts = len(self._tokenizer.encode(thoughts, add_special_tokens=False))
         return {
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
@@ -176,10 +181,10 @@ class ResponseStream(EventStream):
         self._growing = growing
         self._num_events = 0
 
-    def encode(self, value: dict[str, Any], check: Check | None = None) -> bytes:
+    def encode(self, value: dict[str, object], check: Check | None = None) -> bytes:
         numbered = value | {"sequence_number": self._num_events}
         self._num_events += 1
-        return b"event: " + value["type"].encode() + b"\ndata: " + encode(numbered, check) + b"\n\n"
+        return b"event: " + str(value["type"]).encode() + b"\ndata: " + encode(numbered, check) + b"\n\n"
 
     def encode_end(self, error: Exception | None) -> bytes:
         return b"" if error is None else self.encode(self._growing.failed(error))

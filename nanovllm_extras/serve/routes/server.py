@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from types import FrameType
-from typing import Any
 
 import h11
 import uvicorn
@@ -47,7 +46,7 @@ class HTTPProtocol(H11Protocol):
     """
 
     timer: asyncio.TimerHandle | None = None
-    timed: Any = None
+    timed: object = None
     """The parser's state that the timer limits. Arriving bytes do not restart the timer."""
     is_refused = False
 
@@ -96,7 +95,8 @@ class HTTPProtocol(H11Protocol):
         self.is_refused = True
         if self.transport.is_closing():
             return
-        app: Any = self.config.app
+        app = self.config.app
+        assert isinstance(app, FastAPI)
         app.state.server.metrics.http.note(OTHER, OTHER, error.status_code, 0.0)  # the middleware did not see it
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer has begun, so an error can no longer be sent

@@ -7,10 +7,11 @@ the work in a thread, because it reads files.
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, ParamSpec, TypeVar
 
 from fastapi import APIRouter, Request
 
+from nanovllm.request import Prompt
 from nanovllm_extras.kv_store.conversations import UnknownNameError
 from nanovllm_extras.kv_store.kv_slots import Slot, Slots
 from nanovllm_extras.serve.body import JSONRoute
@@ -18,12 +19,16 @@ from nanovllm_extras.serve.errors import APIError, refuse
 from nanovllm_extras.serve.messages.protocol import SlotRequest
 from nanovllm_extras.serve.prompts import chat_prompt, encode_prompts
 from nanovllm_extras.serve.state import ReadyServer, Server
+from nanovllm_extras.serve.workers import Check
 
 router = APIRouter(route_class=JSONRoute)
 
+T = TypeVar("T")
+P = ParamSpec("P")
+
 
 @router.get("/slots")
-async def list_slots(server: ReadyServer) -> dict[str, Any]:
+async def list_slots(server: ReadyServer) -> dict[str, object]:
     """Return the names of all slots."""
     names = await run(slots_of(server).names)
     return {"object": "list", "data": [{"id": name, "object": "slot"} for name in names]}
@@ -32,7 +37,7 @@ async def list_slots(server: ReadyServer) -> dict[str, Any]:
 @router.post("/slots/{name}")
 async def change_slot(
     name: str, action: Literal["save", "restore"], body: SlotRequest, request: Request, server: ReadyServer
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Save the blocks of a prompt, or load those of a saved one, and return how many tokens they hold."""
     server.check_model(body.model)
     slots = slots_of(server)
@@ -40,14 +45,14 @@ async def change_slot(
         raise APIError(400, "save needs either prompt or messages, and restore needs neither", "prompt")
     if action == "restore":
         return describe(await run(slots.restore, name, body.cache_salt))
-    prompt: Any = await server.workers.run(request, lambda check: encode(server, body, check))
+    prompt = await server.workers.run(request, lambda check: encode(server, body, check))
     with refuse("prompt"):
         _, token_ids = server.check_ready().engine.input_processor.encode(prompt)
     return describe(await run(slots.save, name, token_ids, body.cache_salt))
 
 
 @router.delete("/slots/{name}")
-async def delete_slot(name: str, server: ReadyServer) -> dict[str, Any]:
+async def delete_slot(name: str, server: ReadyServer) -> dict[str, object]:
     """Remove a slot. Its blocks stay in the store until they are evicted."""
     await run(slots_of(server).delete, name)
     return {"id": name, "object": "slot.deleted", "deleted": True}
@@ -61,16 +66,16 @@ def slots_of(server: Server) -> Slots:
         raise APIError(501, str(error), code="no_kv_store") from error
 
 
-async def run(function: Callable[..., Any], *arguments: Any) -> Any:
+async def run(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a method of `Slots` in a thread. Raises APIError 404 for an unknown name, 400 for a bad one."""
     with refuse("name"):
         try:
-            return await asyncio.to_thread(function, *arguments)
+            return await asyncio.to_thread(function, *args, **kwargs)
         except UnknownNameError as error:
             raise APIError(404, str(error), "name", "slot_not_found") from error
 
 
-def encode(server: Server, body: SlotRequest, check: Any) -> Any:
+def encode(server: Server, body: SlotRequest, check: Check) -> Prompt:
     """Return the prompt of a request. Raises APIError 400."""
     bounds, tokenizer = server.bounds, server.check_ready().engine.tokenizer
     bounded = bounds.tokenizer(tokenizer, check)
@@ -82,7 +87,7 @@ def encode(server: Server, body: SlotRequest, check: Any) -> Any:
     return chat_prompt(bounded, bounds, body)
 
 
-def describe(slot: Slot) -> dict[str, Any]:
+def describe(slot: Slot) -> dict[str, object]:
     """Return the JSON of a slot."""
     tokens = {"num_tokens": slot.num_tokens, "num_stored_tokens": slot.num_stored_tokens}
     return {"id": slot.name, "object": "slot", **tokens}
