@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -183,7 +183,7 @@ def read_rows(chunk: Chunk, form: Form, first_of: dict[bytes, str], records: "Re
     return [make_row(place, value, form, first_of) for place, value in read_values(chunk, form.columns, records)]
 
 
-def make_row(place: str, value: Any, form: Form, first_of: dict[bytes, str]) -> Row:
+def make_row(place: str, value: object, form: Form, first_of: dict[bytes, str]) -> Row:
     """Return the row for a value, with an error if it cannot be a request.
 
     place: file and number of the row, its name if it has none.
@@ -200,14 +200,14 @@ def make_row(place: str, value: Any, form: Form, first_of: dict[bytes, str]) -> 
         return Row(name or place, "", "", error.code, str(error))
 
 
-def read_values(chunk: Chunk, columns: list[str], records: "Records") -> Iterator[tuple[str, Any]]:
+def read_values(chunk: Chunk, columns: list[str], records: "Records") -> Iterator[tuple[str, object]]:
     """Yield `(file and number, value)` for each row. The value is a `Refused` if the row cannot be parsed.
 
     columns: the columns to read from Parquet. If empty, nothing is parsed, and all values are None.
     """
     name = chunk.source.name
     if chunk.source.path.suffix == ".parquet":
-        values = records.read(chunk, columns) if columns else [None] * chunk.num_rows
+        values: Iterable[object] = records.read(chunk, columns) if columns else [None] * chunk.num_rows
         yield from ((f"{name}:{chunk.number + i}", value) for i, value in enumerate(values))
         return
     with chunk.source.path.open("rb") as file:
@@ -217,7 +217,7 @@ def read_values(chunk: Chunk, columns: list[str], records: "Records") -> Iterato
             yield f"{name}:{number}", parse(line) if columns else None
 
 
-def parse(line: bytes) -> Any:
+def parse(line: bytes) -> object:
     """Return the JSON value of a line, or a `Refused` if it is not JSON."""
     try:
         return json.loads(line)
@@ -232,7 +232,7 @@ class Records:
         self._key: tuple[Path, int, tuple[str, ...]] | None = None
         self._table: pa.Table | None = None
 
-    def read(self, chunk: Chunk, columns: list[str]) -> list[dict[str, Any]]:
+    def read(self, chunk: Chunk, columns: list[str]) -> list[dict[str, object]]:
         """Return the rows of a chunk, each as a dict of the given columns."""
         start, left, records = chunk.number - 1, chunk.num_rows, []
         with pq.ParquetFile(chunk.source.path) as file:

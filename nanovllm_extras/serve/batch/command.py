@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import torch
@@ -155,7 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_files(group: Any) -> None:
+def add_files(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-i", "--input", type=Path, nargs="+", required=True, help=".jsonl or .parquet files, or folders of them"
     )
@@ -164,7 +163,7 @@ def add_files(group: Any) -> None:
     group.add_argument("--rows-per-part", type=positive, default=ROWS_PER_PART, metavar="N", help=text)
 
 
-def add_rows(group: Any) -> None:
+def add_rows(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--prompt-column", metavar="NAME", help="column of texts, token ids or messages (default: OpenAI's format)"
     )
@@ -178,7 +177,7 @@ def add_rows(group: Any) -> None:
     group.add_argument("--body-columns", nargs="+", default=[], metavar="NAME", help=columns)
 
 
-def add_replicas(group: Any) -> None:
+def add_replicas(group: argparse._ArgumentGroup) -> None:
     text = "number of engines, as Ray actors with their own devices (extra `ray`); default: one engine without Ray"
     group.add_argument("--replicas", type=positive, metavar="N", help=text)
     group.add_argument(
@@ -188,7 +187,7 @@ def add_replicas(group: Any) -> None:
     group.add_argument("--max-in-flight", type=positive, metavar="N", help=text)
 
 
-def add_requests(group: Any) -> None:
+def add_requests(group: argparse._ArgumentGroup) -> None:
     """Add the options of requests that `nanovllm serve` has too."""
     add_model_options(group)
     add_request_bounds(group)

@@ -109,7 +109,7 @@ class Parts:
                 path.unlink()
             pending.unlink()
 
-    def check_same(self, what: Mapping[str, Any]) -> None:
+    def check_same(self, what: Mapping[str, object]) -> None:
         """Store `what` the parts answer. Raises ValueError if the folder has answers for another value of `what`."""
         path, told = self.folder / "_run.json", json.loads(json.dumps(what, default=str))
         if not path.exists():
@@ -132,7 +132,7 @@ class Parts:
         """Return the digests of the names of all rows that have an answer, sorted: [num_rows]."""
         return np.sort(digests_of(name for path in self.paths() for name in read_column(path, ID)))
 
-    def write(self, number: int, answers: list[dict[str, Any]]) -> None:
+    def write(self, number: int, answers: list[dict[str, object]]) -> None:
         """Write a part atomically: even after a power failure it is either complete or missing."""
         path = self.folder / f"part-{self.run}-{number:012}-0.parquet"
         new = path.with_name(f".{path.name}")
@@ -148,7 +148,7 @@ class Parts:
             os.close(folder)
 
 
-def to_table(answers: Iterable[Mapping[str, Any]]) -> pa.Table:
+def to_table(answers: Iterable[Mapping[str, object]]) -> pa.Table:
     """Return a table of answers with the columns of `SCHEMA`."""
     return pa.Table.from_pylist(list(answers), SCHEMA)
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import pyarrow as pa
 import ray
@@ -222,9 +222,9 @@ class PartNames(FilenameProvider):
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         self._lock, self._run = parts.folder / "_writers.lock", parts.run
-        self._held: Any = None
+        self._held: TextIO | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_held": None}
 
     def get_filename_for_task(self, write_uuid: str, task_index: int) -> str:

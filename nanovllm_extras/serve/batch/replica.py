@@ -70,7 +70,7 @@ class Replica:
         self._app = make_app(spec.options, self.llm)
         self._places = Places(spec.max_in_flight)
 
-    async def answer(self, rows: list[Row]) -> list[dict[str, Any]]:
+    async def answer(self, rows: list[Row]) -> list[dict[str, object]]:
         """Return the answers in the format of `parts.SCHEMA`, in the order of `rows`. Raises EngineDeadError."""
         self.llm.thread.check_health()  # if the engine is already dead, this is not an attempt
         attempt = Attempt(self._spec.attempts, self._spec.run, [row.custom_id for row in rows])
@@ -83,7 +83,7 @@ class Replica:
         attempt.end()
         return answers
 
-    async def _answer_one(self, row: Row, attempt: Attempt) -> dict[str, Any]:
+    async def _answer_one(self, row: Row, attempt: Attempt) -> dict[str, object]:
         if row.code:
             return refused(row, row.code, row.message)
         if row.custom_id in attempt.given_up:
@@ -193,15 +193,15 @@ async def post(app: ASGIApp, path: str, body: bytes) -> Reply:
 # ---- answers
 
 
-def refused(row: Row, code: str, message: str) -> dict[str, Any]:
+def refused(row: Row, code: str, message: str) -> dict[str, object]:
     """Return the error of a row that was not sent to the application."""
     return with_error(row, None, code, message)
 
 
-def answered(row: Row, reply: Reply) -> dict[str, Any]:
+def answered(row: Row, reply: Reply) -> dict[str, object]:
     """Return the answer of a row from the application's response."""
     body = json.dumps(reply.body, separators=(",", ":"))
-    response = {"status_code": reply.status, "request_id": reply.request_id, "body": body}
+    response: dict[str, object] = {"status_code": reply.status, "request_id": reply.request_id, "body": body}
     if reply.status != 200:
         error = reply.body.get("error") or {}
         return with_error(row, response, error.get("code") or error.get("type") or "error", error.get("message") or "")
@@ -214,7 +214,7 @@ def answered(row: Row, reply: Reply) -> dict[str, Any]:
     }
 
 
-def with_error(row: Row, response: dict[str, Any] | None, code: str | None, message: str) -> dict[str, Any]:
+def with_error(row: Row, response: dict[str, object] | None, code: str | None, message: str) -> dict[str, object]:
     """Return a row of OpenAI's batch output. Its `error` is null if `code` is None."""
     return {
         "custom_id": row.custom_id,

@@ -6,7 +6,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanovllm_extras.options.surrogates import is_utf8
 
@@ -44,7 +44,7 @@ class Form:
     """The column of the row's name. A row without a name is named by its file and number."""
     chat: bool = False
     """Whether to send a prompt that is a text as a user's message."""
-    body: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, object] = field(default_factory=dict)
     """Fields that every request gets, if there is a prompt column: `{"temperature": 0}`."""
     body_columns: tuple[str, ...] = ()
     """Columns whose values become fields of the row's request. They override `body`."""
@@ -55,14 +55,14 @@ class Form:
         named = (self.prompt_column, self.id_column, *self.body_columns)
         return list(dict.fromkeys(name for name in named if name is not None))
 
-    def name_of(self, value: Any) -> str | None:
+    def name_of(self, value: object) -> str | None:
         """Return the row's name; None if it is missing, empty, or neither a string nor an integer."""
         name = value.get(self.id_column) if isinstance(value, Mapping) and self.id_column is not None else None
         if isinstance(name, int) and not isinstance(name, bool):
             name = str(name)
         return name if isinstance(name, str) and name and is_utf8(name) else None
 
-    def request(self, value: Any) -> tuple[str, str]:
+    def request(self, value: object) -> tuple[str, str]:
         """Return the URL and the body (JSON) of a row's request. Raises Refused if the row cannot be a request."""
         if not isinstance(value, Mapping):
             raise Refused("invalid_row", f"a row must be a JSON object, got {type(value).__name__}")
@@ -72,13 +72,13 @@ class Form:
         except (TypeError, ValueError) as error:
             raise Refused("invalid_row", f"the request cannot be written as JSON: {error}") from error
 
-    def _openai(self, value: Mapping[str, Any]) -> tuple[str, Any]:
+    def _openai(self, value: Mapping[str, object]) -> tuple[str, object]:
         if self.name_of(value) is None:
             raise Refused("invalid_custom_id", f"custom_id must be a text, got {value.get('custom_id')!r:.100}")
         if value.get("method") != "POST":
             raise Refused("invalid_method", f"method must be 'POST', got {value.get('method')!r:.100}")
         url, body = value.get("url"), value.get("body")
-        if url not in URLS:
+        if not isinstance(url, str) or url not in URLS:
             raise Refused("invalid_url", f"url must be one of {', '.join(URLS)}, got {url!r:.100}")
         if not isinstance(body, dict):
             raise Refused("invalid_body", f"body must be a JSON object, got {type(body).__name__}")
@@ -86,7 +86,7 @@ class Form:
             raise Refused("invalid_body", "body must not set stream: run-batch does not stream answers")
         return url, body
 
-    def _prompt(self, value: Mapping[str, Any], column: str) -> tuple[str, Any]:
+    def _prompt(self, value: Mapping[str, object], column: str) -> tuple[str, object]:
         prompt = value.get(column)
         if not isinstance(prompt, str | list) or not prompt:
             raise Refused("invalid_prompt", f"{column} must be a text, messages or token ids, got {prompt!r:.100}")
