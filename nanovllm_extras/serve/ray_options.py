@@ -5,7 +5,7 @@ The options have the names and meanings of the options of Ray Serve's deployment
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -123,17 +123,19 @@ class RayOptions:
         return {"num_gpus": 0, "num_cpus": self.num_cpus or max(1, share)}
 
 
-def add_ray_options(group: Any) -> None:
+def add_ray_options(group: argparse._ArgumentGroup) -> None:
     """Add the options. They are stored as `server_ray…`, as the server's other options."""
     group.add_argument("--ray", dest="server_ray", action="store_true", help="serve with replicas, by Ray Serve")
+    kinds: Mapping[str, Callable[[str], object]] = {"address": filled, "routing": str}
     for field in fields(RayOptions):
         text = DESCRIPTIONS[field.name] + (f" (default: {field.default})" if field.default else "")
-        how: dict[str, Any] = {"choices": ROUTINGS} if field.name == "routing" else {"metavar": "N"}
-        kind = {"address": filled, "routing": str}.get(field.name, int)
-        if field.name == "address":
-            how = {"metavar": "ADDRESS"}
+        kind = kinds.get(field.name, int)
+        metavar = {"address": "ADDRESS", "routing": None}.get(field.name, "N")
+        choices = ROUTINGS if field.name == "routing" else None
         flag = f"--ray-{field.name.replace('_', '-')}"
-        group.add_argument(flag, dest=f"server_ray_{field.name}", type=kind, default=None, help=text, **how)
+        group.add_argument(
+            flag, dest=f"server_ray_{field.name}", type=kind, help=text, metavar=metavar, choices=choices
+        )
 
 
 DESCRIPTIONS: Mapping[str, str] = {

@@ -9,10 +9,8 @@ With prefill replicas, `ingress.py` calls two deployments, as `disaggregation.py
     serve run nanovllm_extras.serve.ray:build_app model=Qwen/Qwen3-0.6B ray_num_replicas=2
 """
 
-from typing import Any
 
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "build_app":  # imported only when it is used, because the options must be readable without Ray
         from nanovllm_extras.serve.ray.build import build_app
 

@@ -24,7 +24,7 @@ WAIT_LOOP_S = 0.2  # interval at which Serve checks whether a replica that shall
 NO_LIMIT = 1_000_000  # concurrent requests of one ingress; the engines limit them
 
 
-def build_app(args: Mapping[str, Any]) -> Application:
+def build_app(args: Mapping[str, object]) -> Application:
     """Return the application for `serve run` and Serve's config files.
 
     Each argument is an option of `nanovllm serve`, written with _ or -:
@@ -48,7 +48,7 @@ class RaisingParser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def words_of(options: Mapping[str, Any]) -> list[str]:
+def words_of(options: Mapping[str, object]) -> list[str]:
     """Return options as a command line: `{"block_size": 8, "ui": True}` gives `--block-size=8 --ui`."""
     words: list[str] = []
     for name, value in options.items():

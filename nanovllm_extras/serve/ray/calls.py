@@ -10,7 +10,7 @@ The first part is sent immediately.
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Scope
 
@@ -114,7 +114,7 @@ class Outbox:
         self.has_left = asyncio.Event()
         self._body: bytes | None = body
 
-    async def send(self, message: Any) -> None:
+    async def send(self, message: Message) -> None:
         """Store a message of the answer."""
         self.messages.append(message)
         self.news.set()

@@ -7,11 +7,11 @@ are prefill replicas, it calls one of them before the engine that answers.
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,7 +44,7 @@ class IngressServer(Server):
     def is_loading(self) -> bool:
         return False
 
-    def check_ready(self) -> Any:
+    def check_ready(self) -> None:
         return None
 
 
@@ -63,10 +63,10 @@ class Ingress:
 
     def __init__(
         self,
-        engine: Any,
+        engine: DeploymentHandle,
         options: ServerOptions,
         log_level: str,
-        prefill: Any = None,
+        prefill: DeploymentHandle | None = None,
         prefill_timeout_s: float = PREFILL_TIMEOUT_S,
     ) -> None:
         log_to_stderr(log_level)

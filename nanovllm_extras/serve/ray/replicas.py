@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentResponseGenerator
 
 from nanovllm_extras.serve.disaggregation import UnavailableError, prefill_headers
 from nanovllm_extras.serve.ray.calls import Call, Part
@@ -20,7 +21,7 @@ class Begun(NamedTuple):
     """An answer whose first part has arrived. `parts` has the others, and must be cancelled in the end."""
 
     first: Part
-    parts: Any
+    parts: DeploymentResponseGenerator[Part]
 
 
 class Replicas:

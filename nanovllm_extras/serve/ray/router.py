@@ -34,7 +34,7 @@ with root_logger_kept():
     from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
 
 
-def router_options(max_num_seqs: int) -> dict[str, Any]:
+def router_options(max_num_seqs: int) -> dict[str, object]:
     """Return the arguments of `initialize_state`.
 
     Requests are routed by prefix while the queues differ by at most a sixteenth of a batch. Ray's default is infinity:
