@@ -15,7 +15,7 @@ with the token that the search chooses for them.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.scheduler import Scheduler
 from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
