@@ -23,7 +23,7 @@ import torch
 from benchmarks.common import find_model, read_config
 from labs.calculators.common import print_table
 from nanovllm_extras.models.architectures import find_architecture
-from nanovllm_extras.states.pool import StateShape
+from nanovllm_extras.models.layer_inputs import StateShape
 
 LENGTHS = (1024, 8192, 32_768, 131_072)
 BYTES_PER_VALUE = 2  # of K and V: bfloat16

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.norm import RMSNorm
-from nanovllm_extras.states.pool import StateMetadata
+from nanovllm_extras.models.layer_inputs import StateMetadata
 
 CHUNK_LEN = 64  # tokens: longer chunks have fewer products, but more pairs of tokens
 

@@ -24,12 +24,12 @@ from nanovllm.models.config import refuse
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel, LayerClass
 from nanovllm_extras.models.gated_delta import CausalConv, groups_of, read_states
+from nanovllm_extras.models.layer_inputs import StateCaches, StateMetadata, StateShape
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, refuse_partial_rotary
 from nanovllm_extras.models.window_layers import FULL, layer_types_of
 from nanovllm_extras.options.option_checks import first_given
-from nanovllm_extras.states.pool import StateCaches, StateMetadata, StateShape
 
 CONV = "conv"
 STORED_NAMES = {  # names of the checkpoint, and of the network's modules

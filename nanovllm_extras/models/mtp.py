@@ -22,7 +22,7 @@ from nanovllm.layers.attention import AttentionMetadata, TorchAttention, softmax
 from nanovllm.layers.linear import Linear
 from nanovllm_extras.models.decoder import LayerClass
 from nanovllm_extras.models.gemma3 import UnitOffsetRMSNorm
-from nanovllm_extras.states.pool import StateCaches
+from nanovllm_extras.models.layer_inputs import StateCaches
 
 
 class HeadAttention(TorchAttention):

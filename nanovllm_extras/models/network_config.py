@@ -38,7 +38,7 @@ class NetworkConfig(ModelConfig):
     """Tokens that the layers see at most; None if one of them sees all."""
     latent_rank: int | None = None
     """Channels of a token's latent that are values, if the cache holds latents; None if it holds K and V."""
-    state_shape: Any = None  # the `StateShape` (`states/pool.py`) of models whose layers keep recurrent states
+    state_shape: Any = None  # the `StateShape` (`layer_inputs.py`) of models whose layers keep recurrent states
     kv_groups: tuple[KVGroup, ...] = ()
     """Of models whose layers have K and V of different shapes."""
     num_experts: int = 0  # in each layer's mixture of experts; 0 is one feed-forward network

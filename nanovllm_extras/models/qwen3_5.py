@@ -26,13 +26,13 @@ from nanovllm.models.config import refuse
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel
 from nanovllm_extras.models.gated_delta import GatedDeltaNet
 from nanovllm_extras.models.gemma3 import UnitOffsetRMSNorm
+from nanovllm_extras.models.layer_inputs import StateCaches, StateMetadata, StateShape
 from nanovllm_extras.models.mtp import MtpHead
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, read_rotary_dim
 from nanovllm_extras.models.window_layers import FULL, layer_types_of
 from nanovllm_extras.options.option_checks import first_given
-from nanovllm_extras.states.pool import StateCaches, StateMetadata, StateShape
 
 LINEAR = "linear_attention"
 LINEAR_SIZES = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,

@@ -17,6 +17,7 @@ from nanovllm.batch import Batch, to_device
 from nanovllm.layers.attention import Attention, TorchAttention
 from nanovllm.layers.linear import Embedding
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm_extras.models.layer_inputs import LayerCaches
 from nanovllm_extras.models.masking import AttentionOptions, options_of
 from nanovllm_extras.self_check.steps import draw_vectors
 
@@ -33,16 +34,6 @@ class Skipped(nn.Module):
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
         return x
-
-
-class LayerCaches:
-    """KV caches of some layers only: indexed as the cache of all layers is, by `[:, layer]`."""
-
-    def __init__(self, caches: dict[int, Tensor]) -> None:
-        self.caches = caches
-
-    def __getitem__(self, place: tuple[slice, int]) -> Tensor | None:
-        return self.caches.get(place[1])
 
 
 def choose_layers(layers: nn.ModuleList) -> list[list[int]]:

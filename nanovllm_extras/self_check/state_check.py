@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
+from nanovllm_extras.execution.state_pool import slot_tensors, with_states
 from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.models.gated_delta import GatedDeltaNet
+from nanovllm_extras.models.layer_inputs import StateMetadata, StateShape
 from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.self_check.comparison import OF_QUANTISED, WIDER, check_rows
 from nanovllm_extras.self_check.networks import kind_of, num_weights, quantised_weight_of
 from nanovllm_extras.self_check.runner_check import ENDS, NEARLY_EQUAL, SelfCheck
 from nanovllm_extras.self_check.steps import draw_vectors
-from nanovllm_extras.states.pool import StateMetadata, StateShape, slot_tensors, with_states
 
 STEPS = [  # (slot written, slot read, computed tokens, new tokens): decodes first, then chunks of prompts
     [(1, 1, 0, 70)],

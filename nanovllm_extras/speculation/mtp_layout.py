@@ -24,10 +24,11 @@ from nanovllm.batch import Batch
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.loader import checkpoint_files
+from nanovllm_extras.execution.state_pool import StatePool
 from nanovllm_extras.models.gated_delta import read_states
+from nanovllm_extras.models.layer_inputs import StateMetadata, StateShape
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.sampling.runner_hooks import Computed
-from nanovllm_extras.states.pool import StateMetadata, StatePool, StateShape
 from nanovllm_extras.states.state_layout import StateLayout
 
 METHOD = "speculative_config['method'] 'mtp'"

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import AttentionMetadata
+from nanovllm_extras.execution.state_pool import with_states
 from nanovllm_extras.execution.step_graphs import MoreInputs
+from nanovllm_extras.models.layer_inputs import StateMetadata
 from nanovllm_extras.records.moves import Moves
-from nanovllm_extras.states.pool import StateMetadata, with_states
 
 
 class StateInputs(MoreInputs):

@@ -14,10 +14,10 @@ from nanovllm.batch import Batch
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.execution.layouts import Layout
-from nanovllm_extras.models.layer_inputs import LayerInputs
+from nanovllm_extras.execution.state_pool import StatePool, with_states
+from nanovllm_extras.models.layer_inputs import LayerInputs, StateCaches, StateShape
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.speculation_options import MAX_DRAFTED_ROWS, read_options
-from nanovllm_extras.states.pool import StateCaches, StatePool, StateShape, with_states
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from labs.learn.predict import Predict, WrongNumber
 from labs.learn.texts import Text
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
-from nanovllm_extras.states.pool import StateShape
+from nanovllm_extras.models.layer_inputs import StateShape
 
 STATE = 18 * (16 * 128 * 128 * 4 + 3 * 6144 * 2)  # bytes
 KV, KV_OF_HYBRID = 28 * 2 * 8 * 128 * 2, 6 * 2 * 2 * 256 * 2  # bytes of a token

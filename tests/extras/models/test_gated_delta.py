@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from nanovllm.batch import offsets
+from nanovllm_extras.execution.state_pool import slot_tensors
 from nanovllm_extras.models.gated_delta import GatedDeltaNet, advance, advance_by_chunks
+from nanovllm_extras.models.layer_inputs import StateMetadata
 from nanovllm_extras.models.qwen3_5 import read_qwen3_5_config
-from nanovllm_extras.states.pool import StateMetadata, slot_tensors
 from tests.extras.models.hybrid_checkpoints import make_config, set_weights_that_matter
 
 theirs = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")

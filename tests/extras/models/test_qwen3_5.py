@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm_extras import LLM, BeamSearchParams, Config, SamplingParams
 from nanovllm_extras.memory.slots import StateStats
 from nanovllm_extras.models.architectures import find_architecture
-from nanovllm_extras.states.pool import StateShape
+from nanovllm_extras.models.layer_inputs import StateShape
 from tests.conftest import every_second
 from tests.extras.failing_request import FailingError, isolating_engine, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import (

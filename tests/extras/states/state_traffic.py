@@ -8,6 +8,7 @@ and so does a block of another prefix.
 import random
 
 from nanovllm_extras.engine.invariants import check_invariants
+from nanovllm_extras.execution.state_pool import find_rounds
 from nanovllm_extras.kv_store.share import name_of_state
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.slots import Slots
@@ -21,7 +22,6 @@ from nanovllm_extras.scheduling.drafter import Drafter
 from nanovllm_extras.scheduling.ordered_queues import fcfs
 from nanovllm_extras.scheduling.roll_back import roll_back
 from nanovllm_extras.scheduling.scheduler import Scheduler, count_places, fork_anytime
-from nanovllm_extras.states.pool import find_rounds
 from tests.extras.fake_store import FakeStore
 
 VOCAB_SIZE = 50

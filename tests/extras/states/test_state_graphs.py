@@ -18,17 +18,18 @@ from nanovllm_extras import Config, SamplingParams
 from nanovllm_extras.execution.forward_graphs import ForwardGraphs
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.input_buffer import InputBuffer
+from nanovllm_extras.execution.state_pool import with_states
 from nanovllm_extras.execution.step_graphs import CudaGraphs, DecodeInputs, graph_sizes, measure_graph_bytes
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.memory.slots import NULL_SLOT
 from nanovllm_extras.models.architectures import find_architecture
+from nanovllm_extras.models.layer_inputs import StateMetadata
 from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.sampling.runner_hooks import ArrivingTokens
 from nanovllm_extras.self_check.state_check import StateCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
 from nanovllm_extras.speculation.mtp_layout import MtpLayout
-from nanovllm_extras.states.pool import StateMetadata, with_states
 from nanovllm_extras.states.state_graphs import StateInputs, needs_rounds
 from nanovllm_extras.states.state_layout import StateLayout
 from tests.extras.cuda import test_core_graphs, test_graphs

@@ -14,14 +14,15 @@ from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.engine.prefix_misses import PrefixMisses
 from nanovllm_extras.engine.watching import Observers
+from nanovllm_extras.execution.state_pool import StatePool
 from nanovllm_extras.execution.transfers import Transfers
 from nanovllm_extras.kv_store.copies import copy_out
 from nanovllm_extras.kv_store.share import name_of_state
+from nanovllm_extras.models.layer_inputs import StateShape
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.records.full_observer import SchedulingStats
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.moves import Moves
-from nanovllm_extras.states.pool import StatePool, StateShape
 from tests.extras.fake_store import FakeStore
 from tests.extras.states.state_traffic import Model, Traffic, make_scheduler
 

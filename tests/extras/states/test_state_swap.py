@@ -8,12 +8,13 @@ import torch
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
+from nanovllm_extras.execution.state_pool import StatePool
 from nanovllm_extras.execution.transfers import Transfers
 from nanovllm_extras.memory.swap_space import SwapSpace
+from nanovllm_extras.models.layer_inputs import StateShape
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.moves import Moves
-from nanovllm_extras.states.pool import StatePool, StateShape
 from tests.extras.states import state_traffic
 
 SHAPE = StateShape(num_layers=3, conv=(3, 10), recurrent=(2, 4, 5))

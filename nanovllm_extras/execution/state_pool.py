@@ -7,56 +7,27 @@ not depend on the sequence's length. Slot 0 is the null slot: rows of padding re
     kind             state    state    state    K and V  state
     its cache        conv[0], conv[1], conv[2], kv[:, 0], conv[3], …        the same for `recurrent`
 
-`memory/slots.py` decides which sequence owns which slot. `StateLayout` passes `StateCaches` to the model.
+`memory/slots.py` decides which sequence owns which slot. `Layout` passes `StateCaches` to the model.
+
+With several ranks, each has its heads of every state, in the same slot as the other ranks. Rank 0 decides which
+sequence owns which slot:
+
+    state of a sequence        rank 0                rank 1
+    recurrent, 4 heads         heads 0, 1            heads 2, 3
+    convolution                channels of q, k and v of these heads
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.memory.slots import NULL_SLOT
+from nanovllm_extras.models.layer_inputs import StateMetadata, StateShape
 from nanovllm_extras.records.moves import Moves
-
-
-@dataclass(frozen=True)
-class StateShape:
-    """The size of one sequence's state. The recurrent state is float32, as small changes add up over many tokens."""
-
-    num_layers: int
-    """Layers that keep a state."""
-    conv: tuple[int, int]
-    """[width - 1, num_channels], in the model's dtype: the newest inputs of the layer's short convolution."""
-    recurrent: tuple[int, int, int] = (0, 0, 0)
-    """[num_heads, key_dim, value_dim] float32. Zeros if layers have only a convolution."""
-    hidden_size: int = 0
-    """The size of the model's hidden state of the newest computed token, if a head needs it (`mtp_layout.py`)."""
-
-    def share_of(self, size: int) -> "StateShape":
-        """Return the shape of one of `size` ranks. Channels and heads are divided by the number of ranks."""
-        (width, num_channels), (num_heads, *dims) = self.conv, self.recurrent
-        conv, recurrent = (width, num_channels // size), (num_heads // size, dims[0], dims[1])
-        return replace(self, conv=conv, recurrent=recurrent)
-
-    def bytes_per_slot(self, dtype: torch.dtype) -> int:
-        """Return the size of one sequence's state in all layers. `dtype` is the model's."""
-        per_layer = math.prod(self.conv) * dtype.itemsize + math.prod(self.recurrent) * torch.float32.itemsize
-        return self.num_layers * per_layer + self.hidden_size * dtype.itemsize
-
-
-@dataclass(frozen=True)
-class StateMetadata(AttentionMetadata):
-    """The metadata of a step, with the slots of each sequence's state."""
-
-    state_slots: Tensor  # [num_seqs] int64, where the state after each chunk is written
-    state_sources: Tensor  # [num_seqs] int64, where the state before it is read: another slot if the chunk is a draft
-    is_first: Tensor  # [num_seqs] bool: the chunk begins its sequence, so it starts from a state of zeros
-    rounds: tuple[Tensor, ...] = ()  # decodes by the round that can compute them; none if no chunk is a draft
 
 
 def slot_tensors(slots: list[int], sources: list[int], device: torch.device | None = None) -> dict[str, Any]:
@@ -91,14 +62,6 @@ def find_rounds(slots: list[int], sources: list[int]) -> list[list[int]]:
             rounds.append([])
         rounds[depth].append(row)
     return rounds
-
-
-class StateCaches(NamedTuple):
-    """All that the layers of a model read and write. A chunk that begins a sequence does not read its old state."""
-
-    kv: Tensor  # the KV cache of the layers with attention
-    conv: Tensor  # [num_state_layers, num_slots + 1, width - 1, num_channels]
-    recurrent: Tensor  # [num_state_layers, num_slots + 1, num_heads, key_dim, value_dim] float32
 
 
 class StatePool:
