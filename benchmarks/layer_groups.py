@@ -14,8 +14,8 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from nanovllm.block_manager import BlockManager
-from nanovllm_extras.kv_groups.equal_blocks import lay_out
-from nanovllm_extras.kv_groups.layer_groups import group_layers
+from nanovllm_extras.execution.equal_blocks import lay_out
+from nanovllm_extras.execution.layer_groups import group_layers
 from nanovllm_extras.memory import block_manager as full
 from nanovllm_extras.memory.kinds import Window
 from nanovllm_extras.models.architectures import find_architecture

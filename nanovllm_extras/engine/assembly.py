@@ -14,9 +14,7 @@ from nanovllm.block_manager import BlockManager as CoreBlockManager
 from nanovllm.config import DTYPES, resolve_dtype
 from nanovllm.scheduler import Scheduler as CoreScheduler
 from nanovllm_extras.execution.full_runner import ModelRunner
-from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.execution.parts import Parts
-from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.compatibility import check_combinations
 from nanovllm_extras.records.full_observer import Observer, SchedulingStats
@@ -28,17 +26,16 @@ if TYPE_CHECKING:
 
 
 def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
-    """Return a runner with kernels, ranks, states, groups or a draft model, and the options as they are possible.
+    """Return a runner with kernels, ranks or a draft model, and the options as they are possible.
 
     The self-check has passed, or was not needed.
     """
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     check_combinations(config, shape)
     config = with_own_cache_dtype(config, shape.dtype)
-    layout = choose_layout(config, shape)
     drafts = config.speculative_config or {}
     if drafts.get("method") == "mtp":
-        from nanovllm_extras.speculation.mtp_layout import check_head
+        from nanovllm_extras.speculation.mtp_head import check_head
 
         check_head(config, folder, shape)
     kind: Callable[..., ModelRunner] = ModelRunner
@@ -50,8 +47,6 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
             from nanovllm_extras.weights.gguf import GgufFile
 
             GgufFile(folder, shape)
-    if layout is not Layout:
-        kind = partial(kind, layout=layout)
     if drafts.get("model") is not None:
         from nanovllm_extras.speculation.draft_needs import measure_draft
 
@@ -61,41 +56,8 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
 
         kind = partial(start, kind)
     runner = kind(config, folder)
-    if len(set(shape.attention_options)) > 1:  # layers with and without a window
-        from nanovllm_extras.kv_groups.layer_groups import describe_tables
-
-        runner.description = describe_tables(config, shape) + runner.description
+    runner.description = runner.layout.describe_tables() + runner.description
     return runner, replace(config, max_num_seqs=runner.config.max_num_seqs)  # fewer, if there is memory for fewer
-
-
-def choose_layout(config: Config, shape: NetworkConfig) -> type[Layout]:
-    """Return what the layers of a network keep for each sequence, and where. shape: of all ranks"""
-    if shape.state_shape is not None:
-        if (config.speculative_config or {}).get("method") == "mtp":
-            from nanovllm_extras.speculation.mtp_layout import MtpLayout
-
-            return MtpLayout
-        from nanovllm_extras.states.state_layout import StateLayout
-
-        return StateLayout
-    has_own_tables = False
-    if len(set(shape.attention_options)) > 1:  # layers with and without a window
-        from nanovllm_extras.kv_groups.layer_groups import has_groups
-
-        has_own_tables = has_groups(config, shape)
-    if has_own_tables and shape.kv_groups:
-        from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
-
-        return EqualBlocksLayout
-    if has_own_tables:
-        from nanovllm_extras.kv_groups.grouped_layout import GroupedLayout
-
-        return GroupedLayout
-    if shape.kv_groups:
-        from nanovllm_extras.kv_groups.shapes_layout import ShapesLayout
-
-        return ShapesLayout
-    return Layout
 
 
 def with_own_cache_dtype(config: Config, checkpoint_dtype: str) -> Config:
@@ -125,17 +87,14 @@ def make_block_manager(parts: Parts, observer: Observer) -> CoreBlockManager:
     from nanovllm_extras.memory.kinds import AllTokens, Window
 
     max_chunk_len = config.long_prefill_token_threshold or parts.max_num_batched_tokens
-    runner = parts.runner
-    has_draft_model = (config.speculative_config or {}).get("model") is not None  # it reads K and V of all tokens
-    held: dict[str, Any] = {"kind": AllTokens()}
-    if (groups := runner.layout.layer_groups) is not None:
-        held |= {"num_groups": groups.num_groups, "other_kind": Window(groups.window, max_chunk_len, parts.block_size)}
-    elif (window := parts.model_config.widest_window) is not None and not has_draft_model:
-        held["kind"] = Window(window, max_chunk_len, parts.block_size)
-    if parts.model_config.state_shape is not None:
+    layout = parts.runner.layout
+    kind, *others = [
+        AllTokens() if window is None else Window(window, max_chunk_len, parts.block_size) for window in layout.windows
+    ]
+    held: dict[str, Any] = {"kind": kind, "num_groups": 1 + len(others), "other_kind": others[0] if others else None}
+    if (pool := layout.pool) is not None:
         from nanovllm_extras.memory.slots import Slots
 
-        pool = runner.layout.pool
         held["states"] = Slots(
             pool.num_slots,
             parts.block_size,
@@ -147,7 +106,8 @@ def make_block_manager(parts: Parts, observer: Observer) -> CoreBlockManager:
     if config.preemption_mode == "swap":
         from nanovllm_extras.memory.swap_space import SwapSpace
 
-        held["swap_space"] = SwapSpace(runner.transfers.num_swap_blocks, runner.transfers.num_swap_slots)
+        transfers = parts.runner.transfers
+        held["swap_space"] = SwapSpace(transfers.num_swap_blocks, transfers.num_swap_slots)
     if parts.kv_store is not None:
         from nanovllm_extras.memory.store_link import StoreLink
 
@@ -157,7 +117,7 @@ def make_block_manager(parts: Parts, observer: Observer) -> CoreBlockManager:
 
 def needs_full_scheduler(parts: Parts) -> bool:
     """Return whether the core's scheduler and block manager lack what the model or an option needs."""
-    config, shape, runner = parts.config, parts.model_config, parts.runner
+    config, layout = parts.config, parts.runner.layout
     return any(
         [
             config.scheduling_policy != "fcfs",
@@ -166,9 +126,8 @@ def needs_full_scheduler(parts: Parts) -> bool:
             config.speculative_config is not None,
             parts.enable_overlap,
             parts.kv_store is not None,
-            shape.state_shape is not None,
-            shape.widest_window is not None,
-            runner.layout.layer_groups is not None,
+            layout.pool is not None,
+            any(window is not None for window in layout.windows),
         ]
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm_extras.execution.step_graphs import MoreInputs
+from nanovllm_extras.execution.graph_inputs import MoreInputs
 
 
 class ForwardGraphs(CudaGraphs):

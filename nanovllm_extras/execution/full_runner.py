@@ -24,10 +24,10 @@ from nanovllm.layers.attention import Attention, TorchAttention
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.execution.alone import Alone, Whole
+from nanovllm_extras.execution.chooser import Chooser
 from nanovllm_extras.execution.device_setup import Device, Unchecked, sample_with
-from nanovllm_extras.execution.layouts import Layout
+from nanovllm_extras.execution.layout import Layout, Network, has_head
 from nanovllm_extras.machine.one_thread import on_one_thread
-from nanovllm_extras.models.layer_inputs import LayerInputs, Network
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.sampling.runner_hooks import (
@@ -80,8 +80,8 @@ class ModelRunner(model_runner.ModelRunner):
     With `has_overlap`, placeholders among the input ids become the tokens of the step before. `max_rows` is the most
     decodes for which CUDA graphs are recorded: by default one for each sequence, and with speculation some drafts.
 
-    layout: what the layers keep, and where; part: the part of the network that this rank has; measure_draft: returns
-    what a draft model will need, which is loaded later; begin_check: begins the self-check, if there is one
+    chooser: chooses what computes; part: the part of the network that this rank has; measure_draft: returns what a
+    draft model will need, which is loaded later; begin_check: begins the self-check, if there is one
     """
 
     config: Config
@@ -92,7 +92,6 @@ class ModelRunner(model_runner.ModelRunner):
     store: "Share | None" = None
     """What saves blocks that a step has filled."""
     step_graphs: "CudaGraphsOfSteps | None" = None  # if there are any, they replace `graphs`
-    layer_inputs = LayerInputs()
     followers: tuple[Follower, ...] = ()
     """What computes the tokens of each step, too, for its own K and V: a draft model, or a head of the model."""
 
@@ -104,7 +103,7 @@ class ModelRunner(model_runner.ModelRunner):
         clock: LapClock | None = None,
         max_rows: int | None = None,
         *,
-        layout: type[Layout] = Layout,
+        chooser: Chooser | None = None,
         part: Whole | None = None,
         measure_draft: MeasureDraft | None = None,
         begin_check: BeginCheck | None = None,
@@ -112,7 +111,7 @@ class ModelRunner(model_runner.ModelRunner):
         self.clock = clock or LapClock()
         self.max_rows = max_rows or most_rows(config)
         self.has_overlap = has_overlap_by_default(config) if has_overlap is None else has_overlap
-        self.make_layout, self.part = layout, part or Whole()
+        self.chooser, self.part = chooser or Chooser(), part or Whole()
         self.measure_draft, self.draft_needs = measure_draft, DraftNeeds()
         self.begin_check = begin_check
         self.draw: Draw = sample_tokens
@@ -125,8 +124,8 @@ class ModelRunner(model_runner.ModelRunner):
         # longer sequences are never computed
         self.whole_shape = replace(self.shape, max_position_embeddings=self.max_model_len)
         self.shape = self.part.share_of(self.whole_shape)
-        self.layout = self.make_layout(config, self.shape)
-        self.backends, self.reasons = self.layout.make_backends(self.device, self.dtype)
+        self.layout = Layout(config, self.shape, self.dtype, self.device)
+        self.backends, self.reasons = self.chooser.make_backends(config, self.shape, self.device, self.dtype)
         self.backend: Any = self.backends[0]
         self.device_setup = self.part.wrap(self.make_device(), self.whole_shape.vocab_size)
         check = self.begin_self_check(self.device_setup)
@@ -139,7 +138,7 @@ class ModelRunner(model_runner.ModelRunner):
                 self.backend.make_fast(self.model, self.max_model_len)
         self.description = self.describe()
         logger.info(self.description)
-        self.kv_caches = self.layout.make_kv_caches(self.backends, self.dtype, self.device)
+        self.kv_caches = self.layout.make_kv_caches(self.backends)
         self.kv_cache = self.kv_caches[0]  # blocks are the same in all of them
         if self.measure_draft is not None:
             self.draft_needs = self.measure_draft(self)
@@ -153,7 +152,6 @@ class ModelRunner(model_runner.ModelRunner):
         )
         self.device_setup.prepare(self)
         # from now on, no layer is replaced by a faster version
-        self.layer_inputs = self.layout.make_layer_inputs(self.kv_caches)
         self.followers = self.layout.make_followers(self.model, self.kv_caches)
         clock.lap("layers")
         with self.device_setup.advice():
@@ -176,7 +174,7 @@ class ModelRunner(model_runner.ModelRunner):
         where = f"{self.device}{threads}, {self.dtype}, blocks of {self.backend.block_size}{self.device_setup.note}"
         names = ", ".join(sorted(pytorch_layers(self.model)))
         layers = f", in PyTorch: {names}" * bool(names)
-        return f"{self.layout.describe(self.whole_shape, self.dtype)}{self.reasons}; {instructions} on {where}{layers}"
+        return f"{self.layout.describe(self.whole_shape)}{self.reasons}; {instructions} on {where}{layers}"
 
     # ---- a step
 
@@ -240,7 +238,7 @@ class ModelRunner(model_runner.ModelRunner):
 
     def forward(self, batch: Batch) -> Tensor:
         """Run the model on a batch, which is on the device -> [num_tokens, hidden_size]"""
-        inputs = self.layer_inputs.of(batch.metadata, self.kv_cache.tensor)
+        inputs = self.layout.inputs_of(batch.metadata, self.kv_cache.tensor)
         return self.model(batch.input_ids, batch.positions, *inputs)
 
     def sample_step(self, computed: Computed) -> SampledTokens:
@@ -299,11 +297,11 @@ class ModelRunner(model_runner.ModelRunner):
             from nanovllm_extras.weights.headless import with_stored_head
 
             shape = with_stored_head(shape, self.folder)
-        return model_class, self.make_layout.network_of(shape)
+        return model_class, replace(shape, has_mtp=True) if has_head(self.config) else shape
 
     def make_device(self) -> Device:
         """Return the device setup. Raises ValueError if `enable_cuda_graphs=True` and the device is not CUDA."""
-        return self.layout.make_device(self)
+        return self.chooser.make_device(self)
 
     @property
     def slowest_backend(self) -> Any:
@@ -313,7 +311,7 @@ class ModelRunner(model_runner.ModelRunner):
     def begin_self_check(self, kind: Device) -> Unchecked:
         """Return the comparison of what computes with PyTorch's layers, which need none."""
         is_plain = type(self.backend) is TorchAttention and kind.draw is None
-        if self.begin_check is None or not self.layout.is_checked or is_plain:
+        if self.begin_check is None or self.shape.kv_groups or is_plain:
             return Unchecked()
         return self.begin_check(self, kind)
 
@@ -333,8 +331,8 @@ class ModelRunner(model_runner.ModelRunner):
 
     @property
     def backend_of_layers(self) -> Any:
-        """What the network is made with: the attention backend, or one for each shape of K and V (`kv_groups/`)."""
-        return self.layout.backend_of_layers(self.backends)
+        """What the network is made with: the attention backend, or one for each shape of K and V."""
+        return self.backends if self.shape.kv_groups else self.backend
 
     def load_network(self) -> Qwen3ForCausalLM:
         """Return the whole network on the device, with its weights."""
@@ -354,16 +352,22 @@ class ModelRunner(model_runner.ModelRunner):
     @property
     def network(self) -> Network:
         """The model, for CUDA graphs."""
-        return Network(self.model, self.layer_inputs)
+        return Network(self.model, self.layout)
 
     @property
     def more_inputs(self) -> Any:
-        """What rows of decodes have beside one slot and one block table: a `MoreInputs` (`step_graphs.py`), or None."""
+        """What rows of decodes have in CUDA graphs beside one slot and one block table: a `MoreInputs`, or None."""
         return self.layout.more_inputs(self.model)
 
     def make_graphs(self) -> CudaGraphs:
         """Return the core's graphs of the forward pass of decodes; `choose_graphs` has decided that there are some."""
-        return self.layout.make_graphs(self.network, self.kv_cache.tensor, *self.largest_decode, self.more_inputs)
+        network: Any = self.network
+        arguments, more = (network, self.kv_cache.tensor, *self.largest_decode), self.more_inputs
+        if more is None:
+            return CudaGraphs(*arguments)
+        from nanovllm_extras.execution.forward_graphs import ForwardGraphs
+
+        return ForwardGraphs(*arguments, more=more)
 
     @property
     def num_swap_blocks(self) -> int:
@@ -402,7 +406,7 @@ class ModelRunner(model_runner.ModelRunner):
     def bytes_per_block(self) -> int:
         """The size of one block, in each group of layers, and in the draft model."""
         of_model = sum([cache.bytes_per_block for cache in self.kv_caches])
-        return of_model * self.layout.num_tables + self.draft_needs.bytes_per_block
+        return of_model * self.layout.layers.num_tables + self.draft_needs.bytes_per_block
 
     @property
     def memory_knob(self) -> str:

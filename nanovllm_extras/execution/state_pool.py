@@ -17,6 +17,7 @@ sequence owns which slot:
     convolution                channels of q, k and v of these heads
 """
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +28,11 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm_extras.memory.slots import NULL_SLOT
 from nanovllm_extras.models.layer_inputs import StateMetadata, StateShape
+from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.speculation_options import MAX_DRAFTED_ROWS, read_options
 from nanovllm_extras.records.moves import Moves
+
+logger = logging.getLogger(__name__)
 
 
 def slot_tensors(slots: list[int], sources: list[int], device: torch.device | None = None) -> dict[str, Any]:
@@ -109,3 +114,52 @@ class StatePool:
         """Copy the state of one slot to another."""
         for states in self.states:
             states[:, destination] = states[:, source]
+
+
+# ---- memory
+
+
+def divide_memory(pool: StatePool, runner: Any) -> int:
+    """Return the number of blocks, and set the number of slots: for sequences that may run, snapshots and drafts.
+
+    Unless the number of blocks is configured, at most half of the memory is for states. If this is too little for
+    `max_num_seqs` states, fewer sequences run at the same time.
+    """
+    config = runner.config
+    most_slots = config.max_num_seqs * (2 if config.enable_prefix_caching else 1) + num_draft_slots(config)
+    if config.num_kv_blocks is not None:
+        num_blocks: int = config.num_kv_blocks
+        pool.num_slots = most_slots
+    else:
+        num_blocks = divide_bytes(pool, runner, most_slots)
+    logger.info(pool.describe())  # before they are allocated, which may fail
+    return num_blocks
+
+
+def divide_bytes(pool: StatePool, runner: Any, most_slots: int) -> int:
+    """Divide the memory of the KV cache as `divide_memory` does."""
+    config, given, size = runner.config, runner.config.kv_cache_memory_bytes, pool.bytes_per_slot
+    num_bytes = runner.free_bytes() if given is None else given
+    pool.num_slots = min(most_slots, num_bytes // 2 // size - 1)  # one more is the null slot
+    if pool.num_slots < 1:
+        raise ValueError(f"{num_bytes} bytes are left for K, V and states, but states need half of it, and their "
+                         f"least size, two slots, takes {2 * size}: raise {runner.memory_knob}")  # fmt: skip
+    max_num_seqs = min(config.max_num_seqs, pool.num_slots)
+    if max_num_seqs < config.max_num_seqs:
+        logger.info("max_num_seqs is %d instead of %d: a state takes %d bytes, and %d bytes are for states, half "
+                    "of the memory of the KV cache", max_num_seqs, config.max_num_seqs, size,
+                    num_bytes // 2)  # fmt: skip
+    left = num_bytes - pool.num_bytes
+    runner.config = replace(config, max_num_seqs=max_num_seqs, kv_cache_memory_bytes=left)
+    num_blocks: int = runner.count_blocks()
+    if given is not None:  # the prefix cache may keep more than what runs
+        return num_blocks
+    return min(num_blocks, max_num_seqs * -(-runner.max_model_len // runner.backend.block_size))
+
+
+def num_draft_slots(config: Config) -> int:
+    """Return for how many drafts of a step there are slots in addition to those of sequences and snapshots."""
+    if config.speculative_config is None:
+        return 0
+    most: int = read_options(config.speculative_config).num_speculative_tokens
+    return min(config.max_num_seqs * most, MAX_DRAFTED_ROWS)

@@ -20,7 +20,7 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeVar
@@ -31,6 +31,7 @@ import torch
 
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
+from nanovllm_extras.execution.graph_inputs import MoreInputs
 from nanovllm_extras.execution.input_buffer import InputBuffer
 from nanovllm_extras.models.layer_inputs import Network
 from nanovllm_extras.options.all_options import Config
@@ -59,35 +60,6 @@ OF_SAMPLING = ("uniforms", "top_k", "temperatures", "top_p", "min_p")
 OWNERS = {**dict.fromkeys(OF_ATTENTION, "metadata"), **dict.fromkeys(OF_SAMPLING, "sampling")}
 NO_DRAW_KERNEL = "without triton, drawing tokens makes the host wait"
 OFF = {"uniforms": 0, "top_k": 0, "top_p": 1, "min_p": 0}  # for batches in which no row asks for it
-
-
-class MoreInputs:
-    """What rows have beside one slot and one block table. A runner makes a subclass if its model needs more."""
-
-    dtypes: Mapping[str, np.dtype] = {}
-    """More columns, after `COLUMNS`. One of single bytes must be the last."""
-    padding: Mapping[str, int] = {}
-    """The value of each of these columns in rows of padding, unless it is 0."""
-    num_tables = 0
-    """More block tables of each row."""
-
-    def values_of(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return the values of the columns for `batch`, on the host: [num_seqs] each"""
-        return {}
-
-    def tables_of(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Return the other block tables of `batch`, on the host: [num_seqs, max_num_blocks] each"""
-        return ()
-
-    def add_to(
-        self, metadata: AttentionMetadata, columns: dict[str, torch.Tensor], tables: list[torch.Tensor]
-    ) -> AttentionMetadata:
-        """Return `metadata` with these columns and block tables, as the model takes it."""
-        return metadata
-
-    def can_replay(self, batch: Batch) -> bool:
-        """Return whether a graph can compute `batch`, which has only decodes."""
-        return True
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def facts_of(runner: Runner, has_digest: bool) -> dict[str, object]:
         "ranks": config.tensor_parallel_size,
         "max_model_len": runner.max_model_len,  # some rope types depend on it
     }
-    blocks = getattr(runner.layout, "block_layout", None)  # of equal blocks for K and V of two shapes
+    blocks = runner.layout.layers.block_layout  # of equal blocks for K and V of two shapes
     if blocks is not None:
         facts["layout"] = repr(blocks)
     return facts | {"digest": digest_model(runner.folder, config.load_format)} if has_digest else facts

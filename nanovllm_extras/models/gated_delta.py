@@ -118,7 +118,7 @@ class GatedDeltaNet(nn.Module):
     There may be more heads of values than of keys: each head of the keys then serves several of them.
     """
 
-    needs_rounds = True  # drafts are computed in rounds, which the host finds (`states/state_graphs.py`)
+    needs_rounds = True  # drafts are computed in rounds, which the host finds (`execution/graph_inputs.py`)
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -5,7 +5,7 @@
 
 As in Gemma 3, most layers see a window only, and each kind of layer has rotary positions of its own. New are:
 
-    groups of K and V     Layers that see all tokens have larger heads, so K and V have two shapes (`kv_groups/`).
+    groups of K and V     Layers that see all tokens have larger heads, so K and V have two shapes (`groups.py`).
     shared K and V        The last layers attend to the K and V of the last earlier layer of their kind.
     K as V                In large models, the projection of the keys gives the values too, in layers that see all.
     per-layer embeddings  Each layer adds what depends on its own embedding e of the token, and on the input x.
@@ -51,7 +51,7 @@ class Gemma4Model(DecoderModel):
 
     def __init__(self, config: Gemma4Config, backend: Any, layer_class: LayerClass) -> None:
         super().__init__(config, backend, layer_class)
-        self.layer_types, self.kv_places = config.layer_types, config.kv_places
+        self.layer_types = config.layer_types
         self.hidden_size, self.size = config.hidden_size, config.hidden_size_per_layer_input
         for name, kind, rope in (("rotary", FULL, config.rope), ("local_rotary", SLIDING, config.local_rope)):
             if kind in config.layer_types:
@@ -65,17 +65,17 @@ class Gemma4Model(DecoderModel):
             self.per_layer_projection_norm = OnceRoundedRMSNorm(self.size, config.rms_norm_eps)
         self.norm = OnceRoundedRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(  # its layers have caches of two shapes
-        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: tuple[Tensor, ...]
+    def forward(  # its layers have angles of two kinds
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_cache: Any
     ) -> Tensor:
         x = scaled(self.embed_tokens(input_ids), self.hidden_size)  # [num_tokens, hidden_size]
         own = self.own_embeddings(input_ids, x) if self.size else [None] * len(self.layers)
         angles = {FULL: self.rotary(positions, x.dtype)}
         if SLIDING in self.layer_types:
             angles[SLIDING] = self.local_rotary(positions, x.dtype)
-        for i, (layer, kind, place) in enumerate(zip(self.layers, self.layer_types, self.kv_places, strict=True)):
+        for i, (layer, kind) in enumerate(zip(self.layers, self.layer_types, strict=True)):
             cos, sin = angles[kind]  # [num_tokens, 1, head_dim / 2] each
-            x = layer(x, own[i], cos, sin, kv_caches[place.group][:, place.layer], metadata_of(metadata, i))
+            x = layer(x, own[i], cos, sin, kv_cache[:, i], metadata_of(metadata, i))
         return self.norm(x)  # [num_tokens, hidden_size]
 
     def own_embeddings(self, input_ids: Tensor, x: Tensor) -> Tensor:

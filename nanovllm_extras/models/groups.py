@@ -12,8 +12,7 @@ tensor, so the scheduler and the block manager do not depend on shapes. Otherwis
 
     block 7 of a sequence is g0[:, :, 7] and g1[:, :, 7]
 
-A layer that attends to the K and V of an earlier layer owns no memory. `ShapesLayout` makes the caches and passes
-their tensors to the model.
+A layer that attends to the K and V of an earlier layer owns no memory. `CachedLayers` makes the caches (`execution/`).
 """
 
 from dataclasses import dataclass

@@ -76,27 +76,3 @@ class StateCaches(NamedTuple):
     kv: Any  # the KV cache of the layers with attention: a tensor, or `LayerCaches`
     conv: Tensor  # [num_state_layers, num_slots + 1, width - 1, num_channels]
     recurrent: Tensor  # [num_state_layers, num_slots + 1, num_heads, key_dim, value_dim] float32
-
-
-# ---- who makes them
-
-
-class LayerInputs:
-    """The same metadata and the same KV cache for all layers."""
-
-    def of(self, metadata: AttentionMetadata, kv_cache: Tensor) -> tuple[Any, Any]:
-        """Return the last two arguments of the model: metadata, or a list with those of each layer, and KV caches."""
-        return metadata, kv_cache
-
-
-class Network:
-    """A model that takes the metadata of a step and the tensor of the KV cache, whatever its layers read."""
-
-    def __init__(self, model: Any, inputs: LayerInputs) -> None:
-        self._model, self._inputs = model, inputs
-        self.compute_logits = model.compute_logits
-
-    def __call__(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
-        """Run the model -> [num_tokens, hidden_size]"""
-        hidden: Tensor = self._model(input_ids, positions, *self._inputs.of(metadata, kv_cache))
-        return hidden

@@ -110,7 +110,7 @@ def read_intermediate_size(raw: RawConfig, size: int) -> int:
 class ShortConv(nn.Module):
     """The mixer of most layers."""
 
-    needs_rounds = True  # drafts are computed in rounds, which the host finds (`states/state_graphs.py`)
+    needs_rounds = True  # drafts are computed in rounds, which the host finds (`execution/graph_inputs.py`)
 
     def __init__(self, config: Lfm2Config) -> None:
         super().__init__()

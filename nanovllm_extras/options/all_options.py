@@ -58,7 +58,7 @@ class Config(config.Config):
     only at the ends of prompts and where prompts branch (`memory/slots.py`)."""
     disable_hybrid_kv_cache_manager: bool = checked(False, check_bool)
     """Whether all layers share one block table, even if some see a window and others all tokens; otherwise each group
-    of them has its own, and gives back blocks behind the window (`kv_groups/layer_groups.py`)."""
+    of them has its own, and gives back blocks behind the window (`execution/layer_groups.py`)."""
     explain_prefix_misses: bool = checked(False, check_bool)
     """Whether metrics say why prompt tokens were not in the prefix cache; it remembers evicted blocks."""
     check_invariants: bool = checked(False, check_bool)

@@ -31,7 +31,6 @@ from nanovllm_extras.execution.full_runner import (
     has_overlap_by_default,
     most_rows,
 )
-from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.speculation_options import read_options
@@ -71,16 +70,12 @@ class Plan(NamedTuple):
 
 
 def start_ranks(
-    config: Config,
-    folder: Path,
-    layout: type[Layout] = Layout,
-    measure_draft: MeasureDraft | None = None,
-    begin_check: BeginCheck | None = None,
+    config: Config, folder: Path, measure_draft: MeasureDraft | None = None, begin_check: BeginCheck | None = None
 ) -> ModelRunner:
     """Start all ranks, and return the runner of rank 0. Raises ValueError, before a process starts, if it cannot.
 
-    layout: what the layers keep. `worker.py` chooses the same one for the other ranks. measure_draft: returns what a
-    draft model will need, which only rank 0 loads; begin_check: begins the self-check of rank 0
+    measure_draft: returns what a draft model will need, which only rank 0 loads; begin_check: begins the self-check of
+    rank 0
     """
     check_nodes(config)
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
@@ -96,7 +91,7 @@ def start_ranks(
     if config.node_rank:
         run_node(config)
     with private_folder() if config.nnodes == 1 else nullcontext("") as private:
-        runner, driver = start_all(config, shape, private, layout, measure_draft, begin_check)
+        runner, driver = start_all(config, shape, private, measure_draft, begin_check)
     runner.ranks = driver
     return runner
 
@@ -110,7 +105,6 @@ def start_all(
     config: Config,
     shape: NetworkConfig,
     private: str,
-    layout: type[Layout],
     measure_draft: MeasureDraft | None,
     begin_check: BeginCheck | None,
 ) -> tuple[ModelRunner, Driver]:
@@ -134,7 +128,7 @@ def start_all(
         clock.lap("ranks")
         part = RankPart(communicator, has_overlap, peers.check)
         arguments = (config, Path(config.model), has_overlap, clock)
-        runner = ModelRunner(*arguments, layout=layout, part=part, measure_draft=measure_draft, begin_check=begin_check)
+        runner = ModelRunner(*arguments, part=part, measure_draft=measure_draft, begin_check=begin_check)
         peers.wait_until_ready()
     except BaseException as error:
         peers.stop()
@@ -147,20 +141,15 @@ def start_all(
     return runner, Driver(runner, peers, communicator)
 
 
-def start_worker(
-    plan: Plan, host: str | None, choose_layout: Callable[[Config, NetworkConfig], type[Layout]]
-) -> tuple[ModelRunner, Communicator]:
+def start_worker(plan: Plan, host: str | None) -> tuple[ModelRunner, Communicator]:
     """Start a rank above 0. `host` is this machine's address for the others; None is machine 0's."""
     config, meeting = Config(**plan.config), Meeting(*plan.meeting)
     _, shape = read_model_config(Path(config.model), config.hf_overrides, config.max_model_len)
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
     communicator = connect(meeting, plan.rank, config.tensor_parallel_size, device, dtype, None, host)
     part = RankPart(communicator, plan.hears_tokens)
-    layout = choose_layout(config, shape)
     # ranks above 0 need no token of the step before, so nothing overlaps
-    runner = ModelRunner(
-        config, Path(config.model), False, max_rows=plan.max_rows, layout=layout, part=part, begin_check=begin
-    )
+    runner = ModelRunner(config, Path(config.model), False, max_rows=plan.max_rows, part=part, begin_check=begin)
     return runner, communicator
 
 

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from nanovllm_extras.engine.assembly import choose_layout
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm_extras.parallel.messages import (
@@ -38,7 +37,7 @@ def work(
     try:
         plan = Plan(*receive_json(driver))
         host = None if driver.family == socket.AF_UNIX else driver.getsockname()[0]
-        runner, communicator = start_worker(plan, host, choose_layout)
+        runner, communicator = start_worker(plan, host)
         on_ready()
         send_json(driver, {"ready": True})
         serve(runner, communicator, driver, at_exit)

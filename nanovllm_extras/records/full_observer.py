@@ -45,7 +45,7 @@ class Observer(observer.Observer):
         by_tier: the name of each tier that had blocks -> the ids of the blocks that are filled.
         """
 
-    # Blocks in groups of layers with a window (`kv_groups/`). The core's events are about group 0, which sees all
+    # Blocks in groups of layers with a window (`layer_groups.py`). The core's events are about group 0, which sees all
     # tokens. A sequence has a block table for each of the groups 1 …; entries that no event names are null blocks.
 
     def on_take_in_group(self, seq: Sequence, group: int, place: int, block_id: int, is_evicted: bool) -> None:

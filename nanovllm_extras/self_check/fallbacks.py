@@ -53,9 +53,9 @@ def ways_to_compute(config: Config) -> list[Way]:
         if not config.enforce_eager:
             ways.append(Way("C kernels for attention only", kernels))
     else:
-        from nanovllm_extras.self_check.core_on_cuda import CoreLayout
+        from nanovllm_extras.self_check.core_on_cuda import CoreChooser
 
-        core = partial(ModelRunner, layout=CoreLayout)
+        core = partial(ModelRunner, chooser=CoreChooser())
         ways = [Way("fused kernels", {})]
         may_have_graphs = not config.enforce_eager and config.enable_cuda_graphs is None
         if may_have_graphs:

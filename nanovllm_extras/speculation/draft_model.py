@@ -4,7 +4,7 @@ The small model has a KV cache of its own, with as many blocks of the same size,
 that holds a token's K and V in one cache holds them in the other. So prefix hits, forks and preemption need no second
 bookkeeping. It only has to compute each token that the large model computes, in the same step (`follow`); what it
 computed while it proposed is among these tokens once more. The large model may have recurrent states or several KV
-caches, too. If it has windows, all layers have one block table, whose blocks are kept (`assembly.py`).
+caches, too. If it has windows, all layers have one block table, whose blocks are kept (`why_one_table`).
 
     the step runs   t6                    large model and small model; t7 is drawn
     proposals       t7 -> d1 -> d2        small model, a step for each draft
@@ -136,6 +136,7 @@ def find_and_check(runner: ModelRunner, options: Speculation, num_kv_blocks: int
         num_kv_blocks=num_kv_blocks,
         enable_overlap=runner.has_overlap,  # then there are placeholders
         speculative_config=None,
+        disable_hybrid_kv_cache_manager=True,  # it reads the one block table of the large model
         tensor_parallel_size=1,  # it is whole, on rank 0, which has the scheduler
         nnodes=1,
     )

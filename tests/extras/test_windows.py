@@ -7,12 +7,17 @@ each position that its next token sees.
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from nanovllm_extras import Config
 from nanovllm_extras.engine.assembly import make_block_manager
+from nanovllm_extras.execution.layout import Layout
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.kinds import AllTokens, Window
+from nanovllm_extras.models.masking import AttentionOptions
+from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.records.full_observer import Observer
 from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run, serve_behind_a_shared_window
@@ -40,24 +45,20 @@ TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(60))
     ("window", "overlap", "speculation", "max_held"),
     [
         (None, True, None, None),
-        (None, False, {}, None),
+        (None, False, {"method": "ngram"}, None),
         (5, False, None, 6),
         (5, True, None, 6),
-        (5, False, {}, 6),
+        (5, False, {"method": "ngram"}, 6),
         (5, False, {"model": "a draft model, which sees all tokens"}, None),
     ],
 )
 def test_a_model_with_a_layer_that_sees_all_keeps_all_blocks(window, overlap, speculation, max_held):
+    config = Config("model", speculative_config=speculation and {**speculation, "num_speculative_tokens": 2})
+    options = (AttentionOptions(window=window),) * 2
+    shape = NetworkConfig(100, 64, 96, 2, 4, 2, 32, attention_options=options, widest_window=window)
     parts = SimpleNamespace(
-        config=SimpleNamespace(
-            enable_prefix_caching=True,
-            long_prefill_token_threshold=0,
-            preemption_mode="recompute",
-            scheduling_policy="fcfs",
-            speculative_config=speculation,
-        ),
-        model_config=SimpleNamespace(widest_window=window, state_shape=None),
-        runner=SimpleNamespace(layout=SimpleNamespace(layer_groups=None)),
+        config=config,
+        runner=SimpleNamespace(layout=Layout(config, shape, torch.float32, torch.device("cpu"))),
         enable_overlap=overlap,
         max_num_batched_tokens=16,
         num_kv_blocks=8,

@@ -13,9 +13,9 @@ import torch
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm_extras import BeamSearchParams, Config, LLMEngine, SamplingParams
 from nanovllm_extras.execution import cuda_startup as startup
+from nanovllm_extras.execution.chooser import Chooser
 from nanovllm_extras.execution.cuda_startup import CudaDevice
 from nanovllm_extras.execution.full_runner import ModelRunner
-from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.execution.step_graphs import choose_graphs
 from tests.conftest import every_second
 from tests.extras.cuda.test_graphs import CONFIGURATIONS, serve
@@ -67,13 +67,19 @@ def recorded(monkeypatch):
     return made
 
 
+def make_backends(kind, block_size):
+    """Replaces `Chooser.make_backends`: a backend of `kind` for each shape of K and V."""
+
+    def make(chooser, config, shape, device, dtype):
+        sizes = [(one.num_kv_heads, one.head_dim) for one in shape.kv_groups]
+        sizes = sizes or [(shape.num_key_value_heads, shape.head_dim)]
+        return tuple(kind(shape.num_attention_heads, *size, block_size) for size in sizes), "as on CUDA"
+
+    return make
+
+
 def make_engine(monkeypatch, folder, has_graphs, max_num_seqs=6, **options):
     """An engine without Triton, as on CUDA with flash-attn."""
-
-    def make_backends(layout, device, dtype):
-        shape = layout.shape
-        sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, block_size)
-        return (GatherAttention(*sizes),), "as on CUDA"
 
     def make_device(runner):
         return CudaDevice(
@@ -85,7 +91,7 @@ def make_engine(monkeypatch, folder, has_graphs, max_num_seqs=6, **options):
 
     block_size = options.pop("block_size", 16)
     with monkeypatch.context() as patch:
-        patch.setattr(Layout, "make_backends", make_backends)
+        patch.setattr(Chooser, "make_backends", make_backends(GatherAttention, block_size))
         patch.setattr(ModelRunner, "make_device", make_device)
         patch.setattr(startup, "choose_graphs", choose)
         options = {"enable_cuda_graphs": None if has_graphs else False, "num_kv_blocks": 200, **options}

@@ -25,7 +25,7 @@ from nanovllm_extras.execution.cuda_warm_up import warm_up
 from nanovllm_extras.execution.device_setup import Device
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.input_buffer import InputBuffer
-from nanovllm_extras.execution.layouts import Layout
+from nanovllm_extras.execution.layout import Layout
 from nanovllm_extras.execution.step_graphs import CudaGraphs, StepSizes
 from nanovllm_extras.execution.transfers import Transfers
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
@@ -193,7 +193,7 @@ def make_runner(backend, has_fast_layers, quantization=None):
     runner = ModelRunner.__new__(ModelRunner)
     runner.model, runner.backend, runner.kv_cache, runner.draw = model, backend, kv_cache, sample_tokens
     runner.device, runner.graphs, runner.has_overlap = META, None, True
-    runner.layout = Layout(Config("model"), SHAPE)
+    runner.layout = Layout(Config("model"), SHAPE, torch.bfloat16, META)
     buffer = InputBuffer(META, 1 << 20)
     runner.device_setup = OneCopy(buffer)
     runner.transfers, runner.shape, runner.dtype = Transfers([kv_cache]), SHAPE, torch.bfloat16

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nanovllm_extras import Config
-from nanovllm_extras.kv_groups.equal_blocks import LONG, lay_out
-from nanovllm_extras.kv_groups.equal_blocks_layout import slots_of_pieces
-from nanovllm_extras.kv_groups.layer_groups import describe_tables, group_layers, why_one_table
+from nanovllm_extras.execution.cached_layers import slots_of_pieces
+from nanovllm_extras.execution.equal_blocks import LONG, lay_out
+from nanovllm_extras.execution.layer_groups import describe_tables, group_layers, why_one_table
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.models.groups import KVGroup
 from nanovllm_extras.models.masking import AttentionOptions

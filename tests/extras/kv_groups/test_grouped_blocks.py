@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from nanovllm_extras.engine.invariants import check_invariants
-from nanovllm_extras.kv_groups.layer_groups import LayerGroups, LayerPlace, group_layers
+from nanovllm_extras.execution.layer_groups import LayerGroups, LayerPlace, group_layers
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
 from tests.conftest import examples

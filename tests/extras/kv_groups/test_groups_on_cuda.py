@@ -19,22 +19,20 @@ from nanovllm.batch import build_batch
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.scheduler import make_step
 from nanovllm_extras import Config, LLMEngine, SamplingParams
+from nanovllm_extras.execution.chooser import Chooser
 from nanovllm_extras.execution.forward_graphs import ForwardGraphs
 from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.graph_inputs import MoreInputs
 from nanovllm_extras.execution.input_buffer import InputBuffer
-from nanovllm_extras.execution.layouts import Layout
+from nanovllm_extras.execution.layout import Layout
 from nanovllm_extras.execution.step_graphs import CudaGraphs, DecodeInputs, choose_graphs
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
-from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
-from nanovllm_extras.kv_groups.grouped_graphs import WindowInputs
-from nanovllm_extras.kv_groups.grouped_layout import LayersOfBlocks
-from nanovllm_extras.kv_groups.shapes_layout import ShapesLayout
 from nanovllm_extras.memory.grouped_tables import GroupedBlockTables, GroupedMetadata
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.self_check.runner_check import SelfCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
 from tests.extras.cuda import test_core_graphs, test_graphs
-from tests.extras.cuda.test_core_graphs import recorded  # noqa: F401 (a fixture)
+from tests.extras.cuda.test_core_graphs import make_backends, recorded  # noqa: F401 (the latter is a fixture)
 from tests.extras.cuda.test_host_waits import (  # kernels is a fixture
     META,
     DeviceCheck,
@@ -73,21 +71,8 @@ def cases(*default):
             yield pytest.param(name, engine, marks=[] if (name, engine) in default else [pytest.mark.slow])
 
 
-def make_backends(kind, block_size):
-    """Replaces `make_backends` of layouts: a backend of `kind` for each shape of K and V."""
-
-    def make(layout, device, dtype):
-        shape = layout.shape
-        sizes = [(one.num_kv_heads, one.head_dim) for one in shape.kv_groups]
-        sizes = sizes or [(shape.num_key_value_heads, shape.head_dim)]
-        return tuple(kind(shape.num_attention_heads, *size, block_size) for size in sizes), "as on CUDA"
-
-    return make
-
-
 def replace_backends(monkeypatch, kind, block_size):
-    for layout in (Layout, ShapesLayout, EqualBlocksLayout):
-        monkeypatch.setattr(layout, "make_backends", make_backends(kind, block_size))
+    monkeypatch.setattr(Chooser, "make_backends", make_backends(kind, block_size))
 
 
 def check_tokens(engine, prompts, expected, max_tokens=MAX_TOKENS):
@@ -135,7 +120,7 @@ def grouped_batch(num_seqs, num_windows, seed):
 
 @pytest.mark.parametrize("num_windows", [1, 3])
 def test_slots_and_tables_of_all_groups_arrive_in_their_places(num_windows):
-    inputs = DecodeInputs(13, 9, CPU, WindowInputs(num_windows))
+    inputs = DecodeInputs(13, 9, CPU, MoreInputs(num_windows))
     static = {size: inputs.batch(size).metadata for size in (1, 5, 13)}  # as a graph keeps them
     for seed, (num_seqs, size) in enumerate([(13, 13), (3, 5), (1, 1), (5, 5), (2, 13), (12, 13)]):
         batch = grouped_batch(num_seqs, num_windows, seed)
@@ -209,7 +194,6 @@ def test_an_eager_step_is_one_copy_and_no_wait(grouped):
     places = runner.layout.layer_groups.places
     runner.model, runner.kv_cache = FakeModel(len(places), seen), engine.runner.kv_cache
     runner.device_setup, runner.draw = OneCopy(buffer), lambda logits, *_: logits[:, 0].long()
-    runner.layer_inputs = runner.layout.make_layer_inputs([runner.kv_cache])
     for batch in batches:
         with DeviceCheck(buffer) as check:
             compute_eagerly(runner, batch)
@@ -233,17 +217,17 @@ def test_steps_over_equal_blocks_do_not_wait(grouped, kernels):  # noqa: F811
     engine, batches = run_on_host(grouped.of("gemma4_e2b")[0])
     runner, buffer = ModelRunner.__new__(ModelRunner), InputBuffer(META, 1 << 16)
     runner.config, runner.shape, runner.dtype = engine.runner.config, engine.runner.shape, torch.bfloat16
-    runner.device, runner.graphs, runner.layout = META, None, EqualBlocksLayout(runner.config, runner.shape)
-    runner.backends, _ = make_backends(TritonAttention, 16)(runner.layout, META, torch.bfloat16)
+    runner.device, runner.graphs = META, None
+    runner.layout = Layout(runner.config, runner.shape, torch.bfloat16, META)
+    runner.backends, _ = make_backends(TritonAttention, 16)(None, runner.config, runner.shape, META, torch.bfloat16)
     runner.backend = runner.backends[0]
     with META:
         runner.model = engine.runner.model_class(runner.shape, runner.backends).to(torch.bfloat16)
     for rotary in (runner.model.model.rotary, runner.model.model.local_rotary):
         rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # the first call moves its table
-    (runner.kv_cache,) = runner.layout.make_kv_caches(runner.backends, runner.dtype, META)
+    (runner.kv_cache,) = runner.layout.make_kv_caches(runner.backends)
     runner.kv_cache.allocate(30)
     runner.device_setup, runner.draw = OneCopy(buffer), sample_tokens
-    runner.layer_inputs = runner.layout.make_layer_inputs([runner.kv_cache])
     for batch in batches:
         with DeviceCheck(buffer) as check:
             compute_eagerly(runner, batch)
@@ -273,7 +257,6 @@ class FakeModel(torch.nn.Module):
         self.model.layers = torch.nn.ModuleList(FakeLayer(seen) for _ in range(num_layers))
 
     def forward(self, input_ids, positions, metadata, kv_cache):
-        assert type(kv_cache) is LayersOfBlocks
         for i, layer in enumerate(self.model.layers):
             layer(kv_cache[:, i], metadata[i])
         return input_ids[:, None].float()
@@ -287,8 +270,7 @@ class FakeModel(torch.nn.Module):
 
 def gather(monkeypatch, block_size):
     """Let layers with K and V of two shapes attend as the others do in these tests."""
-    for layout in (ShapesLayout, EqualBlocksLayout):
-        monkeypatch.setattr(layout, "make_backends", make_backends(test_core_graphs.GatherAttention, block_size))
+    replace_backends(monkeypatch, test_core_graphs.GatherAttention, block_size)
 
 
 REPLAYED = [("smollm3", "overlap, chunked prefill"), ("gemma4_e2b", "overlap, chunked prefill")]
@@ -353,7 +335,7 @@ def test_graphs_of_one_table_read_the_caches_of_both_shapes(grouped, monkeypatch
         _, replaying = test_graphs.make_engines(monkeypatch, folder, max_num_seqs=5, **options)
     else:
         replaying = test_core_graphs.make_engine(monkeypatch, folder, True, max_num_seqs=5, **options)
-    assert type(replaying.runner.layout) is ShapesLayout
+    assert len(replaying.runner.kv_caches) == 2
     for i, prompt in enumerate(prompts):
         replaying.add_request(str(i), prompt, greedy(MAX_TOKENS))
     found = tokens_of(run(replaying))
@@ -381,7 +363,7 @@ def test_a_replay_of_the_forward_pass_reads_the_buffers_of_all_groups(recorded):
         columns = [column for one in metadata.of_groups() for column in (one.slot_mapping, one.block_tables[:, 0])]
         return torch.stack(columns, dim=1)
 
-    graphs = ForwardGraphs(model, torch.zeros(1), 6, 9, WindowInputs(3))
+    graphs = ForwardGraphs(model, torch.zeros(1), 6, 9, MoreInputs(3))
     graphs.record_all()
     for seed, num_seqs in enumerate((6, 3, 4, 1, 5)):
         batch = grouped_batch(num_seqs, 3, seed)

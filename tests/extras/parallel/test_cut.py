@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras import LLM, Config
 from nanovllm_extras.execution.full_runner import ModelRunner
-from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.parallel.start_ranks import RankPart
@@ -265,7 +264,7 @@ def share_from(folder, rank, size, dummy_seed=None, dtype=torch.float32):
     runner.config = Config(folder, load_format="auto" if dummy_seed is None else "dummy", seed=dummy_seed or 0)
     runner.part = RankPart(SimpleNamespace(rank=rank, size=size), False)
     runner.model_class, runner.whole_shape, runner.shape = model_class, shape, runner.part.share_of(shape)
-    runner.layout, runner.backends = Layout(runner.config, runner.shape), (backend,)
+    runner.backends = (backend,)
     runner.backend, runner.dtype, runner.device, runner.folder = backend, dtype, torch.device("cpu"), Path(folder)
     return runner.make_model(), shape, model_class, backend
 

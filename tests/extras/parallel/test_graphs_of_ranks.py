@@ -13,19 +13,18 @@ import torch
 
 from nanovllm.plugins import OWN_BACKENDS
 from nanovllm_extras import Config, LLMEngine, PoolingParams, SamplingParams
+from nanovllm_extras.execution.chooser import Chooser
 from nanovllm_extras.execution.cuda_warm_up import draws, null_batch
 from nanovllm_extras.execution.device_setup import Device
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.step_graphs import CudaGraphs, graph_sizes
-from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
 from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.parallel.communicator import Communicator
 from nanovllm_extras.parallel.messages import Header, pack_step
 from nanovllm_extras.parallel.worker import compute_step
-from nanovllm_extras.states.state_layout import StateLayout
+from tests.extras.cuda.test_core_graphs import make_backends
 from tests.extras.cuda.test_graphs import draw_plainly, serve
 from tests.extras.kv_groups.test_grouped_layers import GroupedCheckpoints
-from tests.extras.kv_groups.test_groups_on_cuda import make_backends
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 
@@ -128,7 +127,7 @@ def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenize
 @pytest.mark.parametrize("name", ["gemma3", "gemma4_e2b"])
 def test_replayed_decodes_of_groups_of_layers(recorders, monkeypatch, tmp_path, name):
     """Each rank has static slots and block tables for each group."""
-    monkeypatch.setattr(EqualBlocksLayout, "make_backends", make_backends(GatherAttention, 4))
+    monkeypatch.setattr(Chooser, "make_backends", make_backends(GatherAttention, 4))
     alone, engine = make_engines(GroupedCheckpoints(tmp_path).of(name)[0], True, block_size=4)
     del recorders[0]
     assert engine.scheduler.block_manager.num_groups > 1
@@ -144,7 +143,7 @@ def test_replayed_decodes_with_states(recorders, tmp_path, enable_overlap):
     pytest.importorskip("transformers.models.qwen3_5")
     alone, engine = make_engines(HybridCheckpoints(tmp_path).make()[0], enable_overlap, block_size=4)
     del recorders[0]
-    assert isinstance(engine.runner.layout, StateLayout)
+    assert engine.runner.layout.pool is not None
     requests = [(prompt, dataclasses.replace(params, max_tokens=25)) for prompt, params in REQUESTS]
     assert serve(engine, requests) == serve(alone, requests)
     assert recorders[0].num_replays == recorders[1].num_replays > 5

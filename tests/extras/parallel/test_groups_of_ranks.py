@@ -11,11 +11,7 @@ import torch
 
 from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
 from nanovllm_extras.execution.full_runner import ModelRunner
-from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
-from nanovllm_extras.kv_groups.equal_blocks_layout import EqualBlocksLayout
-from nanovllm_extras.kv_groups.grouped_layout import GroupedLayout
-from nanovllm_extras.kv_groups.shapes_layout import ShapesLayout
 from nanovllm_extras.parallel import messages, worker
 from nanovllm_extras.parallel import start_ranks as start
 from tests.extras.failing_request import isolating_engine, serve_beside_a_failing_one
@@ -111,7 +107,7 @@ def test_ranks_give_the_tokens_of_transformers_and_of_one(grouped, request, name
         assert samples_of(llm, prompts[:1]) == samples
         stats, runner = llm.get_stats(), llm.engine.runner
         num_fused = sum(isinstance(module, CpuDecoderLayer) for module in runner.model.modules())
-    assert type(runner.layout) is (EqualBlocksLayout if name.startswith("gemma4") else GroupedLayout)
+    assert len(runner.kv_caches) == 1, "blocks of all groups have the same size"
     assert num_fused == (4 if is_cpu and name == "smollm3" else 0)
     whole, (of_bytes, of_blocks) = one.engine.runner.kv_cache, SHARES.get(name, (1 / 2, 1))
     assert runner.kv_cache.bytes_per_block == of_bytes * whole.bytes_per_block
@@ -147,7 +143,7 @@ def test_all_ranks_have_as_many_blocks(grouped, quick_ranks, monkeypatch):
     folder, prompts = grouped.of("smollm3")[0], grouped.prompts()[1:3]
     with make_llm(folder, tensor_parallel_size=2, num_kv_blocks=None) as llm:
         caches = [runner.kv_cache for runner in (llm.engine.runner, *runners)]
-        assert [type(runner.layout) for runner in runners] == [GroupedLayout]
+        assert [runner.layout.layer_groups.num_groups for runner in runners] == [4]
         size = 2 * 4 * 32 * 4  # K and V, of one layer, for four tokens, of one head of 32 numbers in float32
         assert [cache.bytes_per_block for cache in caches] == [size] * 2
         assert [cache.num_blocks for cache in caches] == [4 * (200_000 // (4 * size) - 1)] * 2
@@ -194,18 +190,20 @@ def test_a_request_that_fails_does_not_change_the_blocks_of_others(grouped, quic
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "num_caches"),
     [
-        pytest.param("gemma3", Layout, marks=pytest.mark.slow),
-        ("gemma4_e2b", ShapesLayout),
-        pytest.param("gemma4_26b", ShapesLayout, marks=pytest.mark.slow),
+        pytest.param("gemma3", 1, marks=pytest.mark.slow),
+        ("gemma4_e2b", 2),
+        pytest.param("gemma4_26b", 2, marks=pytest.mark.slow),
     ],
 )
-def test_all_ranks_have_one_table_if_rank_0_has(grouped, quick_ranks, name, kind):
-    folder, prompts = grouped.of(name)[0], grouped.prompts()[:3]
+def test_all_ranks_have_one_table_if_rank_0_has(grouped, quick_ranks, monkeypatch, name, num_caches):
+    """There is a KV cache for each shape of K and V."""
+    runners, folder, prompts = keep_runners(monkeypatch), grouped.of(name)[0], grouped.prompts()[:3]
     with make_llm(folder, tensor_parallel_size=2, **ONE_TABLE) as llm:
         assert not is_grouped(llm)
-        assert type(llm.engine.runner.layout) is kind
+        assert [len(one.kv_caches) for one in (llm.engine.runner, *runners)] == [num_caches] * 2
+        assert [one.layout.layer_groups for one in (llm.engine.runner, *runners)] == [None] * 2
         assert llm.engine.description.startswith("one block table for all layers (")
         check_greedy(llm, prompts, greedy_of(make_llm(folder), prompts))
 
@@ -291,6 +289,8 @@ def test_planted_faults_are_seen(grouped, quick_ranks, monkeypatch, plant):
         assert samples_of(llm, prompts) != expected
 
 
-def test_models_of_one_kind_of_layer_have_the_runner_that_they_had(quick_ranks):
+def test_models_of_one_kind_of_layer_have_one_table(quick_ranks):
     with LLM(TINY_QWEN3, device="cpu", tensor_parallel_size=2, attention_backend="torch", num_kv_blocks=20) as llm:
-        assert type(llm.engine.runner.layout) is Layout
+        runner = llm.engine.runner
+        assert (len(runner.kv_caches), runner.layout.layer_groups, runner.layout.pool) == (1, None, None)
+        assert not is_grouped(llm)

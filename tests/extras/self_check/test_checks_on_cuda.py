@@ -20,17 +20,17 @@ from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras import LLM, Config, SamplingParams
 from nanovllm_extras.execution import cuda_startup as startup
+from nanovllm_extras.execution.chooser import Chooser
 from nanovllm_extras.execution.cuda_startup import CudaDevice
 from nanovllm_extras.execution.device_setup import Device
 from nanovllm_extras.execution.full_runner import ModelRunner
-from nanovllm_extras.execution.layouts import Layout
 from nanovllm_extras.execution.step_graphs import DecodeInputs, choose_graphs
 from nanovllm_extras.kernels.backend import KernelBackend
 from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.self_check import crash_test, fallbacks
 from nanovllm_extras.self_check import runner_check as checks
-from nanovllm_extras.self_check.core_on_cuda import CoreLayout
+from nanovllm_extras.self_check.core_on_cuda import CoreChooser
 from nanovllm_extras.self_check.crash_test import CrashTest
 from nanovllm_extras.self_check.random_layers import RandomLayers, describe_model
 from nanovllm_extras.self_check.stored_results import StoredResult
@@ -184,12 +184,11 @@ def decode(q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
 def on_cuda(monkeypatch, fresh_cache, recorded):  # noqa: F811
     """Return a function that sets what plays the kernels."""
     kernels = [Kernels]
-    make_backends = Layout.make_backends
+    make_backends = Chooser.make_backends
 
-    def make(layout, device, dtype):
-        shape = layout.shape
-        if layout.config.attention_backend == "torch":
-            return make_backends(layout, device, dtype)
+    def make(chooser, config, shape, device, dtype):
+        if config.attention_backend == "torch":
+            return make_backends(chooser, config, shape, device, dtype)
         heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
         return (kernels[-1](*heads, 16, dtype),), "as on CUDA"
 
@@ -204,8 +203,8 @@ def on_cuda(monkeypatch, fresh_cache, recorded):  # noqa: F811
     monkeypatch.setitem(sys.modules, "flash_attn", library)
     monkeypatch.setattr(FlashAttention, "why_not", staticmethod(lambda *_: None))
     monkeypatch.setattr(FlashAttention, "default_block_size", 16)
-    monkeypatch.setattr(Layout, "make_backends", make)
-    monkeypatch.setattr(Layout, "make_device", make_device)
+    monkeypatch.setattr(Chooser, "make_backends", make)
+    monkeypatch.setattr(Chooser, "make_device", make_device)
     monkeypatch.setattr(startup, "choose_graphs", lambda *given: choose_graphs(*given[:3], CUDA, *given[4:]))
     monkeypatch.setattr(fallbacks, "resolve_device", lambda device: CUDA)
     monkeypatch.setattr(checks, "start_crash_test", lambda *_: CrashTest([sys.executable, "-I", "-S", "-c", ""], 60))
@@ -223,7 +222,7 @@ def tokens_of(llm):
 
 def way_of(llm):
     runner = llm.engine.runner
-    kind = "core" if isinstance(runner.layout, CoreLayout) else type(runner.backend).__name__
+    kind = "core" if isinstance(runner.chooser, CoreChooser) else type(runner.backend).__name__
     return kind if runner.graphs is None else f"{kind}, graphs"
 
 
@@ -444,14 +443,15 @@ def test_the_ways_to_compute_on_cuda(monkeypatch):
 def test_the_cores_path_on_cuda_has_graphs_of_the_forward_pass(monkeypatch, tiny_checkpoint):
     """As far as a machine without a GPU can go: the runner's choices."""
     cuda, shape = torch.device("cuda", 0), NetworkConfig(300, 64, 96, 2, 4, 2, 32, 512)
-    layout = CoreLayout(Config("model"), shape)
+    chooser, config = CoreChooser(), Config("model")
     monkeypatch.setattr(flash_attention, "find_spec", lambda name: object())
-    (backend,), _ = layout.make_backends(cuda, torch.bfloat16)
+    (backend,), _ = chooser.make_backends(config, shape, cuda, torch.bfloat16)
     assert type(backend) is flash_attention.FlashAttention
-    runner = SimpleNamespace(device=cuda, backend=backend, max_num_batched_tokens=64)
-    device = layout.make_device(runner)
+    runner = SimpleNamespace(config=config, shape=shape, device=cuda, backend=backend, max_num_batched_tokens=64)
+    device = chooser.make_device(runner)
     assert (device.replayed, device.draw) == ("forward", None)
-    assert CoreLayout(Config("model", enable_cuda_graphs=False), shape).make_device(runner).replayed is None
+    runner.config = Config("model", enable_cuda_graphs=False)
+    assert chooser.make_device(runner).replayed is None
     monkeypatch.setattr(flash_attention, "find_spec", lambda name: None)
     with pytest.raises(SelfCheckError, match="flash-attn cannot be used here"):
-        layout.make_backends(cuda, torch.bfloat16)
+        chooser.make_backends(config, shape, cuda, torch.bfloat16)

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from nanovllm_extras import Config, SamplingParams
+from nanovllm_extras.execution.chooser import Chooser
 from nanovllm_extras.execution.forward_graphs import ForwardGraphs
 from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.graph_inputs import MoreInputs, needs_rounds
 from nanovllm_extras.execution.input_buffer import InputBuffer
+from nanovllm_extras.execution.layout import Layout
 from nanovllm_extras.execution.state_pool import with_states
 from nanovllm_extras.execution.step_graphs import CudaGraphs, DecodeInputs, graph_sizes, measure_graph_bytes
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
@@ -29,9 +32,6 @@ from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.sampling.runner_hooks import ArrivingTokens
 from nanovllm_extras.self_check.state_check import StateCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
-from nanovllm_extras.speculation.mtp_layout import MtpLayout
-from nanovllm_extras.states.state_graphs import StateInputs, needs_rounds
-from nanovllm_extras.states.state_layout import StateLayout
 from tests.extras.cuda import test_core_graphs, test_graphs
 from tests.extras.cuda.conftest import FakeCuda
 from tests.extras.cuda.test_core_graphs import recorded  # noqa: F401 (a fixture)
@@ -133,6 +133,10 @@ def decode_batch(num_seqs, seed, drafts=False):
     return batch
 
 
+def inputs_of_states(has_drafts):
+    return MoreInputs(has_states=True, has_drafts=has_drafts)
+
+
 def check_rows(metadata, batch, num_seqs):
     moves = batch.copies
     assert type(metadata) is StateMetadata
@@ -150,7 +154,7 @@ BATCHES = [(13, 13), (3, 5), (1, 1), (5, 5), (2, 13), (12, 13)]
 
 @pytest.mark.parametrize("has_drafts", [False, True])
 def test_slots_arrive_in_their_places(has_drafts):
-    inputs = DecodeInputs(13, 9, CPU, StateInputs(has_drafts))
+    inputs = DecodeInputs(13, 9, CPU, inputs_of_states(has_drafts))
     static = {size: inputs.batch(size).metadata for size in (1, 5, 13)}  # as a graph keeps them
     assert all((len(metadata.rounds) > 0) == has_drafts for metadata in static.values())
     for seed, (num_seqs, size) in enumerate(BATCHES):
@@ -168,7 +172,7 @@ def test_the_forward_pass_reads_the_slots_from_buffers(recorded):  # noqa: F811
     def model(input_ids, positions, metadata, kv_cache):
         return torch.stack((metadata.state_slots, metadata.state_sources, metadata.is_first.long()), dim=1)
 
-    graphs = ForwardGraphs(model, torch.zeros(1), 13, 9, StateInputs(True))
+    graphs = ForwardGraphs(model, torch.zeros(1), 13, 9, inputs_of_states(True))
     graphs.record_all()
     for seed, (num_seqs, _) in enumerate(BATCHES):
         sent = with_states(decode_batch(num_seqs, seed, True))
@@ -180,8 +184,8 @@ def test_the_forward_pass_reads_the_slots_from_buffers(recorded):  # noqa: F811
 
 def test_steps_with_drafts_are_replayed_only_where_the_device_finds_them():
     plain, drafted = decode_batch(5, 0), decode_batch(5, 0, drafts=True)
-    assert [StateInputs(False).can_replay(batch) for batch in (plain, drafted)] == [True, False]
-    assert [StateInputs(True).can_replay(batch) for batch in (plain, drafted)] == [True, True]
+    assert [inputs_of_states(False).can_replay(batch) for batch in (plain, drafted)] == [True, False]
+    assert [inputs_of_states(True).can_replay(batch) for batch in (plain, drafted)] == [True, True]
 
 
 # ---- what is computed
@@ -308,11 +312,14 @@ def test_steps_of_a_draft_model_are_replayed_too(tmp_path, monkeypatch):
 def test_graphs_of_whole_steps_have_no_head():
     """Where other models have them, only the forward pass of the model is recorded."""
 
-    runner = SimpleNamespace(device=torch.device("cuda"), slowest_backend=None, max_num_batched_tokens=9, max_rows=3)
+    config = Config("model", speculative_config=predicting())
+    layout = Layout(config, shape_of("Qwen3_5")[1], torch.float32, CPU)
+    runner = SimpleNamespace(config=config, shape=layout.shape, layout=layout, device=torch.device("cuda"),
+                             slowest_backend=None, max_num_batched_tokens=9, max_rows=3)  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         found = SimpleNamespace(replayed="step", note=", with CUDA graphs")
         patch.setattr("nanovllm_extras.execution.cuda_startup.CudaDevice", lambda *_: found)
-        device = MtpLayout(Config("model"), None).make_device(runner)
+        device = Chooser().make_device(runner)
     assert device.replayed == "forward"
     assert device.note == ", with CUDA graphs of the forward pass only (without the head)"
 
@@ -350,8 +357,12 @@ def delta_kernels(kernels, monkeypatch):  # noqa: F811
     return found
 
 
+def shape_of(kind):
+    return find_architecture({**make_config(kind).to_dict(), "architectures": [f"{kind}ForCausalLM"]})
+
+
 def make_runner_on_meta(kind, has_kernels):
-    model_class, shape = find_architecture({**make_config(kind).to_dict(), "architectures": [f"{kind}ForCausalLM"]})
+    model_class, shape = shape_of(kind)
     runner, buffer = ModelRunner.__new__(ModelRunner), InputBuffer(META, 1 << 20)
     backend = FlashAttention(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, 16)
     with META:
@@ -360,12 +371,11 @@ def make_runner_on_meta(kind, has_kernels):
     if has_kernels:
         backend.make_fast(runner.model, 128)
     runner.config, runner.graphs, runner.device_setup = Config("model"), None, OneCopy(buffer)
-    runner.layout = StateLayout(runner.config, shape)
-    [runner.kv_cache] = caches = runner.layout.make_kv_caches((backend,), torch.bfloat16, META)
+    runner.layout = Layout(runner.config, shape, torch.bfloat16, META)
+    [runner.kv_cache] = runner.layout.make_kv_caches((backend,))
     runner.kv_cache.allocate(9)
     runner.layout.pool.num_slots = 40
     runner.layout.pool.allocate()
-    runner.layer_inputs = runner.layout.make_layer_inputs(caches)
     return runner, buffer
 
 
@@ -418,7 +428,7 @@ def test_the_self_check_finds_faults_in_graphs(all_hybrids, monkeypatch, kind, f
     _, engine = test_graphs.make_engines(monkeypatch, folder, late=False, **POOL)
     check_graphs(engine)
     assert engine.recorder.num_replays >= 6
-    values_of = StateInputs.values_of
-    monkeypatch.setattr(StateInputs, "values_of", lambda self, batch: fault(self, values_of(self, batch)))
+    values_of = MoreInputs.values_of
+    monkeypatch.setattr(MoreInputs, "values_of", lambda self, batch: fault(self, values_of(self, batch)))
     with pytest.raises(SelfCheckError, match="wrong result: decodes by a CUDA graph: "):
         check_graphs(engine)

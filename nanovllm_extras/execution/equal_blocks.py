@@ -17,7 +17,7 @@ blocks is contiguous. In row 0, for the groups 1 and 2, each block has two piece
     holds           K0  V0   K0  V0   …    K0  V0    …
 
 An attention backend finds K0 of block 7 in piece 14. For V0, it gets a view of the cache that begins one piece later:
-then V0 of block 7 is in piece 14, too. So it gets 14 instead of 7 in slots and block tables (`equal_blocks_layout.py`).
+then V0 of block 7 is in piece 14, too. So it gets 14 instead of 7 in slots and block tables (`cached_layers.py`).
 
 If the sizes do not divide, as in Gemma 4 26B-A4B, a part of each block is never used: `unused_share`.
 """

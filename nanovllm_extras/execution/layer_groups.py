@@ -25,7 +25,7 @@ the K and V of the first of them.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nanovllm_extras.kv_groups.equal_blocks import lay_out
+from nanovllm_extras.execution.equal_blocks import lay_out
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 
@@ -35,6 +35,7 @@ class LayerPlace(NamedTuple):
 
     group: int
     layer: int
+    shape: int = 0  # of its K and V, if there are several: a number in `kv_groups`
 
 
 @dataclass(frozen=True)
@@ -86,28 +87,19 @@ def mixes_windows(shape: NetworkConfig) -> bool:
     return len(windows) == 2 and None in windows and shape.state_shape is None
 
 
-def share_of_rank(config: Config, shape: NetworkConfig) -> NetworkConfig:
-    """Return the network of one rank. If K and V have two shapes, its layers may form other groups than all ranks' do.
-
-    In Gemma 4 31B, layers with a window have 16 K and V heads, and the other layers 4. With 16 ranks, both have one.
-    """
-    if not shape.kv_groups or config.tensor_parallel_size == 1:
-        return shape
-    from nanovllm_extras.weights.cut import share_of
-
-    return share_of(shape, config.tensor_parallel_size)
-
-
 def has_groups(config: Config, shape: NetworkConfig) -> bool:
-    """Return whether each group of the layers has block tables of its own."""
-    return mixes_windows(shape) and why_one_table(config, share_of_rank(config, shape)) is None
+    """Return whether each group of the layers has block tables of its own. shape: of one rank
+
+    If K and V have two shapes, the layers of one rank may form other groups than those of all ranks. In Gemma 4 31B,
+    layers with a window have 16 K and V heads, and the other layers 4. With 16 ranks, both have one.
+    """
+    return mixes_windows(shape) and why_one_table(config, shape) is None
 
 
 def describe_tables(config: Config, shape: NetworkConfig) -> str:
     """Return the first part of the description of an engine: nothing, unless the model `mixes_windows`."""
     if not mixes_windows(shape):
         return ""
-    shape = share_of_rank(config, shape)
     reason = why_one_table(config, shape)
     return f"{group_layers(shape)}; " if reason is None else f"one block table for all layers ({reason}); "
 
@@ -135,7 +127,7 @@ def group_shapes(shape: Any) -> LayerGroups:
     places = []
     for kind, number, _ in shape.kv_places:
         group, layer = divmod(number, per_block[kind])
-        places.append(LayerPlace(group if kind == full else group + 1, layer))
+        places.append(LayerPlace(group if kind == full else group + 1, layer, kind))
     return LayerGroups(tuple(places), per_block[full], windows[1 - full], per_block[1 - full])
 
 

@@ -1,4 +1,4 @@
-"""The layout of a model with its own head for multi-token prediction, which makes drafts (`models/mtp.py`).
+"""`MtpHead`: computes the model's own head for multi-token prediction, which makes drafts (`models/mtp.py`).
 
 The head needs its K and V of all tokens. So each step computes the head for the same tokens as the model, with the
 hidden states that the model has just computed:
@@ -12,7 +12,6 @@ So it is there after a prefix hit, a fork and a rejected draft, without further 
 are in blocks of their own, with the same ids as those of the model.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,12 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kv_cache import KVCache
-from nanovllm.layers.attention import TorchAttention
 from nanovllm.loader import checkpoint_files
 from nanovllm_extras.execution.state_pool import StatePool
 from nanovllm_extras.models.gated_delta import read_states
-from nanovllm_extras.models.layer_inputs import StateMetadata, StateShape
+from nanovllm_extras.models.layer_inputs import StateMetadata
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.sampling.runner_hooks import Computed
-from nanovllm_extras.states.state_layout import StateLayout
 
 METHOD = "speculative_config['method'] 'mtp'"
 
@@ -53,30 +50,6 @@ class MtpHead:
         """Return the head's hidden states: [num_tokens, hidden_size]. previous: those of the tokens before, as shape"""
         inputs = (batch.input_ids, batch.positions, previous, self._kv_cache.tensor, batch.metadata)
         return self._model.predict(*inputs)
-
-
-class MtpLayout(StateLayout):
-    """The states of a model with a head, whose K and V are in the same blocks."""
-
-    forward_only = "without the head"  # which reads lengths on the host
-
-    @staticmethod
-    def network_of(shape: Any) -> Any:
-        return replace(shape, has_mtp=True)
-
-    @property
-    def state_shape(self) -> StateShape:
-        return replace(super().state_shape, hidden_size=self.shape.hidden_size)
-
-    def make_kv_caches(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> list[KVCache]:
-        """Return the KV caches of the model and of the head."""
-        backend = backends[0]
-        sizes = (backend.num_heads, backend.num_kv_heads, backend.head_dim, backend.block_size)
-        head = KVCache(TorchAttention(*sizes), 1, dtype, device)
-        return [*super().make_kv_caches(backends, dtype, device), head]
-
-    def make_followers(self, model: Any, caches: list[KVCache]) -> tuple[MtpHead, ...]:
-        return (MtpHead(model, caches[1], self.pool),)
 
 
 def hidden_before(hidden: Tensor, kept: Tensor, metadata: StateMetadata) -> Tensor:
