@@ -33,7 +33,7 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm_extras.execution.graph_inputs import MoreInputs
 from nanovllm_extras.execution.input_buffer import InputBuffer
-from nanovllm_extras.models.layer_inputs import Network
+from nanovllm_extras.execution.layout import Network
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.sampling.runner_hooks import Draw, fill_in, has_placeholders, sample
 
