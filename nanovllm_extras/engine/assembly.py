@@ -35,7 +35,7 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
     config = with_own_cache_dtype(config, shape.dtype)
     drafts = config.speculative_config or {}
     if drafts.get("method") == "mtp":
-        from nanovllm_extras.speculation.mtp_head import check_head
+        from nanovllm_extras.execution.mtp_head import check_head
 
         check_head(config, folder, shape)
     kind: Callable[..., ModelRunner] = ModelRunner

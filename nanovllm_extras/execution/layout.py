@@ -4,7 +4,7 @@ There is one class for all models. What differs is in its parts:
 
     layers    K and V of tokens: their tensors, and one block table or one for each group     `cached_layers.py`
     pool      states, which do not grow with a sequence; None if no layer keeps any           `state_pool.py`
-    a head    its K and V are in a cache of its own, with the same block ids                  `speculation/mtp_head.py`
+    a head    its K and V are in a cache of its own, with the same block ids                  `execution/mtp_head.py`
 
     model                          block tables     KV caches                             states
     Qwen3, Llama                   1                [:, layer]                            -
@@ -98,7 +98,7 @@ class Layout:
         """Return what else computes each step: the head, if the options ask for it."""
         if not has_head(self.config):
             return ()
-        from nanovllm_extras.speculation.mtp_head import MtpHead
+        from nanovllm_extras.execution.mtp_head import MtpHead
 
         return (MtpHead(model, caches[-1], self.pool),)
 

@@ -10,7 +10,7 @@ training. Its K and V are stored in the slot of position i, so that they depend 
 sequences share hold the same K and V for all of them. Position 0 has no pair, so no other position attends to its
 slot.
 
-`speculation/mtp_head.py` runs the head beside the model, and `speculation/mtp_drafts.py` makes drafts with it.
+`execution/mtp_head.py` runs the head beside the model, and `speculation/mtp_drafts.py` makes drafts with it.
 """
 
 from typing import Any

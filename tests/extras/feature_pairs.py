@@ -19,10 +19,10 @@ from typing import Any
 
 import transformers
 
+from nanovllm_extras.execution.mtp_head import check_head
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.compatibility import check_combinations
-from nanovllm_extras.speculation.mtp_head import check_head
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.extras.models.gemma4_checkpoints import make_config as make_gemma4_config
 from tests.extras.models.hybrid_checkpoints import make_config as make_hybrid_config
