@@ -12,6 +12,7 @@ from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.weights.load_model import Wanted
 from nanovllm_extras.weights.quantise import Finish
 from nanovllm_extras.weights.shares import Share
+from nanovllm_extras.weights.stored import load_stored, read_format
 
 
 def choose_loader(
@@ -26,6 +27,4 @@ def choose_loader(
         from nanovllm_extras.weights.gguf import load_gguf  # whose library may be missing
 
         return partial(load_gguf, finish, share, shape)
-    from nanovllm_extras.weights.stored import load_stored, read_format
-
     return partial(load_stored, read_format("quantization_config", shape.quantization_config), finish, share)

@@ -14,7 +14,15 @@ from torch import nn
 from tqdm import tqdm
 
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.loader import WEIGHT_DTYPES, allocate, checkpoint_files, fill, places_of, with_pointers
+from nanovllm.loader import (
+    WEIGHT_DTYPES,
+    allocate,
+    checkpoint_files,
+    fill,
+    init_dummy_weights,
+    places_of,
+    with_pointers,
+)
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.models.network_config import NetworkConfig
 
@@ -54,8 +62,6 @@ def load_model(
     if wanted.seed is None:
         load_weights(model, wanted.folder, read, part_of)
     else:
-        from nanovllm.loader import init_dummy_weights
-
         init_dummy_weights(model, wanted.seed, wanted.shape.initializer_range)
     return model
 
