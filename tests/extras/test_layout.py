@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import sys
 
 import pytest
@@ -52,6 +53,24 @@ def test_scheduling_is_integers_only():
 
 def test_no_cycles_imports_in_functions_included():
     assert find_circles(imports()) == []
+
+
+def test_a_folder_imports_from_those_above_it_in_the_architecture():
+    """The table of docs/architecture.md is in this order; a type checker's imports count too."""
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("### The folders")[2].partition("###")[0]
+    rows = [
+        re.findall(r"\(\.\./(nanovllm_extras/[\w/]+)\)", line) for line in table.splitlines() if line.startswith("|")
+    ]
+    row_of = {folder: i for i, row in enumerate(rows) for folder in row}
+    extras = {module: file for module, file in files().items() if not file.is_core}
+    tops = {module: "/".join(file.folder.split("/")[:2]) for module, file in extras.items()}
+    assert set(tops.values()) - {"nanovllm_extras"} == set(row_of)
+    pairs = [(one.source, one.target) for one in find_imports(files()) if {one.source, one.target} <= extras.keys()]
+    upward = [pair for pair in pairs if (places := [row_of.get(tops[one], len(rows)) for one in pair])[1] > places[0]]
+    assert upward == []
+    folders = [tuple(extras[one].folder for one in pair) for pair in pairs]
+    assert find_circles(graph_of({file.folder for file in extras.values()}, folders)) == []
 
 
 def test_a_feature_is_no_subclass():
