@@ -9,7 +9,7 @@ These are the tags of Qwen3; other model families have other ones. `answer_parts
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 from uuid import uuid4
 
 from nanovllm.chat import ChatPrompt
@@ -136,7 +136,7 @@ def parse_output(
     tool_call_parser: str = "hermes",
     reasoning_parser: str = "qwen3",
     tools: Sequence[Mapping[str, object]] = (),
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """Return the messages of an output of `LLM.chat`, one for each sample, in the form in which the server sends them.
 
     tools: those that the chat had. Raises KeyError for an unknown name of a parser.
