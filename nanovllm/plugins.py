@@ -3,10 +3,10 @@
 A package registers classes in its pyproject.toml, and they are imported only when they are needed:
 
     [project.entry-points."nanovllm.backends"]
-    cpu = "nanovllm_extras.kernels.for_core:CpuBackend"
+    cpu = "nanovllm_extras.plugins.backends:CpuBackend"
 
     [project.entry-points."nanovllm.models"]
-    LlamaForCausalLM = "nanovllm_extras.models.for_core:NETWORKS"
+    LlamaForCausalLM = "nanovllm_extras.plugins.networks:NETWORKS"
 
 `nanovllm_extras`, which is installed with this package, registers kernels in C and in Triton and 19
 architectures. A backend has the methods of `TorchAttention`, a network those of `Qwen3ForCausalLM`.

@@ -47,7 +47,7 @@ class NetworkConfig(ModelConfig):
     quantization_config: Mapping[str, Any] | None = None
     """How the checkpoint's weights are quantised; None if they are not."""
     network: Any = field(default=None, compare=False, repr=False)
-    """The class of the network, if `nanovllm.LLM` makes it (`for_core.py`)."""
+    """The class of the network, if `nanovllm.LLM` makes it (`plugins/networks.py`)."""
 
     def options(self, layer: int) -> tuple[AttentionOptions, ...]:
         """Return the options of attention in this layer: one, or none."""

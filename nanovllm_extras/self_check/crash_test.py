@@ -28,11 +28,11 @@ from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.kernels.backend import AttentionBackend
 from nanovllm_extras.kernels.cpu.library import QUANTISED, load_library
 from nanovllm_extras.machine.own_process import FAILED, TIMEOUTS, CrashTest, call_in_own_process
+from nanovllm_extras.models.layer_inputs import StateShape
 from nanovllm_extras.self_check.comparison import has_kernels
 from nanovllm_extras.self_check.networks import run_attention
 from nanovllm_extras.self_check.random_layers import SHARE_OF_MEMORY, RandomLayers, describe_model
 from nanovllm_extras.self_check.steps import MIN_MODEL_LEN, draw_vectors, make_steps
-from nanovllm_extras.states.pool import StateShape
 
 
 def start_crash_test(runner: Runner, kind: Device) -> CrashTest:

@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
 
     model_class: type[Qwen3ForCausalLM]
     shape: NetworkConfig
-    backend: TorchAttention  # or one for each shape of K and V (`kv_groups/`)
+    backend: TorchAttention  # or one for each shape of K and V (`execution/cached_layers.py`)
     dtype: torch.dtype
     device: torch.device
     folder: Path

@@ -30,8 +30,8 @@ from nanovllm.plugins import find_plugins
 from nanovllm_extras import TINY_QWEN3_5
 from nanovllm_extras.execution.full_runner import pytorch_layers
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
-from nanovllm_extras.kernels.for_core import CpuBackend, TritonBackend
 from nanovllm_extras.models.architectures import ARCHITECTURES as REGISTERED
+from nanovllm_extras.plugins.backends import CpuBackend, TritonBackend
 from nanovllm_extras.self_check.stored_results import StoredResult
 from tests.core_alone import ROOT
 from tests.extras.kernels.processors import need_a_compiler

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, TINY_QWEN3
+from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.weights.cut import Cut
 from nanovllm_extras.weights.quantised_linear import multiply, quantise_weight
 from nanovllm_extras.weights.shares import Share
@@ -111,7 +112,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_cut_through_a_group_is_refused(rank_threads, tmp_path, name):
     write(tmp_path / "model", *FORMATS[name])
-    with pytest.raises(ValueError, match=REFUSED[name]):
+    with pytest.raises((ValueError, EngineDeadError), match=REFUSED[name]):  # whichever rank is the first to say so
         LLM(tmp_path / "model", device="cpu", attention_backend="torch", tensor_parallel_size=2, num_kv_blocks=20)
 
 

@@ -94,7 +94,7 @@ def test_a_request_that_makes_its_step_fail_fails_alone(llm, expected):
 
 def test_a_failure_of_a_request_that_has_gone_since_harms_nobody(llm, expected):
     """Its step found it at fault, and raised afterwards all the same: all requests of the step have ended by then."""
-    llm.engine._failures["gone"] = ValueError()
+    llm.engine.faults._failures["gone"] = ValueError()
     assert asyncio.run(tokens_of(llm.generate(PROMPTS[0], greedy()))) == expected[0]
     llm.thread.check_health()
 
