@@ -55,6 +55,15 @@ def test_no_cycles_imports_in_functions_included():
     assert find_circles(imports()) == []
 
 
+def test_every_module_that_is_imported_exists():
+    """mypy takes what it cannot find for a library without types."""
+    known = {module.removesuffix(".__init__") for module in files()}
+    for file in files().values():
+        for node in file.nodes:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in known:
+                assert node.module in known, file.place(node)
+
+
 def test_a_folder_imports_from_those_above_it_in_the_architecture():
     """The table of docs/architecture.md is in this order; a type checker's imports count too."""
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
