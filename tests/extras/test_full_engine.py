@@ -17,7 +17,7 @@ import transformers
 from nanovllm_extras import Config, LLMEngine, RequestOutput, SamplingParams, StepOutput
 from nanovllm_extras.requests.full_request import Request
 from nanovllm_extras.sampling.runner_hooks import StepTokens
-from tests.conftest import every_second, examples, has_extra, hf_greedy
+from tests.conftest import every_second, examples, hf_greedy
 from tests.extras.late_runner import LateRunner
 
 VOCAB_SIZE = 300  # the model's
@@ -33,7 +33,7 @@ def make_engine(folder, overlap=False, late=None, **options):
     return engine
 
 
-WAYS = {"waiting": False, "overlap": True} if has_extra("scheduling") else {"waiting": False}
+WAYS = {"waiting": False, "overlap": True}
 both_ways = pytest.mark.parametrize("overlap", WAYS.values(), ids=WAYS)
 
 

@@ -25,7 +25,7 @@ import transformers
 
 import nanovllm
 from nanovllm_extras import LLM, CompletionOutput, Config, EngineStats, LLMEngine, RequestOutput, SamplingParams
-from tests.conftest import examples, has_extra, hf_greedy
+from tests.conftest import examples, hf_greedy
 
 pytestmark = pytest.mark.usefixtures("little_to_search")
 
@@ -1050,7 +1050,7 @@ def test_shutdown_is_idempotent_and_frees(checkpoint):
     llm.shutdown()
 
 
-@pytest.mark.parametrize("with_graphs", [False, True] if has_extra("cuda") else [False])
+@pytest.mark.parametrize("with_graphs", [False, True])
 def test_memory_is_freed_at_once_without_the_garbage_collector(checkpoint, with_graphs):
     """On a GPU it is most of the memory there is, and the collector does not know how large what it has not seen is."""
     llm = make_llm(checkpoint[0])

@@ -6,6 +6,8 @@ A fault changes the state of one object directly, as a mistake in a method would
 
 import pytest
 
+import nanovllm
+import nanovllm_extras
 from nanovllm import TINY_QWEN3
 from nanovllm.prefix_cache import hash_block
 from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
@@ -348,6 +350,17 @@ def test_an_engine_checks_after_each_step_if_it_is_told_to():
         if is_told:
             with pytest.raises(AssertionError, match=r"leaked: neither free nor owned; block \d+$"):
                 engine.step()
+
+
+@pytest.mark.parametrize("engine_of", [nanovllm, nanovllm_extras], ids=["core", "extras"])
+def test_engines_of_tests_are_checked_without_being_told(engine_of):
+    """`tests/conftest.py` does that. If it did not, no other test would notice."""
+    llm = engine_of.LLM(TINY_QWEN3, attention_backend="torch", num_kv_blocks=20)
+    llm.engine.add_request("one", [5] * 20, engine_of.SamplingParams(max_tokens=8, ignore_eos=True))
+    llm.engine.step()
+    llm.engine.scheduler.block_manager._free.popitem()
+    with pytest.raises(AssertionError, match="leaked: neither free nor owned; block"):
+        llm.engine.step()
 
 
 @pytest.mark.parametrize(
