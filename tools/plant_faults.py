@@ -32,6 +32,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import queue
 import random
@@ -468,11 +469,11 @@ class Copy:
         files = [name for name in dict.fromkeys(map(file_of, tests)) if (self.tree / name).exists()]
         if not files:
             return Outcome(failed=False)
-        command = [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider", "-p", "tools.plant_faults"]
-        command += ["--rootdir", str(self.tree), "--selection", str(selection), *files]
+        arguments = ["-x", "-n0", "-p", "no:cacheprovider", "-p", "tools.plant_faults", "--rootdir", str(self.tree)]
+        arguments += ["--selection", str(selection), *files]
         start = 2 * limits.hang + 120  # if no test begins, or pytest does not end
         seconds = start + min(limits.seconds + max(allowed.values()), sum(allowed.values()))
-        status, output = self.execute(command, environment(self.tree, self.folder / "cache", run), seconds)
+        status, output = self.execute(arguments, environment(self.tree, self.folder / "cache", run), seconds)
         entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         num_run = sum(entry["outcome"] == "started" for entry in entries)
         for entry in entries:
@@ -487,22 +488,37 @@ class Copy:
             return Outcome(True, "", (output.strip().splitlines() or ["nothing starts"])[-1][:200], num_run)
         return Outcome(False, num_run=num_run)
 
-    def execute(self, command: list[str], env: dict[str, str], seconds: float) -> tuple[int | None, str]:
-        """Return the exit status, None if the time is up, and the end of the output. End all processes it started."""
-        with (self.folder / "output").open("w+b") as output:
-            process = subprocess.Popen(
-                command, cwd=self.tree, env=env, stdout=output, stderr=output, start_new_session=True
-            )
-            try:
-                status: int | None = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            output.seek(0)
-            return status, output.read().decode(errors="replace")[-20_000:]
+    def execute(self, arguments: list[str], env: dict[str, str], seconds: float) -> tuple[int | None, str]:
+        """Run pytest, and end all its processes. Return the exit status, None after `seconds`, and the output."""
+        output = self.folder / "output"
+        process = FORK_SERVER.Process(target=run_pytest, args=(arguments, self.tree, env, output))
+        process.start()
+        process.join(seconds)
+        status = process.exitcode
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.ident or 0, signal.SIGKILL)
+        process.kill()
+        process.join()
+        return status, output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+
+
+FORK_SERVER = multiprocessing.get_context("forkserver")  # forks a process for each fault
+PRELOADED = ["torch", "transformers", "pytest"]  # what the fork server imports once, if it is installed
+
+
+def run_pytest(arguments: list[str], tree: Path, env: dict[str, str], output: Path) -> None:
+    """Run pytest in this process, which is the first of a new process group, with `tree` as the current folder."""
+    os.setsid()
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(tree)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
+    sys.dont_write_bytecode = False  # the next fault takes the same files
+    sys.argv = ["pytest", *arguments]
+    sys.exit(pytest.main(arguments))
 
 
 def file_of(test: str) -> str:
@@ -517,7 +533,8 @@ def write(path: Path, source: bytes) -> None:
 
 def environment(tree: Path, cache: Path | None = None, run: str = "default") -> dict[str, str]:
     """Return the environment of pytest: the packages of `tree`, and this program as a plugin."""
-    env = {name: value for name, value in os.environ.items() if name != "NANOVLLM_SWEEP"}
+    unset = ("NANOVLLM_SWEEP", "PYTHONDONTWRITEBYTECODE")
+    env = {name: value for name, value in os.environ.items() if name not in unset}
     paths = [str(tree), str(ROOT), *env.get("PYTHONPATH", "").split(os.pathsep)]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     if cache is not None:
@@ -751,6 +768,7 @@ def run_faults(args: argparse.Namespace, root: Path) -> int:
     if args.list:
         print("\n".join(fault.name for fault in faults))
         return 0
+    FORK_SERVER.set_forkserver_preload(PRELOADED)
     trial = Trial(root, maps, Limits(args.tests, args.seconds, args.hang), read_equivalent(args.equivalent))
     results = trial.run(faults, args.jobs, lambda result: print(result.row, flush=True))
     print(summary(results))
