@@ -205,6 +205,7 @@ EXPECTED = {  # a changed line -> what finds it
 }
 
 
+@pytest.mark.slow  # pytest starts fifteen times
 def test_a_small_repository(tmp_path, monkeypatch, capfd):
     pytest.importorskip("coverage")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
