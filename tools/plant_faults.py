@@ -1,18 +1,26 @@
 """Measure the power of the tests: plant faults in both packages, one at a time, and count those that tests find.
 
-    python -m tools.plant_faults map --map ~/map                                # 1. which test runs which line
-    python -m tools.plant_faults run --map ~/map --count 60 --output before.json     # 2. plant 60 faults
+    python -m tools.plant_faults map --map ~/map                                            # 1. map tests to lines
+    python -m tools.plant_faults run --map ~/map --output before.json                       # 2. plant 60 faults
     python -m tools.plant_faults run --map ~/map --against before.json --output after.json  # 3. the same, later
+
+    python -m tools.plant_faults map --map ~/map -- tests/test_scheduler.py        # for some files: their tests,
+    python -m tools.plant_faults run --map ~/map --count 20 nanovllm/scheduler.py  # and 20 faults in them
 
 1. `map` runs the default tests once and records the lines that each test executes. With `--sweep` it runs the long
    sweep (`pytest -m slow`), whose map is optional. Arguments after `--` go to pytest, for example a folder of tests.
    Lines that only other processes execute are not in the map: servers, ranks and replicas that tests start.
 2. `run` plants each fault in a copy of the working tree, and runs the tests that execute its line, the quickest first,
    until a test fails. If no default test finds the fault, the tests of the sweep's map run. A test that hangs or ends
-   its process has found the fault. A test that also fails without the fault does not count.
+   its process has found the fault. A test that also fails without the fault does not count. Look at each fault that
+   is not found: it shows a missing test, or it is equivalent to the right code.
 3. `--against` plants the faults of an earlier report again and compares. Run it after a change of the tests, with a new
    map. The exit status is 1 if both runs together find fewer faults than before, or if the default run finds less than
    85 % of the faults that it found before.
+
+The tests take about twice their time for the map. A fault that the quickest tests find takes some seconds, mostly for
+imports; a fault that no test finds takes up to `--seconds`. `--jobs` plants several faults at once. Limits are seconds
+of the processor's time, so on a busy machine the program takes longer and finds the same.
 
 A fault is one changed operator, constant, sign, condition or dropped call in the body of a function. The seed chooses a
 file by its number of covered lines, then a line, then a fault. `equivalent_faults.txt` beside this program lists faults
@@ -26,8 +34,6 @@ import argparse
 import ast
 import contextlib
 import dataclasses
-import faulthandler
-import fnmatch
 import functools
 import hashlib
 import importlib.util
@@ -46,6 +52,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +62,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("nanovllm", "nanovllm_extras")
 EQUIVALENT = Path(__file__).with_name("equivalent_faults.txt")
 RUNS = ("default", "sweep")
+QUICKEST = 10  # tests that run first: they find most faults, and few files are imported for them
 KEPT = 0.85  # share of its earlier faults that the default run must find by itself
 
 # ---- faults
@@ -129,11 +137,11 @@ def changes_of(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     elif isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS and not is_text(node.value):
         yield node, ast.unparse(ast.AugAssign(node.target, OPERATORS[type(node.op)](), node.value))
     elif isinstance(node, ast.BoolOp):
-        op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-        yield node, f"({ast.unparse(ast.BoolOp(op, node.values))})"
+        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        yield node, f"({ast.unparse(ast.BoolOp(other, node.values))})"
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
         yield node, f"({ast.unparse(node.operand)})"
-    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         yield node, str(node.value + 1)
         yield node, f"({node.value - 1})"
     elif isinstance(node, ast.If | ast.While | ast.IfExp | ast.comprehension):
@@ -349,8 +357,8 @@ class Recorder:
 class Selection:
     """A plugin of pytest: runs the tests of a list, in its order, and writes what each does to a file.
 
-    Marks and the choice of few cases in conftest.py have no effect: all tests of the list run. A test that takes longer
-    than its limit ends the process.
+    Marks and the choice of few cases in conftest.py have no effect: all tests of the list run. SIGPROF ends the process
+    when a test takes more of the processor's time than its limit.
     """
 
     def __init__(self, path: Path) -> None:
@@ -358,7 +366,6 @@ class Selection:
         self.limits: dict[str, float] = about["limits"]
         self.seconds: float = about["seconds"]
         self.log = path.with_suffix(".log")
-        self.stacks = path.with_suffix(".stacks").open("w")  # of a test that hangs
         self.started = 0.0
 
     def write(self, **about: Any) -> None:
@@ -373,14 +380,14 @@ class Selection:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        self.started = self.started or time.monotonic()
+        self.started = self.started or time.process_time()
         self.write(test=item.nodeid, outcome="started")
-        faulthandler.dump_traceback_later(self.limits[item.nodeid], exit=True, file=self.stacks)
+        signal.setitimer(signal.ITIMER_PROF, self.limits[item.nodeid])
         try:
             return (yield)
         finally:
-            faulthandler.cancel_dump_traceback_later()
-            if time.monotonic() - self.started > self.seconds:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            if time.process_time() - self.started > self.seconds:
                 item.session.shouldstop = "the time is up"
                 self.write(test=item.nodeid, outcome="the time is up")
 
@@ -412,9 +419,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Outcome(NamedTuple):
-    """The result of one run of tests. `test` is the one that failed, its file if it
-    cannot be imported, or "" if pytest does not start.
-    """
+    """The result of one run of tests. `test` is the one that failed, or a file that pytest cannot collect."""
 
     failed: bool
     test: str = ""
@@ -424,9 +429,12 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Limits:
-    num_tests: int
-    seconds: float
-    hang: float  # seconds that a test may take, beside ten times what it took for the map
+    """When to stop. Seconds are the processor's time, except `silence`."""
+
+    num_tests: int  # of one fault
+    seconds: float  # no test of a fault begins later
+    hang: float  # what a test may take in addition to ten times its time in the map
+    silence: float = 600  # by the clock: the longest time without a report of the process; then something waits forever
 
 
 @dataclass
@@ -435,6 +443,7 @@ class Copy:
 
     folder: Path
     source: Path
+    starts: threading.Lock  # of all copies: starts of processes, and readings of their exit status, one at a time
     tree: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -471,34 +480,45 @@ class Copy:
             return Outcome(failed=False)
         arguments = ["-x", "-n0", "-p", "no:cacheprovider", "-p", "tools.plant_faults", "--rootdir", str(self.tree)]
         arguments += ["--selection", str(selection), *files]
-        start = 2 * limits.hang + 120  # if no test begins, or pytest does not end
-        seconds = start + min(limits.seconds + max(allowed.values()), sum(allowed.values()))
-        status, output = self.execute(arguments, environment(self.tree, self.folder / "cache", run), seconds)
+        silence = limits.silence + 10 * max(tests.values())
+        status, output = self.execute(arguments, environment(self.tree, self.folder / "cache", run), log, silence)
         entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         num_run = sum(entry["outcome"] == "started" for entry in entries)
         for entry in entries:
             if entry["outcome"] == "failed":
-                return Outcome(True, entry["test"], entry["reason"], num_run)
-        last = entries[-1] if entries else {"test": "", "outcome": ""}
+                name = entry["test"]
+                of_name = name if name in tests else file_of(name) if file_of(name) in files else files[0]
+                return Outcome(True, of_name, entry["reason"], num_run)
+        hangs = status in (None, -signal.SIGPROF)
+        last = entries[-1] if entries else {"test": files[0], "outcome": ""}
         if last["outcome"] == "started":
-            hangs = status is None or selection.with_suffix(".stacks").stat().st_size > 0
-            reason = "the test hangs" if hangs else f"the process ends with {status}"
-            return Outcome(True, last["test"], reason, num_run)
+            return Outcome(
+                True, last["test"], "the test hangs" if hangs else f"the process ends with {status}", num_run
+            )
         if status not in (0, 5) and last["outcome"] != "the time is up":  # 5: pytest has no test of these names
-            return Outcome(True, "", (output.strip().splitlines() or ["nothing starts"])[-1][:200], num_run)
+            reason = (output.strip().splitlines() or ["nothing starts"])[-1][:200]
+            return Outcome(True, files[0], "pytest hangs" if hangs else reason, num_run)
         return Outcome(False, num_run=num_run)
 
-    def execute(self, arguments: list[str], env: dict[str, str], seconds: float) -> tuple[int | None, str]:
-        """Run pytest, and end all its processes. Return the exit status, None after `seconds`, and the output."""
+    def execute(self, arguments: list[str], env: dict[str, str], log: Path, silence: float) -> tuple[int | None, str]:
+        """Run pytest, and end all its processes. Return the exit status and the output. The status is None if the
+        log does not grow for `silence` seconds.
+        """
         output = self.folder / "output"
         process = FORK_SERVER.Process(target=run_pytest, args=(arguments, self.tree, env, output))
-        process.start()
-        process.join(seconds)
-        status = process.exitcode
+        with self.starts:  # two threads that ask for the same exit status may get 255
+            process.start()
+        size = -1
+        while not connection.wait([process.sentinel], silence) and size != log.stat().st_size:
+            size = log.stat().st_size
+        with self.starts:
+            status = process.exitcode
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.ident or 0, signal.SIGKILL)
         process.kill()
-        process.join()
+        connection.wait([process.sentinel])
+        with self.starts:
+            process.join()
         return status, output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
 
 
@@ -563,7 +583,7 @@ class Result:
     @property
     def row(self) -> str:
         if self.found_by in RUNS:
-            what = f"{self.test or 'collection'}: {self.reason}"
+            what = f"{self.test}: {self.reason}"
         elif self.found_by is None:
             runs = [f"{self.num_run.get(run, 0)} of {count} {run}" for run, count in self.num_covering.items()]
             what = f"tests that ran: {', '.join(runs)}"
@@ -583,9 +603,10 @@ class Trial:
 
     def run(self, faults: Sequence[Fault], num_jobs: int, show: Callable[[Result], None]) -> list[Result]:
         with tempfile.TemporaryDirectory(prefix="nanovllm-faults-") as folder, ThreadPoolExecutor(num_jobs) as pool:
+            starts = threading.Lock()
             for job in range(num_jobs):
                 Path(folder, str(job)).mkdir()
-                self.copies.put(Copy(Path(folder, str(job)), self.root))
+                self.copies.put(Copy(Path(folder, str(job)), self.root, starts))
             lock = threading.Lock()
 
             def run(fault: Fault) -> Result:
@@ -610,17 +631,18 @@ class Trial:
             for run, covering in self.maps.items():
                 tests = covering.tests_of(fault)
                 result.num_covering[run] = len(tests)
-                tests = [test for test in tests if not {test, file_of(test)} & self.unsound[run]]
-                chosen = {test: covering.seconds[test] for test in tests[: self.limits.num_tests]}
-                with copy.planted(fault):
-                    outcome = copy.run(chosen, self.limits, run)
-                result.num_run[run] = outcome.num_run
-                if outcome.failed:
-                    result.found_by, result.test, result.reason = run, outcome.test, outcome.reason
-                    break
+                tests = self.without_unsound(tests, run)
+                result.num_run[run] = 0
+                for some in (tests[:QUICKEST], tests[QUICKEST : self.limits.num_tests]):
+                    with copy.planted(fault):
+                        outcome = copy.run({test: covering.seconds[test] for test in some}, self.limits, run)
+                    result.num_run[run] += outcome.num_run
+                    if outcome.failed:
+                        result.found_by, result.test, result.reason = run, outcome.test, outcome.reason
+                        return result
         finally:
+            result.seconds = round(time.monotonic() - began, 1)
             self.copies.put(copy)
-        result.seconds = round(time.monotonic() - began, 1)
         return result
 
     def is_sound(self, result: Result, results: Iterable[Result]) -> bool:
@@ -628,30 +650,28 @@ class Trial:
         if result.found_by not in RUNS:
             return True
         run = result.found_by
-        known = self.sound[run] | self.unsound[run]
-        left = {one.test: self.maps[run].seconds.get(one.test, 0.0) for one in results if one.found_by == run}
-        left = {test: seconds for test, seconds in left.items() if test not in known}
-        self.sound[run] |= left.keys()
+        found_by = {one.test for one in results if one.found_by == run} - self.sound[run]
         copy = self.copies.get()
-        while left:
+        while left := {test: self.maps[run].seconds.get(test, 0.0) for test in self.without_unsound(found_by, run)}:
             outcome = copy.run(left, dataclasses.replace(self.limits, seconds=float("inf")), run)
             if not outcome.failed:
+                self.sound[run] |= left.keys()
                 break
-            if outcome.test not in left:
-                raise ValueError(f"pytest fails in a copy of {self.root} without a fault: {outcome.reason}")
-            self.sound[run].remove(outcome.test)
             self.unsound[run].add(outcome.test)
-            names = list(left)
-            left = {test: left[test] for test in names[names.index(outcome.test) + 1 :]}
         self.copies.put(copy)
-        return result.test not in self.unsound[run]
+        return result.test in self.sound[run]
+
+    def without_unsound(self, tests: Iterable[str], run: str) -> list[str]:
+        return [test for test in tests if not {test, file_of(test)} & self.unsound[run]]
 
 
-def candidates(maps: Mapping[str, Covering], root: Path, only: str) -> dict[str, dict[int, list[Fault]]]:
-    """Return the faults that a test covers: {path: {line: faults}}."""
+def candidates(
+    maps: Mapping[str, Covering], root: Path, paths: Sequence[str] = PACKAGES
+) -> dict[str, dict[int, list[Fault]]]:
+    """Return the faults of these files and folders that a test covers: {path: {line: faults}}."""
     found: dict[str, dict[int, list[Fault]]] = {}
     for path in sorted({path for covering in maps.values() for path in covering.lines}):
-        if not fnmatch.fnmatch(path, only):
+        if not any(Path(path).is_relative_to(one) for one in paths):
             continue
         for fault in find_faults(path, (root / path).read_bytes()):
             if any(covering.tests_of(fault) for covering in maps.values()):
@@ -663,7 +683,7 @@ def choose(found: Mapping[str, Mapping[int, Sequence[Fault]]], count: int, seed:
     """Choose faults of different lines: a file by its number of covered lines, then a line, then a fault."""
     rng = random.Random(seed)
     left = {path: sorted(lines) for path, lines in sorted(found.items())}
-    chosen = []
+    chosen: list[Fault] = []
     while len(chosen) < count and any(left.values()):
         path = rng.choices(list(left), [len(lines) for lines in left.values()])[0]
         line = left[path].pop(rng.randrange(len(left[path])))
@@ -764,7 +784,7 @@ def run_faults(args: argparse.Namespace, root: Path) -> int:
         for name in gone:
             print(f"no such code any more: {name}")
     else:
-        faults = choose(candidates(maps, root, args.only), args.count, args.seed)
+        faults = choose(candidates(maps, root, args.paths), args.count, args.seed)
     if args.list:
         print("\n".join(fault.name for fault in faults))
         return 0
@@ -796,16 +816,16 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     the_map.add_argument("--add", action="store_true", help="keep what DIR has, for example of other tests")
     the_map.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     run = commands.add_parser("run", help="plant faults, and run the tests that cover them")
+    run.add_argument("paths", nargs="*", default=PACKAGES, help="files and folders for faults (default: both packages)")
     run.add_argument("--map", type=Path, required=True, metavar="DIR", help="what `map` has made")
     run.add_argument("--count", type=int, default=60, help="number of faults (default: 60)")
     run.add_argument("--seed", type=int, default=0, help="chooses the faults (default: 0)")
-    run.add_argument("--only", default="*", metavar="PATTERN", help="only files like this: 'nanovllm/*'")
     run.add_argument("--against", type=Path, metavar="JSON", help="plant the faults of this report, and compare")
     run.add_argument("--output", type=Path, metavar="JSON", help="write a report")
     run.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     run.add_argument("--tests", type=int, default=200, help="run at most so many tests for a fault (default: 200)")
-    run.add_argument("--seconds", type=float, default=120, help="begin no test after this time (default: 120)")
-    run.add_argument("--hang", type=float, default=60, help="a test hangs after this time, and ten times its own")
+    run.add_argument("--seconds", type=float, default=120, help="stop a fault's tests after this time (default: 120)")
+    run.add_argument("--hang", type=float, default=60, help="a test hangs after this time and ten times its own (60)")
     run.add_argument("--jobs", type=int, default=1, help="number of faults at once (default: 1)")
     run.add_argument("--equivalent", type=Path, default=EQUIVALENT, metavar="FILE", help="list of equivalent faults")
     args = parser.parse_args(arguments)

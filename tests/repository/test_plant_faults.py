@@ -3,12 +3,14 @@
 import ast
 import subprocess
 import textwrap
+import threading
 
 import pytest
 
 from tools.plant_faults import (
     EQUIVALENT,
     ROOT,
+    Copy,
     Limits,
     Result,
     Trial,
@@ -173,6 +175,8 @@ FILES = {
             return a / 5
         def unsound(a):
             return a % 6
+        def waits(a):
+            if a: __import__("threading").Event().wait()
     """,
     "tests/test_lines.py": """
         import os, pytest
@@ -191,6 +195,7 @@ FILES = {
         def value(): return lines.shared(10)
         def test_first(value): pass
         def test_second(value): assert value == 2
+        def test_waits(): lines.waits(0)
     """,
 }
 EXPECTED = {  # a changed line -> what finds it
@@ -218,19 +223,29 @@ def test_a_small_repository(tmp_path, monkeypatch, capfd):
     folder = tmp_path / "map"
     assert main(["map", "--map", str(folder)], root) == 0
     assert main(["map", "--map", str(folder), "--sweep", "--", "tests/test_lines.py"], root) == 0
-    assert "8 tests execute" in capfd.readouterr().out
+    assert "9 tests execute" in capfd.readouterr().out
 
     maps = {run: read_map(folder / run, root) for run in ("default", "sweep")}
     faults = find_faults("nanovllm/lines.py", (root / "nanovllm/lines.py").read_bytes())
     chosen = [fault for fault in faults if fault.after in EXPECTED]
     [equivalent] = [fault.name for fault in chosen if fault.after == "return a - 3"]
     shown = []
-    trial = Trial(root, maps, Limits(num_tests=9, seconds=60, hang=2), {equivalent: "nobody reads it"})
+    trial = Trial(root, maps, Limits(num_tests=9, seconds=60, hang=1), {equivalent: "nobody reads it"})
     results = trial.run(chosen, 2, shown.append)
     outcomes = [(one.found_by, one.test.rpartition("::")[2], one.reason) for one in results]
     assert {fault.after: outcome for fault, outcome in zip(chosen, outcomes, strict=True)} == EXPECTED
     assert trial.unsound["default"] == {"tests/test_lines.py::test_that_fails_in_a_copy"}
     assert summary(results) == "7 faults: 4 found by the default run, 1 by the sweep, 2 not found; 1 equivalent"
+
+    (tmp_path / "copy").mkdir()
+    copy = Copy(tmp_path / "copy", root, threading.Lock())
+    [fault] = [fault for fault in faults if fault.after == 'if (not a): __import__("threading").Event().wait()']
+    with copy.planted(fault):
+        outcome = copy.run(
+            {"tests/test_lines.py::test_waits": 0.0}, Limits(1, seconds=60, hang=60, silence=5), "default"
+        )
+    assert outcome.failed
+    assert "hangs" in outcome.reason
 
     (root / "nanovllm/lines.py").write_text("")
     with pytest.raises(ValueError, match="nanovllm/lines.py has changed .* make the map again"):
