@@ -10,10 +10,10 @@
 1. `map` runs the default tests once and records the lines that each test executes. With `--sweep` it runs the long
    sweep (`pytest -m slow`), whose map is optional. Arguments after `--` go to pytest, for example a folder of tests.
    Lines that only other processes execute are not in the map: servers, ranks and replicas that tests start.
-2. `run` plants each fault in a copy of the working tree, and runs the tests that execute its line, the quickest first,
-   until a test fails. If no default test finds the fault, the tests of the sweep's map run. A test that hangs or ends
-   its process has found the fault. A test that also fails without the fault does not count. Look at each fault that
-   is not found: it shows a missing test, or it is equivalent to the right code.
+2. `run` plants each fault in a copy of the working tree, and runs the tests that execute its line until one fails: the
+   quickest case of each test function first. If no default test finds the fault, the tests of the sweep's map run. A
+   test that hangs or ends its process has found the fault. A test that also fails without the fault does not count.
+   Look at each fault that is not found: it shows a missing test, or it is equivalent to the right code.
 3. `--against` plants the faults of an earlier report again and compares. Run it after a change of the tests, with a new
    map. The exit status is 1 if both runs together find fewer faults than before, or if the default run finds less than
    85 % of the faults that it found before.
@@ -49,6 +49,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("nanovllm", "nanovllm_extras")
 EQUIVALENT = Path(__file__).with_name("equivalent_faults.txt")
 RUNS = ("default", "sweep")
-QUICKEST = 10  # tests that run first: they find most faults, and few files are imported for them
+NUM_FIRST = 10  # tests that run by themselves first: they find most faults, and pytest collects few files for them
 KEPT = 0.85  # share of its earlier faults that the default run must find by itself
 
 # ---- faults
@@ -238,11 +239,18 @@ class Covering(NamedTuple):
     lines: dict[str, dict[int, set[str]]]
 
     def tests_of(self, fault: Fault) -> list[str]:
-        """Return the tests that execute one of the fault's lines, the quickest first."""
+        """Return the tests that execute one of the fault's lines: the quickest case of each function, then the next."""
         lines = self.lines.get(fault.path, {})
         *own, statement = fault.lines
         tests = set[str]().union(*(lines.get(line, ()) for line in own)) or lines.get(statement, set())
-        return sorted(tests, key=lambda test: (self.seconds[test], test))
+        quickest = sorted(tests, key=lambda test: (self.seconds[test], test))
+        num_cases: Counter[str] = Counter()
+        ranks = {}
+        for test in quickest:
+            function = test.partition("[")[0]
+            ranks[test] = num_cases[function]
+            num_cases[function] += 1
+        return sorted(quickest, key=lambda test: ranks[test])
 
 
 def read_map(folder: Path, root: Path) -> Covering:
@@ -431,7 +439,6 @@ class Outcome(NamedTuple):
 class Limits:
     """When to stop. Seconds are the processor's time, except `silence`."""
 
-    num_tests: int  # of one fault
     seconds: float  # no test of a fault begins later
     hang: float  # what a test may take in addition to ten times its time in the map
     silence: float = 600  # by the clock: the longest time without a report of the process; then something waits forever
@@ -633,7 +640,7 @@ class Trial:
                 result.num_covering[run] = len(tests)
                 tests = self.without_unsound(tests, run)
                 result.num_run[run] = 0
-                for some in (tests[:QUICKEST], tests[QUICKEST : self.limits.num_tests]):
+                for some in (tests[:NUM_FIRST], tests[NUM_FIRST:]):
                     with copy.planted(fault):
                         outcome = copy.run({test: covering.seconds[test] for test in some}, self.limits, run)
                     result.num_run[run] += outcome.num_run
@@ -789,7 +796,7 @@ def run_faults(args: argparse.Namespace, root: Path) -> int:
         print("\n".join(fault.name for fault in faults))
         return 0
     FORK_SERVER.set_forkserver_preload(PRELOADED)
-    trial = Trial(root, maps, Limits(args.tests, args.seconds, args.hang), read_equivalent(args.equivalent))
+    trial = Trial(root, maps, Limits(args.seconds, args.hang), read_equivalent(args.equivalent))
     results = trial.run(faults, args.jobs, lambda result: print(result.row, flush=True))
     print(summary(results))
     for test in sorted(set[str]().union(*trial.unsound.values())):
@@ -823,7 +830,6 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     run.add_argument("--against", type=Path, metavar="JSON", help="plant the faults of this report, and compare")
     run.add_argument("--output", type=Path, metavar="JSON", help="write a report")
     run.add_argument("--list", action="store_true", help="print the faults, and run nothing")
-    run.add_argument("--tests", type=int, default=200, help="run at most so many tests for a fault (default: 200)")
     run.add_argument("--seconds", type=float, default=120, help="stop a fault's tests after this time (default: 120)")
     run.add_argument("--hang", type=float, default=60, help="a test hangs after this time and ten times its own (60)")
     run.add_argument("--jobs", type=int, default=1, help="number of faults at once (default: 1)")

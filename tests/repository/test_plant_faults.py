@@ -11,6 +11,7 @@ from tools.plant_faults import (
     EQUIVALENT,
     ROOT,
     Copy,
+    Covering,
     Limits,
     Result,
     Trial,
@@ -110,6 +111,13 @@ def test_the_seed_chooses_faults_of_different_lines():
     assert chosen == choose(found, 40, seed=1) != choose(found, 40, seed=2)
     assert len({(fault.path, fault.line) for fault in chosen}) == 40
     assert len(choose(found, 1000, seed=1)) == 100
+
+
+def test_a_case_of_each_function_runs_before_a_second_one():
+    [fault] = find_faults("x.py", in_function("a < b"))
+    seconds = {"f[1]": 0.3, "f[2]": 0.1, "f[3]": 0.2, "g": 5.0, "h[1]": 0.4, "elsewhere": 0.0}
+    covering = Covering(seconds, {"x.py": {2: set(seconds) - {"elsewhere"}, 1: {"elsewhere"}}})
+    assert covering.tests_of(fault) == ["f[2]", "h[1]", "g", "f[3]", "f[1]"]
 
 
 def test_a_fault_is_found_again_when_its_lines_move(tmp_path):
@@ -230,7 +238,7 @@ def test_a_small_repository(tmp_path, monkeypatch, capfd):
     chosen = [fault for fault in faults if fault.after in EXPECTED]
     [equivalent] = [fault.name for fault in chosen if fault.after == "return a - 3"]
     shown = []
-    trial = Trial(root, maps, Limits(num_tests=9, seconds=60, hang=1), {equivalent: "nobody reads it"})
+    trial = Trial(root, maps, Limits(seconds=60, hang=1), {equivalent: "nobody reads it"})
     results = trial.run(chosen, 2, shown.append)
     outcomes = [(one.found_by, one.test.rpartition("::")[2], one.reason) for one in results]
     assert {fault.after: outcome for fault, outcome in zip(chosen, outcomes, strict=True)} == EXPECTED
@@ -241,9 +249,7 @@ def test_a_small_repository(tmp_path, monkeypatch, capfd):
     copy = Copy(tmp_path / "copy", root, threading.Lock())
     [fault] = [fault for fault in faults if fault.after == 'if (not a): __import__("threading").Event().wait()']
     with copy.planted(fault):
-        outcome = copy.run(
-            {"tests/test_lines.py::test_waits": 0.0}, Limits(1, seconds=60, hang=60, silence=5), "default"
-        )
+        outcome = copy.run({"tests/test_lines.py::test_waits": 0.0}, Limits(seconds=60, hang=60, silence=5), "default")
     assert outcome.failed
     assert "hangs" in outcome.reason
 
