@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers
 
+from nanovllm import model_runner
 from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -679,6 +680,18 @@ def test_bad_folders(checkpoint, tmp_path):
 def test_the_cache_is_never_more_than_can_be_used(checkpoint):
     llm = make_llm(checkpoint[0], num_kv_blocks=None, max_num_seqs=3, max_model_len=100)
     assert llm.engine.runner.kv_cache.num_blocks == 3 * math.ceil(100 / 16)
+
+
+def test_the_cache_and_its_null_block_fill_the_memory(checkpoint, monkeypatch):
+    size = 2 * 16 * 2 * 32 * 4  # of a block: K and V of 16 tokens, 2 kv heads of 32, float32, in one layer
+    for num_bytes, num_blocks in [(2 * size, 1), (20 * size - 1, 18), (20 * size, 19)]:
+        monkeypatch.setattr(model_runner, "CPU_KV_CACHE_BYTES", num_bytes)
+        kv_cache = make_llm(checkpoint[0], num_kv_blocks=None).engine.runner.kv_cache
+        assert kv_cache.num_blocks == num_blocks
+        assert num_bytes - size < kv_cache.tensor.nbytes <= num_bytes
+    monkeypatch.setattr(model_runner, "CPU_KV_CACHE_BYTES", 2 * size - 1)
+    with pytest.raises(ValueError, match=f"{2 * size - 1} bytes are left .* two blocks take {2 * size}: .* block_size"):
+        make_llm(checkpoint[0], num_kv_blocks=None)
 
 
 # ---- interrupts, and the end
