@@ -123,6 +123,7 @@ class RecordedRun(Run):
 
     def step(self, is_done=True):
         out = super().step(is_done)
+        assert self.recorder._seqs.keys() >= {*self.scheduler.running, *self.scheduler.waiting}, "each is recorded"
         self.recorder.flush()
         return out
 
