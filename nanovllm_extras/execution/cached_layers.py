@@ -57,6 +57,8 @@ class CachedLayers:
         elif shape.kv_groups:
             self.places = tuple([LayerPlace(0, place.layer, place.group) for place in shape.kv_places])
         self.caches: list[KVCache] = []
+        self._viewed: list[Tensor] = []  # the tensors of which `_views` are
+        self._views = LayerCaches({})
 
     def make_caches(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> list[KVCache]:
         """Return the KV caches. backends: one for each shape of K and V"""
@@ -85,13 +87,21 @@ class CachedLayers:
 
         Without groups, or in a step over null blocks only, all layers have the same metadata.
         """
-        caches = LayerCaches({layer: self.view(place) for layer, place in enumerate(self.places)})
+        caches = self.views()
         if not isinstance(metadata, GroupedMetadata):
             return metadata, caches
         groups = metadata.of_groups()
         if self.block_layout is not None:
             groups = on_one_thread(self.number_pieces, groups)
         return [groups[place.group] for place in self.places], caches
+
+    def views(self) -> LayerCaches:
+        """Return the K and V of each layer. The views are made again only after blocks have been allocated."""
+        tensors = [cache.tensor for cache in self.caches]
+        if list(map(id, tensors)) != list(map(id, self._viewed)):
+            self._viewed = tensors
+            self._views = LayerCaches({layer: self.view(place) for layer, place in enumerate(self.places)})
+        return self._views
 
     def view(self, place: LayerPlace) -> Tensor:
         """Return the K and V of a layer in all blocks: [2, …], and for the rest as its attention backend defines it."""

@@ -272,6 +272,25 @@ def test_memory_is_that_of_whole_blocks(checkpoints):
         assert llm.get_stats().num_kv_blocks == llm.get_stats().num_free_blocks == 36
 
 
+@pytest.mark.parametrize(("name", "table"), [("gemma3", {}), ("gemma4_e2b", {}), ("gemma4_e2b", ONE_TABLE)], ids=str)
+def test_layers_read_the_newest_allocation(checkpoints, name, table):
+    """Their views of the KV cache are kept between steps, but not beyond the tensors of which they are."""
+    llm, (_, model) = make_llm(checkpoints.of(name)[0], **table), checkpoints.of(name)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for num_blocks in (120, 120, 60):
+        caches = llm.engine.runner.kv_caches
+        for cache in caches:
+            cache.allocate(num_blocks)
+        llm.reset_prefix_cache()
+        expected = continue_greedily(model, [3, 4, 5, 6], 4)[0]
+        assert llm.generate([[3, 4, 5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+        layout = llm.engine.runner.layout
+        _, layers = layout.inputs_of(None, None)
+        storages = {layers[:, i].untyped_storage().data_ptr() for i in range(len(layout.layers.places))}
+        assert storages == {cache.tensor.untyped_storage().data_ptr() for cache in caches}
+        assert all(cache.tensor[:, :, 1:].any() for cache in caches), "the step has written to them"
+
+
 # ---- what has one table
 
 
