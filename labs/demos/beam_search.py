@@ -38,7 +38,7 @@ def search(llm: LLM, prompt: Any, is_shown: bool) -> None:
         if not is_shown:
             continue
         print(f"step {number}")
-        for beam in request.beams:
+        for beam in request.answer.beams:
             index = beam.seq.sample_index
             text = tokenizer.decode(beam.token_ids[num_prompt_tokens:])
             blocks = " ".join(map(str, beam.seq.block_table.view().tolist()))
