@@ -540,7 +540,7 @@ def test_the_attention_of_a_gpu_is_called_in_a_process_of_its_own(monkeypatch):
 def test_each_way_is_tried_in_turn(monkeypatch, caplog):
     seen = []
 
-    def make(config, folder):
+    def make(config, folder, begin_check):
         seen.append((config.attention_backend, config.enforce_eager))
         raise SelfCheckError("broken")
 
@@ -557,7 +557,7 @@ def test_a_description_begins_with_what_has_failed_in_a_few_words():
         "crash: by SIGSEGV\nand more; found on 2026-11-26",
     ]
 
-    def make(config, folder):
+    def make(config, folder, begin_check):
         if reasons:
             raise SelfCheckError(reasons.pop(0))
         return SimpleNamespace(description="attention_backend=torch; PyTorch on cpu")
@@ -575,7 +575,7 @@ def test_a_wrong_rank_lets_all_ranks_take_the_next_way(fresh_cache, monkeypatch)
     """The error of another rank comes as text."""
     kinds = [EngineDeadError("rank 1: SelfCheckError: wrong result"), EngineDeadError("rank 1: killed")]
 
-    def make(config, folder):
+    def make(config, folder, begin_check):
         raise kinds.pop(0)
 
     with pytest.raises(EngineDeadError, match="killed"):
