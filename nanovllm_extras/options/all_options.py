@@ -20,7 +20,7 @@ from nanovllm_extras.options.option_checks import (
 )
 
 
-def check_policy(name: str, value: Any) -> None:
+def check_policy(name: str, value: object) -> None:
     if not callable(value):
         check_choice(name, value, ("fcfs", "priority", "sjf"))
 
@@ -39,7 +39,7 @@ class Config(config.Config):
     """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
     kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8", "int8", *DTYPES))
     """`fp8` (with `triton`, `torch`), `int8` (`cpu`, `torch`): K and V have 8 bits; `auto` is `dtype`, or its name."""
-    quantization: str | Mapping[str, Any] | None = checked(None, check_in, module="weights.quantization_options")
+    quantization: str | Mapping[str, object] | None = checked(None, check_in, module="weights.quantization_options")
     """`int8` or `int4` keeps weights in 8 or 4 bits; also a dict, as `{"method": "int4", "group_size": 64}`."""
     scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)
     """`fcfs`, `priority` or `sjf` (`scheduling/policies.py`), or a function of your own, which ranks a sequence."""
@@ -51,7 +51,7 @@ class Config(config.Config):
     """Host memory for `preemption_mode="swap"`."""
     kv_offloading_size: float | None = checked(None, check_in, module="options.store_options")
     """Host memory in GiB for blocks that are kept after the KV cache has reused their place; None keeps none."""
-    kv_transfer_config: Mapping[str, Any] | None = checked(None, check_in, module="options.store_options")
+    kv_transfer_config: Mapping[str, object] | None = checked(None, check_in, module="options.store_options")
     """Where else blocks are kept, for other engines and after a restart: see docs/kv_store.md."""
     state_snapshot_interval: int = checked(64, check_int, minimum=0)
     """Blocks from one snapshot of a recurrent state to the next one of the sequence, for prefix hits; 0 takes snapshots
@@ -72,7 +72,7 @@ class Config(config.Config):
     self_check: str | None = checked(None, check_in, module="self_check.mode")
     """Whether the first start compares the kernels with PyTorch's layers: `on` takes another way to compute if they are
     wrong, `strict` raises, `off` does not compare; None is the variable NANOVLLM_SELF_CHECK, or `on`."""
-    speculative_config: Mapping[str, Any] | None = checked(None, check_in, module="options.speculation_options")
+    speculative_config: Mapping[str, object] | None = checked(None, check_in, module="options.speculation_options")
     """How draft tokens are proposed, as `{"method": "ngram", "num_speculative_tokens": 5}`; None turns drafts off."""
     tensor_parallel_size: int = checked(1, check_int, minimum=1)
     """Ranks that share each forward pass: CUDA devices, or processes on a CPU."""
@@ -88,7 +88,7 @@ class Config(config.Config):
     """`safetensors` (the same as `auto`), `gguf`, or `dummy` for seeded random weights, which need only config.json."""
     revision: str | None = checked(None, check_optional_str)
     """Branch, tag or commit of `model` on the hub; a folder is taken as it is."""
-    hf_overrides: Mapping[str, Any] | None = checked(None, check_dict)
+    hf_overrides: Mapping[str, object] | None = checked(None, check_dict)
     """Fields of config.json that are to have other values."""
     tokenizer: str | Path | None = checked(None, check_optional_str, or_path=True)
     """Folder or hub id of another tokenizer than the model's own."""
@@ -101,7 +101,7 @@ class Config(config.Config):
     generation_config: str | Path = checked("auto", check_str, or_path=True)
     """Where the default sampling parameters come from: `auto` is the model's generation_config.json, `vllm` are those
     of `SamplingParams`, else a folder that holds a generation_config.json."""
-    override_generation_config: Mapping[str, Any] | None = checked(None, check_dict)
+    override_generation_config: Mapping[str, object] | None = checked(None, check_dict)
     """Fields of generation_config.json that are to have other values."""
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class Config(config.Config):
         return self.kv_offloading_size is not None or self.kv_transfer_config is not None
 
     @classmethod
-    def from_options(cls, model: str | Path, options: dict[str, Any]) -> "Config":
+    def from_options(cls, model: str | Path, options: Mapping[str, Any]) -> "Config":
         """Return `Config(model, **options)`. Accepts vLLM's names too; raises TypeError for an unknown name."""
         with suppress(TypeError, ValueError):
             return cls(model, **options)

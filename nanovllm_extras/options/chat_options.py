@@ -8,12 +8,15 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.chat import ChatPrompt, check_messages, render_conversation
+from nanovllm.chat import ChatPrompt, Message, check_messages, render_conversation
 from nanovllm.checks import check_bool
 from nanovllm_extras.options.option_checks import check_dict, check_optional_str, takes_vllm_options
 from nanovllm_extras.options.surrogates import check_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_SHOWN = 200  # characters of a template in an error
 
@@ -29,9 +32,9 @@ class ChatOptions:
     """Whether the answer continues the last message; needs `add_generation_prompt=False`."""
     chat_template: str | Path | None = None
     """A template that replaces the tokenizer's: a file, or the template itself."""
-    chat_template_kwargs: Mapping[str, Any] | None = None
+    chat_template_kwargs: Mapping[str, object] | None = None
     """Variables for the template, such as `{"enable_thinking": False}`."""
-    tools: Collection[Mapping[str, Any]] | None = None
+    tools: Collection[Mapping[str, object]] | None = None
     """Functions that the model may call, as JSON schemas in OpenAI's form."""
 
     def __post_init__(self) -> None:
@@ -46,9 +49,9 @@ class ChatOptions:
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("continue_final_message=True needs add_generation_prompt=False, got True for both")
 
-    def template_arguments(self, tokenizer: Any = None) -> dict[str, Any]:
+    def template_arguments(self, tokenizer: object = None) -> dict[str, object]:
         """Return the arguments of the tokenizer's `apply_chat_template`. Raises ValueError if a name is given twice."""
-        arguments: dict[str, Any] = {
+        arguments: dict[str, object] = {
             "tools": self.tools,
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
@@ -66,7 +69,7 @@ class ChatOptions:
 # ---- another template
 
 
-def set_chat_template(tokenizer: Any, chat_template: str | Path) -> None:
+def set_chat_template(tokenizer: "PreTrainedTokenizerBase | None", chat_template: str | Path) -> None:
     """Replace the tokenizer's chat template. Raises ValueError if it is invalid, or if there is no tokenizer."""
     if tokenizer is None:
         raise ValueError(
@@ -76,7 +79,7 @@ def set_chat_template(tokenizer: Any, chat_template: str | Path) -> None:
     tokenizer.chat_template = check_chat_template(chat_template, tokenizer)
 
 
-def check_chat_template(chat_template: str | Path, tokenizer: Any = None) -> str:
+def check_chat_template(chat_template: str | Path, tokenizer: object = None) -> str:
     """Return the template, as `read_chat_template` does. Raises ValueError if it is empty or not valid Jinja."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template  # it knows more tags than Jinja
@@ -93,7 +96,7 @@ def check_chat_template(chat_template: str | Path, tokenizer: Any = None) -> str
     return text
 
 
-def read_chat_template(chat_template: str | Path, tokenizer: Any = None) -> str:
+def read_chat_template(chat_template: str | Path, tokenizer: object = None) -> str:
     """Return the template: the tokenizer's of this name, `chat_template` itself if it is Jinja, or a file's content."""
     named = getattr(tokenizer, "chat_template", None)
     if isinstance(named, Mapping) and chat_template in named:
@@ -117,7 +120,7 @@ def shorten(text: str) -> str:
 # ---- messages
 
 
-def render_chat(tokenizer: Any, messages: Any, options: ChatOptions | None = None) -> ChatPrompt:
+def render_chat(tokenizer: object, messages: Iterable[Message], options: ChatOptions | None = None) -> ChatPrompt:
     """Return one conversation as a prompt, as the core does, with content in parts and with tools."""
     check_messages(messages)
     if not all(isinstance(message.get("content"), str) and not message.get("tool_calls") for message in messages):
@@ -127,7 +130,7 @@ def render_chat(tokenizer: Any, messages: Any, options: ChatOptions | None = Non
     return render_conversation(tokenizer, messages, **arguments)
 
 
-def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def plain_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """Return messages as templates expect them: `content` is one text, the arguments of tool calls are dicts."""
     plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
     for message in plain:
@@ -136,7 +139,7 @@ def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]
     return plain
 
 
-def text_of(content: Any) -> Any:
+def text_of(content: object) -> object:
     """Return `content` with a list of parts joined by newlines.
 
     A part is a str, `{"type": "text", "text": …}`, or `{"type": "refusal", "refusal": …}` in an earlier answer.
@@ -156,7 +159,7 @@ def text_of(content: Any) -> Any:
 # ---- tools
 
 
-def check_tools(tools: Any) -> None:
+def check_tools(tools: object) -> None:
     """Raise TypeError if `tools` is not a list of dicts: JSON schemas in OpenAI's form."""
     if not isinstance(tools, list | tuple):
         raise TypeError(f"tools must be a list of dicts or None, got {tools!r}")
@@ -164,9 +167,11 @@ def check_tools(tools: Any) -> None:
         check_dict(f"tools[{i}]", tool)
 
 
-def plain_tool_call(call: Any) -> Any:
+def plain_tool_call(call: object) -> object:
     """Return a tool call with its arguments as a dict. In OpenAI's form they are a string of JSON."""
-    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping):
+        return call
+    function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:

@@ -20,24 +20,24 @@ class Feature:
     name: str
     options: tuple[str, ...] = ()
     """The default values of these options do not ask for it."""
-    is_meant: Callable[[Any], Any] = lambda value: True
+    is_meant: Callable[[Any], object] = lambda value: True
     """Whether another value of an option, or a model's `NetworkConfig`, is or has the feature."""
 
-    def is_in(self, config: Any, shape: Any) -> bool:
+    def is_in(self, config: object, shape: object) -> bool:
         """Return whether an engine has it. shape: the model's `NetworkConfig`, None until config.json is read"""
         if self.options:
             return any(self.is_meant(getattr(config, name)) for name in self.given(config))
         return shape is not None and bool(self.is_meant(shape))
 
-    def given(self, config: Any) -> list[str]:
+    def given(self, config: object) -> list[str]:
         """Return its options whose values are not the defaults."""
         return [name for name in self.options if getattr(config, name) != getattr(type(config), name)]
 
-    def describe(self, config: Any) -> str:
+    def describe(self, config: object) -> str:
         values = ", ".join([f"{name}={getattr(config, name)!r}" for name in self.given(config)])
         return f"{self.name} ({values})" if values else self.name
 
-    def way_out(self, config: Any) -> str:
+    def way_out(self, config: object) -> str:
         """Return how to do without it, in words: nothing for what a model has."""
         return f"leave out {' and '.join(self.given(config))}" if self.options else ""
 
@@ -85,7 +85,7 @@ CONTRADICTIONS = (
 """The first row that holds is the one that an error names."""
 
 
-def check_combinations(config: Any, shape: Any = None) -> None:
+def check_combinations(config: object, shape: object = None) -> None:
     """Raise ValueError for the first two features of an engine that do not go together.
 
     config: a `Config`; shape: the model's `NetworkConfig`, or None to check options against each other only

@@ -30,36 +30,36 @@ class LazyMethod:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, instance: Any, owner: type) -> Any:
+    def __get__(self, instance: object, owner: type) -> Any:
         method = getattr(import_module(f"nanovllm_extras.{self.module}"), self.name)
         return MethodType(method, owner) if self.of_class else method.__get__(instance, owner)
 
 
-def check_in(name: str, value: Any, module: str) -> None:
+def check_in(name: str, value: object, module: str) -> None:
     """Check a field by the table `FIELD_CHECKS` of the module that reads it. None is always allowed."""
     if value is not None:
         import_module(f"nanovllm_extras.{module}").FIELD_CHECKS[name](name, value)
 
 
-def check_optional_bool(name: str, value: Any) -> None:
+def check_optional_bool(name: str, value: object) -> None:
     if not isinstance(value, bool | None):
         raise TypeError(f"{name} must be True, False or None, got {value!r}")
 
 
-def check_optional_str(name: str, value: Any, or_path: bool = False) -> None:
+def check_optional_str(name: str, value: object, or_path: bool = False) -> None:
     """Raise unless `value` is a str that is not empty, or None, or a Path if `or_path`."""
     if value is not None and (not isinstance(value, str | Path if or_path else str) or not str(value)):
         allowed = "a str or a Path or None" if or_path else "a str or None"
         raise TypeError(f"{name} must be {allowed}, and not empty, got {value!r}")
 
 
-def check_dict(name: str, value: Any) -> None:
+def check_dict(name: str, value: object) -> None:
     """Raise unless `value` is a dict with str keys, or None."""
     if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         raise TypeError(f"{name} must be a dict from str or None, got {value!r}")
 
 
-def translate_options(options: Mapping[str, Any], known: Collection[str], kind: str) -> Mapping[str, Any]:
+def translate_options(options: Mapping[str, object], known: Collection[str], kind: str) -> Mapping[str, Any]:
     """Translate options as vLLM's users write them to the names `known`. `kind` is a key of vLLM's tables.
 
     TypeError for an unknown name, ValueError for an option of vLLM that does not have its neutral value.
@@ -87,7 +87,7 @@ def takes_vllm_options(kind: str) -> Callable[[type[Record]], type[Record]]:
         names = tuple(field.name for field in fields(cls))
 
         @wraps(own_init)
-        def __init__(self: Record, *args: Any, **options: Any) -> None:
+        def __init__(self: Record, *args: object, **options: object) -> None:
             with suppress(TypeError, ValueError):  # raised again below, unless the options were vLLM's
                 own_init(self, *args, **options)
                 return

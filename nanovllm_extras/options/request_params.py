@@ -34,7 +34,7 @@ class RequestOutputKind(Enum):
     """There is one output, when the request has finished."""
 
 
-def check_output_kind(name: str, value: Any) -> None:
+def check_output_kind(name: str, value: object) -> None:
     if not isinstance(value, RequestOutputKind):
         allowed = ", ".join(str(kind) for kind in RequestOutputKind)
         raise TypeError(f"{name} must be one of {allowed}, got {value!r}")
@@ -83,7 +83,7 @@ class SamplingParams(sampling_params.SamplingParams):
     """No other tokens are chosen."""
     logits_processors: Sequence[LogitsProcessor] | None = checked(None, check_in, module="sampling.logits")
     """Called with the output so far and the request's logits, in order; each returns the logits to go on with."""
-    structured_outputs: "StructuredOutputsParams | Mapping[str, Any] | None" = checked(
+    structured_outputs: "StructuredOutputsParams | Mapping[str, object] | None" = checked(
         None, check_in, module="options.structured_params"
     )
     """The form of the output: JSON of a schema, a regular expression, a choice, or a grammar."""
@@ -93,7 +93,7 @@ class SamplingParams(sampling_params.SamplingParams):
     else:
         from_optional = LazyMethod("vllm.request_fields", of_class=True)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in FIELD_CHECKS:
             if type(value) in (int, bool):
                 value = VLLM_FORMS.get((name, value), value)
@@ -131,11 +131,15 @@ class SamplingParams(sampling_params.SamplingParams):
 
 
 FIELD_CHECKS = checks_of(SamplingParams)
-VLLM_FORMS = {("seed", -1): None, ("logprobs", True): 1, ("prompt_logprobs", True): 1}
+VLLM_FORMS: Mapping[tuple[str, object], int | None] = {
+    ("seed", -1): None,
+    ("logprobs", True): 1,
+    ("prompt_logprobs", True): 1,
+}
 """Other forms of a field's value that vLLM takes: (field, value) -> the value."""
 
 
-def copy_of(value: Any) -> Any:
+def copy_of(value: object) -> object:
     """Return a list or dict of its own; any other value is never changed in place."""
     if isinstance(value, Mapping):
         return dict(value)

@@ -74,7 +74,7 @@ def read_options(given: Mapping[str, Any]) -> Speculation:
     return Speculation(**options)
 
 
-def check_speculation(name: str, value: Mapping[str, Any]) -> None:
+def check_speculation(name: str, value: Mapping[str, object]) -> None:
     check_dict(name, value)
     read_options(value)
 

@@ -85,7 +85,7 @@ def check_size(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number of GiB above 0, got {value!r}")
 
 
-def check_transfer(name: str, value: Mapping[str, Any]) -> None:
+def check_transfer(name: str, value: Mapping[str, object]) -> None:
     read_transfer(value)
 
 
@@ -119,7 +119,7 @@ def role_of(config: Config) -> str:
     return "kv_both" if config.kv_transfer_config is None else read_transfer(config.kv_transfer_config).kv_role
 
 
-def as_json(given: Mapping[str, Any]) -> dict[str, object]:
+def as_json(given: Mapping[str, object]) -> dict[str, object]:
     """Return a checked `kv_transfer_config` as JSON can hold it, for another rank."""
     transfer = read_transfer(given)
     extra = {key: str(value) if "path" in key else value for key, value in transfer.kv_connector_extra_config.items()}

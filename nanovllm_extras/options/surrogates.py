@@ -1,10 +1,9 @@
 """Refuse texts with half of a surrogate pair. JSON and Python allow them, UTF-8 does not: no tokenizer encodes them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 
-def check_texts(name: str, value: Any) -> None:
+def check_texts(name: str, value: object) -> None:
     """Raise ValueError if a text within `value`, including the keys of dicts, has a lone surrogate."""
     if (text := text_with_surrogate(value)) is not None:
         where, character = next((i, one) for i, one in enumerate(text) if "\ud800" <= one <= "\udfff")
@@ -12,9 +11,9 @@ def check_texts(name: str, value: Any) -> None:
         raise ValueError(f"{name} must not hold half of a surrogate pair, got {character!r} at {where} in {shown!r}")
 
 
-def text_with_surrogate(value: Any) -> str | None:
+def text_with_surrogate(value: object) -> str | None:
     """Return a text within a value of lists and dicts that UTF-8 cannot encode, or None."""
-    left = [value]
+    left: list[object] = [value]
     while left:
         one = left.pop()
         if isinstance(one, str):

@@ -5,7 +5,6 @@ name or a value.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from nanovllm_extras.options.vllm_tables import (
     ENGINE_OPTIONS,
@@ -18,7 +17,7 @@ from nanovllm_extras.options.vllm_tables import (
 )
 
 
-def translate(options: Mapping[str, object], known: Collection[str], kind: str) -> dict[str, Any]:
+def translate(options: Mapping[str, object], known: Collection[str], kind: str) -> dict[str, object]:
     """Return vLLM's options as options with the names `known`.
 
     kind: selects the table of options that are accepted with neutral values.
@@ -26,7 +25,7 @@ def translate(options: Mapping[str, object], known: Collection[str], kind: str) 
     Raises ValueError for an option of vLLM with a value that is not neutral. A name that neither vLLM nor `known` has
     is kept.
     """
-    translated: dict[str, Any] = {}
+    translated: dict[str, object] = {}
     for vllm_name, value in options.items():
         name = RENAMED_OF.get(kind, {}).get(vllm_name, vllm_name)
         if name in translated:
