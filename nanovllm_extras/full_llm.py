@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nanovllm_extras.vllm import vllm_metrics
 
 
-class NoBar(AbstractContextManager[Any]):
+class NoBar(AbstractContextManager["NoBar"]):
     """A progress bar that shows nothing."""
 
     def __init__(self, **_: object) -> None: ...
@@ -49,7 +49,7 @@ class LLM(llm.LLM):
     ...     llm.chat([{"role": "user", "content": "What is a block table?"}])[0].outputs[0].text
     """
 
-    def __init__(self, model: str | Path, *, trace: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path, *, trace: str | Path | None = None, **options: object) -> None:
         self._trace = trace
         self._on_shutdown = ExitStack()
         self._engine: LLMEngine | None = None
@@ -58,7 +58,7 @@ class LLM(llm.LLM):
         super().__init__(model, **options)
         self._on_shutdown.callback(self.engine.runner.ranks.stop)  # even if a traceback still holds the engine
 
-    def make_engine(self, model: str | Path, options: dict[str, Any]) -> LLMEngine:
+    def make_engine(self, model: str | Path, options: Mapping[str, object]) -> LLMEngine:
         config = Config.from_options(model, options)
         if self._trace is None:
             return LLMEngine(config)
@@ -80,7 +80,7 @@ class LLM(llm.LLM):
     """vLLM's name for it."""
 
     if TYPE_CHECKING:
-        from_engine_args: Callable[[Any], "LLM"]
+        from_engine_args: Callable[[object], "LLM"]
         beam_search, embed = beam_params.beam_search, pooling_params.embed
         get_metrics = vllm_metrics.get_metrics
     else:
@@ -93,9 +93,9 @@ class LLM(llm.LLM):
         self,
         prompts: Prompt | Collection[Prompt],
         sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | Callable[..., object] = True,
         priority: int | Collection[int] | None = None,
-        **vllm_options: Any,
+        **vllm_options: object,
     ) -> list[RequestOutput]:
         """Complete all prompts, and return the outputs in their order.
 
@@ -126,9 +126,9 @@ class LLM(llm.LLM):
         self,
         messages: Collection[Message] | Collection[Collection[Message]],
         sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool | Callable[..., object] = True,
         priority: int | Collection[int] | None = None,
-        **options: Any,
+        **options: object,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list; a message is `{"role": "user", "content": "…"}`.
 
@@ -160,7 +160,7 @@ class LLM(llm.LLM):
     def get_stats(self) -> "EngineStats":
         return self.engine.get_stats()
 
-    def reset_prefix_cache(self, **vllm_options: Any) -> None:
+    def reset_prefix_cache(self, **vllm_options: object) -> None:
         translate_options(vllm_options, (), "request")
         self.engine.reset_prefix_cache()
 
@@ -185,7 +185,7 @@ class LLM(llm.LLM):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _complete(self, requests: Requests, use_tqdm: bool | Callable[..., Any]) -> list[Any]:
+    def _complete(self, requests: Requests, use_tqdm: bool | Callable[..., object]) -> list[Any]:
         """As the core's; `use_tqdm` may be a function that makes the bar."""
         check_bool("use_tqdm", callable(use_tqdm) or use_tqdm)
         if not callable(use_tqdm):  # without a bar, not even the thread that watches bars is started
@@ -195,8 +195,8 @@ class LLM(llm.LLM):
     def _check(
         self,
         prompts: Any,
-        params: Any,
-        priority: Any = None,
+        params: object,
+        priority: object = None,
         name: str = "sampling_params",
         kind: type = sampling_params.SamplingParams,
     ) -> Requests:

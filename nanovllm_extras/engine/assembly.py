@@ -18,6 +18,7 @@ from nanovllm_extras.execution.parts import Parts
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.compatibility import check_combinations
 from nanovllm_extras.records.full_observer import Observer, SchedulingStats
+from nanovllm_extras.requests.full_request import Request
 from nanovllm_extras.weights.checkpoint import read_model_config
 
 if TYPE_CHECKING:
@@ -132,23 +133,24 @@ def needs_full_scheduler(parts: Parts) -> bool:
     )
 
 
-def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str, Any]) -> CoreScheduler:
+def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str, Request]) -> CoreScheduler:
     """Return an empty scheduler: the core's, if `blocks` is the core's. requests: the engine's"""
     config = parts.config
     sizes = (config.max_num_seqs, parts.max_num_batched_tokens, parts.max_model_len)
     if type(blocks) is CoreBlockManager:
         return CoreScheduler(blocks, *sizes)
+    from nanovllm_extras.memory.block_manager import BlockManager
     from nanovllm_extras.scheduling.policies import POLICIES
     from nanovllm_extras.scheduling.scheduler import Scheduler
 
-    full_blocks: Any = blocks
+    assert isinstance(blocks, BlockManager)
     policy, drafter = config.scheduling_policy, None
     if config.speculative_config is not None:
         from nanovllm_extras.speculation.start_speculation import make_drafter
 
-        drafter = make_drafter(parts, full_blocks, requests)
+        drafter = make_drafter(parts, blocks, requests)
     return Scheduler(
-        full_blocks,
+        blocks,
         *sizes,
         policy if callable(policy) else POLICIES[policy],
         config.long_prefill_token_threshold,

@@ -10,10 +10,11 @@ highest is 1, so it is not a serial number of a block either. In the K/V store, 
 """
 
 from hashlib import blake2b
-from typing import Any
+
+from nanovllm_extras.records.full_sequence import Sequence
 
 
-def salt(seq: Any, cache_salt: str | None) -> None:
+def salt(seq: Sequence, cache_salt: str | None) -> None:
     """Let a new sequence share blocks only with those that have the same salt, or none if `cache_salt` is None."""
     seq.cache_salt = cache_salt
     if cache_salt is not None:

@@ -1,9 +1,10 @@
 """What `LLM.get_stats()` returns: the counters of an engine, and gauges."""
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 from nanovllm.scheduler import Scheduler
+from nanovllm_extras.kv_store.store import KVStore, StoreStats
+from nanovllm_extras.memory.slots import StateStats
 from nanovllm_extras.records.full_observer import Counts
 
 
@@ -17,12 +18,12 @@ class EngineStats(Counts):
     num_waiting: int
     budget_used: float
     """Share of the steps' token budgets that was scheduled."""
-    kv_store: Any = None
-    """The `StoreStats` of the K/V store (`kv_store/store.py`), if there is one."""
-    states: Any = None  # the `StateStats` (`memory/slots.py`) of a model with recurrent states
+    kv_store: StoreStats | None = None
+    """Of the K/V store, if there is one."""
+    states: StateStats | None = None  # of a model with recurrent states
 
 
-def make_stats(counts: Counts, scheduler: Scheduler, kv_store: Any = None) -> EngineStats:
+def make_stats(counts: Counts, scheduler: Scheduler, kv_store: KVStore | None = None) -> EngineStats:
     blocks = scheduler.block_manager
     return EngineStats(
         **{one.name: getattr(counts, one.name) for one in fields(Counts)},
@@ -31,6 +32,6 @@ def make_stats(counts: Counts, scheduler: Scheduler, kv_store: Any = None) -> En
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         budget_used=counts.scheduled_tokens / max(1, counts.steps * scheduler.max_num_batched_tokens),
-        kv_store=kv_store and kv_store.get_stats(),
+        kv_store=None if kv_store is None else kv_store.get_stats(),
         states=getattr(blocks, "state_stats", None),
     )

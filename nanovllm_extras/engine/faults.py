@@ -4,10 +4,11 @@ By default the error is raised, and the engine rolls the step back. `isolation.p
 """
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.requests.full_request import Request
 from nanovllm_extras.sampling.runner_hooks import ArrivingTokens
 
 
@@ -16,7 +17,7 @@ class HasRequests(Protocol):
 
     runner: ModelRunner
     scheduler: Scheduler
-    requests: dict[str, Any]
+    requests: dict[str, Request]
 
 
 class FaultHandler(Protocol):

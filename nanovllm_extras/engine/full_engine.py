@@ -18,8 +18,9 @@ from nanovllm.block_tables import BlockTables
 from nanovllm.loader import read_json
 from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler, Step
+from nanovllm.sequence import Sequence
 from nanovllm_extras.engine.faults import FaultHandler, Raised
-from nanovllm_extras.engine.input_processor import InputProcessor
+from nanovllm_extras.engine.input_processor import InputProcessor, Params
 from nanovllm_extras.engine.observations import Observations
 from nanovllm_extras.engine.plain_parts import is_plain
 from nanovllm_extras.execution.full_runner import ModelRunner
@@ -28,12 +29,15 @@ from nanovllm_extras.machine.forks import check_process
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.option_checks import LazyMethod
 from nanovllm_extras.records.full_observer import Observer, SchedulingStats
+from nanovllm_extras.records.full_sequence import own_chunks
 from nanovllm_extras.requests.full_request import Request, note_admitted
 from nanovllm_extras.requests.lazy_outputs import StepOutput
 from nanovllm_extras.sampling.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock, StepTokens, plain_defaults
 from nanovllm_extras.weights.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from nanovllm_extras.engine.engine_stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -150,7 +154,7 @@ class LLMEngine(engine.LLMEngine):
         """Return the tensors of a step."""
         build, tables = build_batch, self.scheduler.block_manager.block_tables
         # the core's, unless a sequence asks for more, or groups of layers have tables of their own
-        if type(tables) is not BlockTables or not all([seq.is_plain for seq, _, _ in step.chunks]):  # type: ignore[attr-defined]
+        if type(tables) is not BlockTables or not all([seq.is_plain for seq, _, _ in own_chunks(step.chunks)]):
             from nanovllm_extras.sampling.processed_batch import build_batch as build
         return build(step, tables)
 
@@ -180,14 +184,15 @@ class LLMEngine(engine.LLMEngine):
             **clock.seconds,
         )
 
-    def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: StepTokens, now: float) -> list[Any]:
+    def read_outputs(
+        self, step: Step, advanced: list[tuple[int, Sequence]], tokens: StepTokens, now: float
+    ) -> list[Any]:
         """Give a step's results to readers and requests, and return the outputs of the requests that advanced."""
         for reading in tokens.readings:
             try:
                 reading.deliver(step)
             except Exception as error:
-                chunks: list[Any] = step.chunks
-                self.faults.end(self, [seq.request_id for seq, _, _ in chunks if seq.readers], error)
+                self.faults.end(self, [seq.request_id for seq, _, _ in own_chunks(step.chunks) if seq.readers], error)
         requests: dict[str, Request] = {}
         for row, seq in advanced:
             request = self.requests.get(seq.request_id)
@@ -231,7 +236,12 @@ class LLMEngine(engine.LLMEngine):
     # ---- requests come and go
 
     def add_request(
-        self, request_id: str, prompt: Prompt, sampling_params: Any = None, priority: int = 0, stream: bool = True
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        priority: int = 0,
+        stream: bool = True,
     ) -> None:
         """Check and queue one request. With `stream=False` its only output is the last one.
 
@@ -342,7 +352,7 @@ class LLMEngine(engine.LLMEngine):
         read_json(folder / "config.json")  # a file that is broken is reported before the tokenizer reads it
         return folder
 
-    def load_tokenizer(self, folder: Path) -> Any:
+    def load_tokenizer(self, folder: Path) -> "PreTrainedTokenizerBase | None":
         config = self.config
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config, folder)
         if config.chat_template is not None:

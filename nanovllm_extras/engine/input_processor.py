@@ -6,7 +6,7 @@ changes. Called by `LLM`, and by `LLMEngine` when requests are added.
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from nanovllm import sampling_params
 from nanovllm.checks import checks_of
@@ -17,6 +17,10 @@ from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.requests.full_detokenizer import TokenDecoder
 from nanovllm_extras.requests.full_request import Completion, Ending, Request
 from nanovllm_extras.sampling.logits_processors import Processor, PromptReader
+
+if TYPE_CHECKING:
+    from nanovllm_extras.structured.compiler import GrammarCompiler
+    from nanovllm_extras.structured.grammar import Grammar
 
 
 class OtherParams(Protocol):
@@ -31,12 +35,12 @@ class OtherParams(Protocol):
 class TakenParams(NamedTuple):
     """Parameters, copied and checked, and what is made of them. Requests may share them: sequences copy the grammar."""
 
-    params: Any
+    params: SamplingParams | OtherParams
     processors: tuple[Processor, ...] = ()
-    grammar: Any = None
+    grammar: "Grammar | None" = None
 
 
-Params = SamplingParams | OtherParams | TakenParams
+Params = sampling_params.SamplingParams | OtherParams | TakenParams
 
 
 class InputProcessor:
@@ -68,13 +72,13 @@ class InputProcessor:
         check_prompt_len(len(token_ids), parts.max_model_len, self.capacity, parts.block_size, options)
         return text, token_ids
 
-    def take_params(self, params: Any) -> TakenParams:
+    def take_params(self, params: object) -> TakenParams:
         """Check parameters, and prepare what needs no prompt, such as a compiled grammar. None is the default."""
-        params = self.check_params(self.parts.default_sampling_params if params is None else params)
-        if not isinstance(params, SamplingParams):
-            return TakenParams(params)
-        form = params.structured_outputs
-        return TakenParams(params, self._processors(params), None if form is None else self.grammars.compile(form))
+        taken = self.check_params(self.parts.default_sampling_params if params is None else params)
+        if not isinstance(taken, SamplingParams):
+            return TakenParams(taken)
+        form = taken.structured_outputs
+        return TakenParams(taken, self._processors(taken), None if form is None else self.grammars.compile(form))
 
     def check_params(self, params: Any) -> Any:
         """Return a checked copy of the parameters, so that later changes by the user do not affect the request."""
@@ -115,6 +119,7 @@ class InputProcessor:
         if grammar is not None:
             from nanovllm_extras.structured.grammar import end_failed
 
+            assert self.decoder is not None  # `check_params` refuses a grammar without a tokenizer
             grammar, endings = self.grammars.for_prompt(grammar, self.decoder, params, token_ids), (end_failed,)
         seqs: list[Sequence] = []  # one for each sample
         for i in range(params.n):
@@ -133,10 +138,11 @@ class InputProcessor:
         return Request(text, token_ids, seqs, stream, completions, endings)
 
     @cached_property
-    def grammars(self) -> Any:
+    def grammars(self) -> "GrammarCompiler":
         """Return the compiler of structured outputs, made for the first request that needs it."""
         from nanovllm_extras.structured.compiler import GrammarCompiler
 
+        assert self.tokenizer is not None
         return GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
     def _processors(self, params: SamplingParams) -> tuple[Processor, ...]:

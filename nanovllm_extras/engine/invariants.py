@@ -25,19 +25,24 @@ A block manager that has more than the core's says so itself, by methods that th
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 from nanovllm import prefix_cache
 from nanovllm.block_manager import BlockManager
+from nanovllm.engine import LLMEngine
 from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 from nanovllm_extras.memory.kinds import NULL_BLOCK
 from nanovllm_extras.records.moves import Pool, Table
 
+T = TypeVar("T")
 
-def check_invariants(engine_or_scheduler: Any) -> None:
+
+def check_invariants(engine_or_scheduler: LLMEngine | Scheduler) -> None:
     """Raise AssertionError if the scheduler or the block manager contradicts itself. Call it between two steps."""
-    scheduler: Scheduler = getattr(engine_or_scheduler, "scheduler", engine_or_scheduler)
+    given = engine_or_scheduler
+    scheduler = given if isinstance(given, Scheduler) else given.scheduler
     blocks = scheduler.block_manager
     host_pools: list[Pool] = call(blocks, "host_pools", [])
     slot_pools: list[Pool] = call(blocks, "slot_pools", [])
@@ -61,20 +66,21 @@ def check_invariants(engine_or_scheduler: Any) -> None:
         fail("block copies are still to be done", blocks._copies[0][1])
 
 
-def call(one: Any, method: str, default: Any) -> Any:
+def call(one: object, method: str, default: T) -> T:
     """Return what a method returns, or `default` if the object has no such method."""
     found = getattr(one, method, None)
     return default if found is None else found()
 
 
-def fail(rule: str, one: object = None, owner: Any = None, kind: str = "block") -> NoReturn:
+def fail(rule: str, one: object = None, owner: object = None, kind: str = "block") -> NoReturn:
     what = "" if one is None else f"; {kind} {one}"
     raise AssertionError(f"{rule}{what}" + ("" if owner is None else f"; {name_of(owner)}"))
 
 
-def name_of(owner: Any) -> str:
-    request_id = getattr(owner, "request_id", None)
-    return str(owner) if request_id is None else f"sample {owner.sample_index} of request {request_id!r}"
+def name_of(owner: object) -> str:
+    if isinstance(owner, Sequence):
+        return f"sample {owner.sample_index} of request {owner.request_id!r}"
+    return str(owner)
 
 
 # ---- pools
@@ -110,14 +116,14 @@ def check_pool(pool: Pool) -> None:
         fail(f"it has no owner and {pool.ref_counts[one]} references", one, None, pool.kind)
 
 
-def owner_of(pool: Pool, one: int) -> Any:
+def owner_of(pool: Pool, one: int) -> object:
     return next((owner for owner, ids in reversed(pool.owned) if one in ids), None)
 
 
 # ---- queues and tables
 
 
-def check_queues(scheduler: Scheduler, swapped: Collection[Any]) -> None:
+def check_queues(scheduler: Scheduler, swapped: Collection[object]) -> None:
     running, waiting = scheduler.running, scheduler.waiting
     unborn = [child for seq in (*running, *waiting) for child in seq.children]
     for seq, count in Counter([*running, *waiting, *unborn]).items():
@@ -136,7 +142,7 @@ def check_queues(scheduler: Scheduler, swapped: Collection[Any]) -> None:
             fail("a sequence that waits still has what it had while it ran", owner=seq)
 
 
-def tables_of(blocks: BlockManager, seq: Any) -> list[Table]:
+def tables_of(blocks: BlockManager, seq: Sequence) -> list[Table]:
     """Return the block tables of a sequence: as the block manager says, or the one that the core knows."""
     own = getattr(blocks, "tables_of", None)
     return [Table(seq.block_table.view().tolist())] if own is None else own(seq)
@@ -167,7 +173,7 @@ def check_rows(scheduler: Scheduler) -> None:
         fail("a free row of the block tables is not empty", tables.rows[free].max())
 
 
-def check_tables(blocks: BlockManager, seq: Any, tables: list[Table]) -> None:
+def check_tables(blocks: BlockManager, seq: Sequence, tables: list[Table]) -> None:
     """The tables of a running sequence have the blocks of its computed tokens, and what may be null is null."""
     size, num_computed = blocks.block_size, seq.num_computed_tokens
     if not 0 <= num_computed <= seq.num_tokens:
@@ -192,7 +198,7 @@ def check_tables(blocks: BlockManager, seq: Any, tables: list[Table]) -> None:
 # ---- the prefix cache
 
 
-def check_cache(blocks: BlockManager, tables: Mapping[Any, list[Table]]) -> None:
+def check_cache(blocks: BlockManager, tables: Mapping[Sequence, list[Table]]) -> None:
     cache = blocks.prefix_cache
     by_id, by_hash = cache._by_id, cache._by_hash
     by_serial = {known.serial: known for known in by_id.values()}
@@ -228,7 +234,7 @@ def check_hash(known: CachedBlock, parent: CachedBlock | None) -> None:
 
 
 def check_contents(
-    size: int, seq: Any, tables: list[Table], serial_of: Mapping[int, int], by_serial: Mapping[int, CachedBlock]
+    size: int, seq: Sequence, tables: list[Table], serial_of: Mapping[int, int], by_serial: Mapping[int, CachedBlock]
 ) -> None:
     """Cached blocks that a sequence owns are cached for its tokens at their place, after those before them."""
     data = seq.token_ids.data
@@ -257,7 +263,7 @@ def check_contents(
 def check_slots(scheduler: Scheduler, pools: list[Pool]) -> None:
     """Exactly the running sequences own slots."""
     for pool in pools:
-        owners = {owner for owner, _ in pool.owned if hasattr(owner, "request_id")}
+        owners = {owner for owner, _ in pool.owned if isinstance(owner, Sequence)}
         for seq in scheduler.running:
             if seq not in owners:
                 fail(f"a running sequence has no {pool.kind}", owner=seq)
@@ -276,6 +282,7 @@ def check_swapped(scheduler: Scheduler, pools: list[Pool]) -> None:
         for owner in {owner for owner, _ in one.owned} ^ {owner for owner, _ in other.owned}:
             fail(f"a sequence that is swapped out does not have both a {one.kind} and a {other.kind}", owner=owner)
     for seq, held in pools[0].owned if pools else ():
+        assert isinstance(seq, Sequence)
         num_blocks = -(-seq.num_computed_tokens // blocks.block_size)
         tables = tables_of(blocks, seq)  # empty ones, which say how many there are and whether they have windows
         least = sum([num_blocks for table in tables if table.max_held is None])

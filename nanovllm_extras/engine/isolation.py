@@ -19,7 +19,7 @@ import logging
 from collections.abc import Collection, Iterable
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from nanovllm_extras.engine.no_token import NO_TOKEN_REASON, NoTokenError
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.records.full_sequence import Sequence, own_chunks, own_sequences
 from nanovllm_extras.sampling.logits_processors import ReaderResult, build_readers
 from nanovllm_extras.sampling.processed_batch import build_batch, build_sampling
 from nanovllm_extras.sampling.runner_hooks import ArrivingTokens, Computed, SampledTokens
@@ -99,7 +100,7 @@ def find_guilty(runner: ModelRunner, step: Step, hidden: torch.Tensor) -> dict[s
                 read_alone(runner, replace(step, chunks=[step.chunks[i]]), rows)
             except Exception as error:
                 errors.setdefault(seq.request_id, error)
-            for sample, place in zip(step.samples, step.sampled_chunks, strict=True):
+            for sample, place in zip(own_sequences(step.samples), step.sampled_chunks, strict=True):
                 if place == i:
                     try:
                         sample_alone(runner, sample, start + num_new_tokens, rows[-1:])
@@ -124,16 +125,17 @@ def neutralise(scheduled: Step, request_ids: Collection[str]) -> Step:
 
     Stand-ins replace their sequences, which stay unchanged for other steps in flight.
     """
-    seqs = dict.fromkeys([*(seq for seq, _, _ in scheduled.chunks), *scheduled.samples])
+    chunks, samples = own_chunks(scheduled.chunks), own_sequences(scheduled.samples)
+    seqs = dict.fromkeys([*(seq for seq, _, _ in chunks), *samples])
     places = {seq: stand_in(seq) if seq.request_id in request_ids else seq for seq in seqs}
     return replace(
         scheduled,
-        chunks=[(places[seq], start, num_new_tokens) for seq, start, num_new_tokens in scheduled.chunks],
-        samples=[places[seq] for seq in scheduled.samples],
+        chunks=[(places[seq], start, num_new_tokens) for seq, start, num_new_tokens in chunks],
+        samples=[places[seq] for seq in samples],
     )
 
 
-def stand_in(seq: Any) -> Any:
+def stand_in(seq: Sequence) -> Sequence:
     """Return a greedy copy of `seq` without processors and readers. It shares token ids and the block table."""
     stand = copy(seq)
     stand.sampling_params, stand.processors, stand.readers = SamplingParams(temperature=0), (), ()
@@ -141,7 +143,7 @@ def stand_in(seq: Any) -> Any:
     return stand
 
 
-def sample_alone(runner: ModelRunner, seq: Any, position: int, row: torch.Tensor) -> None:
+def sample_alone(runner: ModelRunner, seq: Sequence, position: int, row: torch.Tensor) -> None:
     """Sample the token of one sequence. row: [1, hidden_size], its hidden state"""
     sampling = runner.send(build_sampling([seq], [position]))
     token_ids, logprobs = runner.choose_tokens(row, sampling)

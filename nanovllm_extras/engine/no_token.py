@@ -4,9 +4,8 @@
 the step's tokens, and `isolation.py` gives the request's user a `NoTokenError`.
 """
 
-from typing import Any
-
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 from nanovllm_extras.sampling.runner_hooks import NO_TOKEN
 
 NO_TOKEN_REASON = (
@@ -19,7 +18,7 @@ class NoTokenError(ValueError):
     """Raised with the reason to the user of a request that has ended, because no next token could be sampled."""
 
 
-def end_without_token(scheduler: Scheduler, advanced: list[tuple[int, Any]]) -> list[str]:
+def end_without_token(scheduler: Scheduler, advanced: list[tuple[int, Sequence]]) -> list[str]:
     """End sequences whose newest token is `NO_TOKEN`, and remove this token. Return the ids of their requests."""
     ended = [seq for _, seq in advanced if seq.token_ids.view()[-1] == NO_TOKEN]
     seqs = list(dict.fromkeys(ended))  # with drafts, a sequence may have advanced several times

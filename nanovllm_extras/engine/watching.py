@@ -9,7 +9,6 @@ once, the observer is notified no more, and `EngineStats.num_failed_observers` c
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 from nanovllm_extras.records.full_observer import SchedulingStats
 
@@ -23,7 +22,7 @@ class Observers:
     the others of what it has found. An observer needs methods only for the events that it is to be notified of.
     """
 
-    def __init__(self, stats: SchedulingStats, watchers: Iterable[Any] = (), explanation: Any = None) -> None:
+    def __init__(self, stats: SchedulingStats, watchers: Iterable[object] = (), explanation: object = None) -> None:
         self.stats = stats
         self.watchers = list(watchers)
         self.explanation = explanation
@@ -35,7 +34,7 @@ class Observers:
         vars(self)[name] = method = partial(self._pass_on, name)  # found by the next call
         return method
 
-    def _pass_on(self, event: str, *arguments: Any) -> None:
+    def _pass_on(self, event: str, *arguments: object) -> None:
         getattr(self.stats, event)(*arguments)
         for watcher in self.watchers:
             try:
@@ -44,7 +43,7 @@ class Observers:
                 self._drop(watcher, event)
         notify(self.explanation, event, arguments)
 
-    def _drop(self, watcher: Any, event: str) -> None:
+    def _drop(self, watcher: object, event: str) -> None:
         """Notify `watcher`, whose method for `event` has just raised, no more."""
         logger.exception("%s has failed in %s, and is told no more", type(watcher).__name__, event)
         self.watchers = [one for one in self.watchers if one is not watcher]
@@ -54,7 +53,7 @@ class Observers:
         return self.stats.blocks_in_flight()
 
 
-def notify(observer: Any, event: str, arguments: tuple[Any, ...]) -> None:
+def notify(observer: object, event: str, arguments: tuple[object, ...]) -> None:
     """Call the method of `observer` for `event`, if it has one."""
     method = getattr(observer, event, None)
     if method is not None:

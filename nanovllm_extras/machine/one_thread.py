@@ -2,12 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 import torch
 
+Result = TypeVar("Result")
 
-def on_one_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+
+def on_one_thread(function: Callable[..., Result], *arguments: object) -> Result:
     """Call a function whose PyTorch operations are too small for threads, and return its result.
 
     After an operation with threads, those of OpenMP spin on the kernels' cores: for 0.03 ms, or for 4 ms in a program

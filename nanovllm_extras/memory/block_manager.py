@@ -26,7 +26,7 @@ registers what has become known, and `rewind` gives up what was computed in vain
 
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from nanovllm_extras.memory.prefix_cache import OtherGroups, Part, PrefixCache
 from nanovllm_extras.memory.slots import Slots, StateStats
 from nanovllm_extras.memory.swap_space import SwapSpace
 from nanovllm_extras.records.full_observer import Observer
-from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.full_sequence import Sequence, own_chunks
 from nanovllm_extras.records.moves import Moves, Pool, Table
 
 
@@ -344,7 +344,7 @@ class BlockManager(block_manager.BlockManager):
         if not step.chunks:  # it will not be launched
             self._put_back(moves)
         elif self.states is not None:
-            seqs: list[Any] = [seq for seq, _, _ in step.chunks]
+            seqs = [seq for seq, _, _ in own_chunks(step.chunks)]
             if self.store is not None:
                 self.store.save_late(moves, self.states)
             for seq in seqs:
@@ -508,7 +508,7 @@ class BlockManager(block_manager.BlockManager):
             return []
         snapshots = [(f"the snapshot after serial {serial}", [slot]) for serial, slot in states.snapshots.items()]
         owned = [(seq, states.slots_of(seq)) for seq in states.owned]
-        return [Pool("slot", range(1, states.num_slots + 1), states.free_slots, owned + snapshots)]
+        return [Pool("slot", range(1, states.num_slots + 1), states.free_slots, [*owned, *snapshots])]
 
     def host_pools(self) -> list[Pool]:
         """Return the pools of host memory; the owners of the first are swapped out."""

@@ -5,11 +5,11 @@ forget them. It is the engine's observer, unless more looks on: then it is the f
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from nanovllm import observer
+from nanovllm import observer, sequence
 from nanovllm.scheduler import Step
 from nanovllm_extras.records.full_sequence import Sequence
 
@@ -210,14 +210,14 @@ class SchedulingStats(Counts, observer.Stats, Observer):
             self.decode_step_time_s += time_s
 
 
-def count_stored_tokens(running: list[Any], blocks: "BlockManager") -> int:
+def count_stored_tokens(running: Collection[sequence.Sequence], blocks: "BlockManager") -> int:
     """Count the tokens in owned blocks. A block that several sequences share counts once."""
     num_groups = getattr(blocks, "num_groups", 1)  # of layers, each of which has a last block of every sequence
     size = blocks.block_size
     return blocks.num_used_blocks * size - num_groups * count_empty_slots(running, size)
 
 
-def count_empty_slots(running: list[Any], block_size: int) -> int:
+def count_empty_slots(running: Collection[sequence.Sequence], block_size: int) -> int:
     """Count the slots of owned blocks that hold no token: all blocks are full except the last one of each sequence.
 
     Forks may share their last block, whose empty slots count once.

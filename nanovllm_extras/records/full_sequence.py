@@ -1,9 +1,10 @@
 """A sequence with all that extras keep of it. `InputProcessor` makes sequences of this class."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from nanovllm import sequence
+from nanovllm_extras.records.prefix_miss import PrefixMiss
 
 
 @dataclass(eq=False, slots=True)
@@ -23,7 +24,7 @@ class Sequence(sequence.Sequence):
     num_preemptions: int = field(default=0, init=False)
     cache_salt: str | None = field(default=None, init=False)  # it shares blocks only with the same (`cache_salt.py`)
     block_keys: list[bytes] = field(default_factory=list, init=False)  # of its first full blocks, in the K/V store
-    prefix_misses: list[Any] | None = field(default=None, init=False)  # written by `prefix_misses.py`
+    prefix_misses: list[PrefixMiss] | None = field(default=None, init=False)  # written by `prefix_misses.py`
     is_plain: bool = field(init=False)  # sampled only by the core, and without readers
     reads_prompt: bool = field(init=False)  # a reader needs the hidden states of the whole prompt
     # `stop_token_ids`, once the output has `min_tokens` tokens; until then `stop_token_ids` is empty
@@ -63,3 +64,16 @@ class Sequence(sequence.Sequence):
             params: Any = self.sampling_params
             if ids.length - self.num_prompt_tokens > params.min_tokens:
                 self.stop_token_ids = self.all_stop_token_ids
+
+
+# ---- the core types sequences as its own class; in an engine with this package, `InputProcessor` makes all of them
+
+
+def own_sequences(seqs: list[sequence.Sequence]) -> list[Sequence]:
+    """Return `seqs`, sequences of a step or of a queue, as sequences of this class."""
+    return cast("list[Sequence]", seqs)
+
+
+def own_chunks(chunks: list[tuple[sequence.Sequence, int, int]]) -> list[tuple[Sequence, int, int]]:
+    """Return the chunks of a step with sequences of this class."""
+    return cast("list[tuple[Sequence, int, int]]", chunks)

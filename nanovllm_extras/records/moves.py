@@ -1,11 +1,15 @@
-"""What the parts of the engine pass to each other. This file imports nothing of ours."""
+"""What the parts of the engine pass to each other. This file imports no part of it."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nanovllm_extras.records.tier import BlockName
 
 Pair = tuple[int, int]
 """(source, destination): blocks, or slots of states."""
-Named = tuple[Any, int]
+Named = tuple[BlockName, int]
 """The name of a block in a K/V store, or of a snapshot, and the block or slot that has it."""
 
 
@@ -44,7 +48,7 @@ class Moves(list[Pair]):
         self.saves: list[Named] = []
         self.state_loads: list[Named] = []
         self.state_saves: list[Named] = []
-        self.loaded: dict[Any, Any] = {}
+        self.loaded: dict[BlockName, Tensor] = {}
 
     @classmethod
     def of(cls, copies: list[Pair]) -> "Moves":
@@ -69,5 +73,5 @@ class Pool(NamedTuple):
     kind: str  # "block", "slot", "host block" …
     ids: range
     free: Collection[int]
-    owned: Sequence[tuple[Any, list[int]]]  # (sequence, or what else owns them; what it owns)
+    owned: Sequence[tuple[object, list[int]]]  # (sequence, or what else owns them; what it owns)
     ref_counts: Sequence[int] | None = None  # by id

@@ -8,18 +8,22 @@ library's stream. The stream is started again with the newest token when a token
 from collections.abc import Iterable, Mapping
 from copy import copy
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING
 
+from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
 from nanovllm.detokenizer import Detokenizer
 from nanovllm_extras.options.request_params import SamplingParams
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class TokenDecoder:
     """The decoder of all requests: what they need of a tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         # the library's own tokenizer, since the wrapper of transformers costs more than decoding
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
         if self.backend is None:
@@ -33,7 +37,7 @@ class TokenDecoder:
         self.own_texts = {skip: cache(partial(find_own_text, self.backend, skip)) for skip in (False, True)}
 
 
-def find_own_text(tokenizer: Any, skip_special_tokens: bool, token_id: int) -> str:
+def find_own_text(tokenizer: Tokenizer, skip_special_tokens: bool, token_id: int) -> str:
     """Return what a token adds to any text of whole characters, or "" if that depends on the text, or is nothing."""
     if not isinstance(tokenizer.decoder, ByteLevel):
         return ""

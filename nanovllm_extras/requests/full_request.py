@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanovllm import request
+from nanovllm import request, sequence
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm_extras.options.request_params import SamplingParams
-from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.full_sequence import Sequence, own_sequences
 from nanovllm_extras.requests.full_detokenizer import FullDetokenizer, TokenDecoder
 from nanovllm_extras.requests.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm_extras.sampling.runner_hooks import NO_TOKEN
@@ -160,7 +160,7 @@ class Request(request.Request):
                 return False
         return True
 
-    def read_token(self, seq: Sequence, tokens: "StepTokens", row: int) -> None:
+    def read_token(self, seq: sequence.Sequence, tokens: "StepTokens", row: int) -> None:
         """Take the results of one sequence from row `row` of a step's `tokens`."""
         completion = self.completions[seq.sample_index]
         if tokens.logprobs is not None and tokens.token_ids[row] != NO_TOKEN:
@@ -212,7 +212,7 @@ class Request(request.Request):
 
     def _progress(self) -> tuple[int, int, int, float | None]:
         """Return the counters that lazily made metrics need."""
-        seqs: list[Any] = self.seqs
+        seqs = self.seqs
         first = seqs[0]
         # not by the property: each stream needs this in each step
         num_output_tokens, num_preemptions = first.token_ids.length - first.num_prompt_tokens, first.num_preemptions
@@ -260,6 +260,6 @@ def note_admitted(requests: dict[str, Request], step: Step, now: float) -> None:
         request = requests.get(seq.request_id)
         if request is not None and request.scheduled_time is None:
             request.scheduled_time = now
-    preempted: list[Any] = step.preempted
+    preempted = own_sequences(step.preempted)
     for seq in preempted:
         seq.num_preemptions += 1

@@ -38,7 +38,7 @@ class LazyRecord:
             setattr(self, name, value)
             return value
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return all fields, including the lazy one, for copies and pickles."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 

@@ -1,7 +1,7 @@
 """The forms of a prompt, by vLLM's names. `input_processor.py` checks the content and encodes it."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from nanovllm.request import Prompt
 from nanovllm_extras.options.option_checks import translate_options
@@ -35,7 +35,7 @@ PromptType = Prompt | TextPrompt | TokensPrompt
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
-def check_keys(prompt: Mapping[str, Any]) -> None:
+def check_keys(prompt: Mapping[str, object]) -> None:
     """Check the keys and the salt of a prompt dict. vLLM's other keys are accepted at their neutral values."""
     others = {key: value for key, value in prompt.items() if key not in PROMPT_KEYS}
     try:
@@ -45,7 +45,7 @@ def check_keys(prompt: Mapping[str, Any]) -> None:
     check_salt(prompt.get("cache_salt"))
 
 
-def check_salt(cache_salt: Any) -> None:
+def check_salt(cache_salt: object) -> None:
     """Raise unless `cache_salt` is a text that is not empty, or None. A salt is a secret, so no error shows it."""
     if not isinstance(cache_salt, str | None):
         raise TypeError(f"cache_salt must be a str or None, got {type(cache_salt).__name__}")

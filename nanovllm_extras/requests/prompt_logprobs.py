@@ -6,12 +6,13 @@ A `PromptReader` of the first sample's sequence. The row of a token predicts the
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm.scheduler import Step
+from nanovllm_extras.records.full_sequence import Sequence, own_chunks
 from nanovllm_extras.requests.full_detokenizer import TokenDecoder
 from nanovllm_extras.requests.lazy_outputs import RequestOutput
 from nanovllm_extras.sampling.logits_processors import ComputeLogits
@@ -36,7 +37,7 @@ class PromptLogprobs:
         self._has_given = False
 
     @classmethod
-    def build(cls, scheduled: Any, cu_seqlens_q: np.ndarray) -> "TargetRows | None":
+    def build(cls, scheduled: Step, cu_seqlens_q: np.ndarray) -> "TargetRows | None":
         rows, targets, wanted = [], [], []
         for i, seq, positions, reader in chunks_with_targets(scheduled):
             rows.append(np.arange(len(positions)) + cu_seqlens_q[i])
@@ -56,9 +57,9 @@ class PromptLogprobs:
         self._has_given = True
 
 
-def chunks_with_targets(scheduled: Any) -> Iterator[tuple[int, Sequence, range, PromptLogprobs]]:
+def chunks_with_targets(scheduled: Step) -> Iterator[tuple[int, Sequence, range, PromptLogprobs]]:
     """Yield (index in `chunks`, sequence, positions of targets, reader) for each chunk that has targets."""
-    for i, (seq, start, num_new_tokens) in enumerate(scheduled.chunks):
+    for i, (seq, start, num_new_tokens) in enumerate(own_chunks(scheduled.chunks)):
         positions = range(start + 1, min(start + 1 + num_new_tokens, seq.num_prompt_tokens))
         for reader in seq.readers:
             if isinstance(reader, PromptLogprobs) and positions:
@@ -91,7 +92,7 @@ class TargetLogprobs(NamedTuple):
     def to_host(self) -> "TargetLogprobs":
         return TargetLogprobs(self.logprobs.to_host())
 
-    def deliver(self, scheduled: Any) -> None:
+    def deliver(self, scheduled: Step) -> None:
         """Append the log-probabilities of new positions. Skip known ones, which a preempted prompt computes again."""
         rows = iter(self.logprobs.to_rows())
         for _, seq, positions, reader in chunks_with_targets(scheduled):

@@ -1,12 +1,10 @@
 """`truncate_prompt_tokens`: only the end of a prompt is computed. Called by `InputProcessor.encode`."""
 
-from typing import Any
-
 from nanovllm.checks import check_int
 from nanovllm_extras.options.request_params import SamplingParams
 
 
-def check_truncation(name: str, value: Any) -> None:
+def check_truncation(name: str, value: object) -> None:
     check_int(name, value, -1)
     if value == 0:
         raise ValueError(f"{name} must be an integer >= 1, or -1, or None, got 0")

@@ -5,10 +5,10 @@ Each is a `Processor` of a sequence, and they run in vLLM's order: a class below
 does to the logits. `processors_of` says which ones a request asks for; `input_processor.py` calls it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,15 +19,21 @@ from nanovllm_extras.options.surrogates import check_texts
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.sampling.logits_processors import ForbiddenTokens, MinTokens, Processor, ProcessorRow, forbid
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def processors_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> tuple[Processor, ...]:
+
+def processors_of(
+    params: SamplingParams, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int
+) -> tuple[Processor, ...]:
     """Return the logits processors that `params` ask for. Bad words need the tokenizer, and the model's vocabulary."""
-    processors: list[Any] = [MinTokens()] if params.min_tokens else []
+    processors: list[Processor] = [MinTokens()] if params.min_tokens else []
     if params.allowed_token_ids:
         processors.append(AllowedTokens(params.allowed_token_ids))
     if params.logit_bias:
         processors.append(LogitBias(params.logit_bias))
     if params.bad_words:
+        assert tokenizer is not None  # the engine refuses bad words without one
         processors.append(BadWords(encode_bad_words(params.bad_words, tokenizer, vocab_size)))
     if params.logits_processors:
         processors.append(UserFunctions())
@@ -134,7 +140,9 @@ class BadWords:
                 yield last
 
 
-def encode_bad_words(bad_words: Collection[str], tokenizer: Any, vocab_size: int) -> list[list[int]]:
+def encode_bad_words(
+    bad_words: Collection[str], tokenizer: "PreTrainedTokenizerBase", vocab_size: int
+) -> list[list[int]]:
     """Encode each word, both as the beginning of a text and after a space. Equal encodings are kept once.
 
     A tokenizer may have more tokens than the model. The model never writes these, so such words need no processor.
@@ -175,7 +183,7 @@ class UserFunctionRows:
                 logits[row] = given
 
 
-def check_logits(name: str, value: Any, vocab_size: int) -> None:
+def check_logits(name: str, value: object, vocab_size: int) -> None:
     """Raise unless a function has returned one logit per token: one number would become the logit of every token."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must return the logits, a tensor of {vocab_size} numbers, got {type(value).__name__}")
@@ -237,7 +245,7 @@ def count_tokens(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return counts[:, 1:]  # column 0 has collected the -1s
 
 
-def column(params: list[Any], name: str, dtype: torch.dtype) -> torch.Tensor:
+def column(params: Iterable[object], name: str, dtype: torch.dtype) -> torch.Tensor:
     """Return one field of all rows: [num_rows]"""
     return torch.tensor([getattr(p, name) for p in params], dtype=dtype)
 
@@ -259,13 +267,13 @@ def check_allowed_token_ids(name: str, value: Any) -> None:
         raise ValueError(f"{name} must name at least 1 token or be None, got an empty list")
 
 
-def check_logits_processors(name: str, value: Any) -> None:
+def check_logits_processors(name: str, value: object) -> None:
     for i, processor in enumerate(check_list(name, value, "callables")):
         if not callable(processor):
             raise TypeError(f"{name}[{i}] must be callable, got {processor!r}")
 
 
-def check_logit_bias(name: str, value: Any) -> None:
+def check_logit_bias(name: str, value: object) -> None:
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a dict from token id to bias or None, got {value!r}")
     for token_id, bias in value.items():
@@ -273,7 +281,7 @@ def check_logit_bias(name: str, value: Any) -> None:
         check_number(f"{name}[{token_id}]", bias, -100, 100)
 
 
-def check_words(name: str, value: Any, **limits: Any) -> None:
+def check_words(name: str, value: object, **limits: Any) -> None:
     check_strings(name, value, **limits)
     check_texts(name, value)
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from nanovllm.scheduler import Step
+from nanovllm_extras.records.full_sequence import Sequence, own_chunks
 
 ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
 """[num_rows, hidden_size] -> [num_rows, vocab_size]"""
@@ -80,9 +81,9 @@ class ReaderResult(Protocol):
         """Give each reader of the step's sequences its part of the result, which is on the host by now."""
 
 
-def build_processors(samples: list[Any], positions: list[int]) -> tuple[ProcessorRows, ...]:
+def build_processors(samples: list[Sequence], positions: list[int]) -> tuple[ProcessorRows, ...]:
     """Build the processors of a step. positions: for each sample, the position that its token will have"""
-    groups: dict[Any, list[ProcessorRow]] = {}
+    groups: dict[type[Processor], list[ProcessorRow]] = {}
     for row, seq in enumerate(samples):
         for processor in seq.processors:
             groups.setdefault(type(processor), []).append(ProcessorRow(row, seq, positions[row], processor))
@@ -101,8 +102,9 @@ def apply_processors(raw: torch.Tensor, processors: Iterable[ProcessorRows]) -> 
 
 def build_readers(scheduled: Step, cu_seqlens_q: np.ndarray) -> tuple[ReaderRows, ...]:
     """Build the readers' rows of a step. cu_seqlens_q: [num_seqs + 1], the chunks' first rows in the batch"""
-    chunks: list[Any] = scheduled.chunks
-    kinds = dict.fromkeys([type(reader) for seq, _, _ in chunks if seq.readers for reader in seq.readers])
+    kinds = dict.fromkeys(
+        [type(reader) for seq, _, _ in own_chunks(scheduled.chunks) if seq.readers for reader in seq.readers]
+    )
     built = [kind.build(scheduled, cu_seqlens_q) for kind in kinds]
     return tuple(rows for rows in built if rows is not None)
 

@@ -5,7 +5,7 @@ step asks for any, the batch is the core's own. `LLMEngine.compute` calls `build
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +13,11 @@ from nanovllm import batch
 from nanovllm.batch import Batch, build_sampling_batch
 from nanovllm.block_tables import BlockTables
 from nanovllm.scheduler import Step
+from nanovllm_extras.records.full_sequence import own_chunks
 from nanovllm_extras.sampling.logits_processors import ProcessorRows, ReaderRows, build_processors, build_readers
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ def build_batch(step: Step, block_tables: BlockTables) -> Batch:
     add_groups = getattr(block_tables, "add_groups", None)  # of `GroupedBlockTables`
     if add_groups is not None:
         built = add_groups(step, built)
-    chunks: list[Any] = step.chunks
+    chunks = own_chunks(step.chunks)
     if all([seq.is_plain for seq, _, _ in chunks]):
         return built
     positions = [chunks[i][1] + chunks[i][2] for i in step.sampled_chunks]
@@ -58,5 +62,5 @@ def add_processors(sampling: batch.SamplingBatch, samples: list[Any], positions:
     )
 
 
-def values_of(record: Any) -> dict[str, Any]:
+def values_of(record: "DataclassInstance") -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}

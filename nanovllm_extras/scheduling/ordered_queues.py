@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from nanovllm.scheduler import Scheduler
-from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.full_sequence import Sequence, own_sequences
 
 Policy = Callable[[Sequence], float]
 """Ranks a sequence: smaller numbers go first, and earlier arrivals among equals."""
@@ -26,10 +26,10 @@ def fcfs(seq: Sequence) -> float:
 class OrderedQueue(list[Any]):
     """A list whose `append` and `insert` put a sequence at its place in the order. `insert` ignores the index."""
 
-    def append(self, seq: Any) -> None:
+    def append(self, seq: Sequence) -> None:
         self.insert(0, seq)
 
-    def insert(self, _: object, seq: Any) -> None:
+    def insert(self, _: object, seq: Sequence) -> None:
         """Insert `seq` at its place in the order."""
         super().insert(bisect(self, seq.order, key=attrgetter("order")), seq)
 
@@ -42,14 +42,14 @@ class OrderedArrivals(OrderedQueue):
         self.policy = policy
         self._arrivals = count()
 
-    def append(self, seq: Any) -> None:
+    def append(self, seq: Sequence) -> None:
         self.rank(seq)
         super().append(seq)
 
-    def rank(self, seq: Any) -> None:
+    def rank(self, seq: Sequence) -> None:
         """Give `seq` and its children their places in the order, behind earlier arrivals of the same rank."""
         arrival = next(self._arrivals)
-        for one in (seq, *seq.children):
+        for one in own_sequences([seq, *seq.children]):
             one.arrival = arrival
             rank = self.policy(one)
             if not isinstance(rank, int | float) or rank != rank:
@@ -64,7 +64,8 @@ def order_queues(scheduler: Scheduler, policy: Policy = fcfs) -> None:
     """
     if isinstance(scheduler.waiting, OrderedArrivals):
         return
-    running, waiting, arrivals = scheduler.running, scheduler.waiting, OrderedArrivals(policy)
+    running, waiting = own_sequences(scheduler.running), own_sequences(scheduler.waiting)
+    arrivals = OrderedArrivals(policy)
     for seq in running:
         arrivals.rank(seq)
     for seq in waiting:

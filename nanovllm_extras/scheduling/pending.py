@@ -29,13 +29,14 @@ nothing new. When the step has run, the drafts are compared with what the rows h
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from nanovllm import sequence
 from nanovllm.block_tables import IntArray
 from nanovllm.scheduler import Chunk, Step
-from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.full_sequence import Sequence, own_sequences
 
 Drafts = dict[Sequence, list[int]]
 """Of each sequence that has some, in the order of the running sequences."""
@@ -66,8 +67,7 @@ class Pending:
             step, rows = one_row_each(planned, drafts)
             self.verification = Verification(planned, drafts, rows)
         elif expects_tokens:
-            waiting: list[Any] = step.samples
-            for row, seq in enumerate(waiting):
+            for row, seq in enumerate(own_sequences(step.samples)):
                 if seq.num_tokens + 1 < seq.max_num_tokens:  # no step computes K and V of the last token
                     expect_token(seq, row)
         self.steps.append(step)
@@ -80,7 +80,7 @@ class Pending:
         """
         assert self.verification is not None
         planned, _, all_rows = self.verification
-        samples: list[Any] = []
+        samples: list[sequence.Sequence] = []
         places: list[int] = []
         kept: list[int] = []
         for seq, place, rows, count in zip(planned.samples, planned.sampled_chunks, all_rows, num_kept, strict=True):
@@ -169,11 +169,10 @@ def one_row_each(planned: Step, drafts: Drafts) -> tuple[Step, list[range]]:
     for seq, start, num_new_tokens in planned.chunks:
         firsts.append(len(chunks))
         chunks += [(seq, start + i, 1) for i in range(num_new_tokens)]
-    samples: list[Any] = []
+    samples: list[sequence.Sequence] = []
     sampled_chunks: list[int] = []
     rows: list[range] = []
-    sampled: list[Any] = planned.samples
-    for one, i in zip(sampled, planned.sampled_chunks, strict=True):
+    for one, i in zip(own_sequences(planned.samples), planned.sampled_chunks, strict=True):
         num_rows = planned.chunks[i][2]
         rows.append(range(len(samples), len(samples) + num_rows))
         samples += [one, *(as_if(one, one.num_known_tokens + j) if one.processors else one for j in range(1, num_rows))]

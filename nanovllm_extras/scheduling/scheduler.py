@@ -15,7 +15,7 @@ from nanovllm import scheduler, sequence
 from nanovllm.scheduler import Step
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.records.full_observer import Observer
-from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.full_sequence import Sequence, own_sequences
 from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.scheduling.drafter import Drafter
 from nanovllm_extras.scheduling.ordered_queues import Policy, fcfs, order_queues
@@ -70,7 +70,7 @@ class Scheduler(scheduler.Scheduler):
         blocks.complete(planned, planned.copies)
         return self.pending.add(planned, drafts, self.overlaps) if planned.chunks else planned
 
-    def update(self, step: Step, new_token_ids: list[int]) -> list[tuple[int, Any]]:
+    def update(self, step: Step, new_token_ids: list[int]) -> list[tuple[int, sequence.Sequence]]:
         """Update as the core does. A sequence with drafts may be among the advanced ones several times."""
         assert step is self.pending.steps[0], "the oldest"
         if (verification := self.pending.verification) is None:
@@ -78,8 +78,7 @@ class Scheduler(scheduler.Scheduler):
         else:
             assert self.drafter is not None
             num_kept = []
-            samples: list[Any] = verification.planned.samples
-            for seq, rows in zip(samples, verification.rows, strict=True):
+            for seq, rows in zip(own_sequences(verification.planned.samples), verification.rows, strict=True):
                 drafts = verification.drafts.get(seq)
                 drawn = new_token_ids[rows.start : rows.stop]
                 num_kept.append(
@@ -123,8 +122,7 @@ class Scheduler(scheduler.Scheduler):
         """
         if not self.overlaps or self.pending.verification is not None:
             return False
-        newest: Any = self.pending.steps[-1]
-        if any([needs_token(seq) for seq in newest.samples]):
+        if any([needs_token(seq) for seq in own_sequences(self.pending.steps[-1].samples)]):
             return False
         if self.drafter is not None and not self.drafter.rests(self.running, self.may_admit()):
             return False
@@ -138,8 +136,8 @@ class Scheduler(scheduler.Scheduler):
 
     def forget_steps(self) -> None:
         """Forget the steps in flight, which have failed. `roll_back` calls this method."""
-        steps: list[Any] = self.pending.steps
-        self.block_manager.forget_step([seq for step in steps for seq in step.preempted])
+        preempted = [seq for step in self.pending.steps for seq in own_sequences(step.preempted)]
+        self.block_manager.forget_step(preempted)
         self.pending.drop_all()
 
 
