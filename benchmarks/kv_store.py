@@ -103,6 +103,7 @@ def options_of(tier: str, folder: Path, args: argparse.Namespace) -> dict[str, A
 def measure_ttft(tier: str, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     engine = make_engine(args, args.prompt_len + 1, **options_of(tier, folder, args))
     rng, store = random.Random(0), engine.parts.kv_store
+    assert store is not None
     times: dict[str, list[float]] = {"computed": [], tier: []}
     if tier == "disk":
         times["disk, cold"] = []
@@ -118,7 +119,7 @@ def measure_ttft(tier: str, folder: Path, args: argparse.Namespace) -> list[dict
             times[what].append(ttft(engine, prompt))
             assert store.stats.loaded_tokens - before >= args.prompt_len - engine.parts.block_size
         reset_prefix_cache(engine.scheduler)
-    stats, mib = engine.get_stats().kv_store.tiers[tier], store.bytes_per_block / 2**20
+    stats, mib = store.get_stats().tiers[tier], store.bytes_per_block / 2**20
     print(f"prompt of {args.prompt_len} tokens, {mib:.2f} MiB a block, medians of {args.rounds}")
     rows = []
     for what, seconds in times.items():
@@ -141,6 +142,7 @@ def ttft(engine: LLMEngine, prompt: list[int]) -> float:
 
 def end(engine: LLMEngine) -> None:
     """Wait for the thread of the store, which removes what the engine has in shared memory."""
+    assert engine.parts.kv_store is not None
     engine.parts.kv_store.saver.stop()
     gc.collect()
 
@@ -154,9 +156,9 @@ def measure_costs(tier: str, folder: Path, args: argparse.Namespace) -> dict[str
     engine = make_engine(args, num_tokens, **options_of(tier, folder, args))
     plain = make_engine(args, num_tokens)
     calls, store = Timed(), engine.parts.kv_store
-    for name in ("names", "match"):
-        setattr(store, name, calls.wrap(name, getattr(store, name)))
-    store.saver.save = calls.wrap("save", store.saver.save)
+    assert store is not None
+    for owner, name in ((store, "names"), (store, "match"), (store.saver, "save")):
+        setattr(owner, name, calls.wrap(name, getattr(owner, name)))
     rounds: dict[str, list[float]] = {name: [] for name in ("asking", "saving", "time", "processor time")}
     for i in range(args.rounds + 1):
         work = make_requests(args, i)

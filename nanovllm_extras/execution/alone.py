@@ -11,16 +11,18 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm_extras.machine.dead import EngineDeadError
+from nanovllm_extras.models.network_config import NetworkConfig
 
 if TYPE_CHECKING:
     from nanovllm_extras.records.tier import Chain
+    from nanovllm_extras.sampling.logits_processors import ReaderResult
 
 
 class Alone:
     """One rank, which tells nobody what it computes."""
 
-    readings: tuple[Any, ...] = ()
-    """What each step reads last (`ReaderResult`)."""
+    readings: "tuple[ReaderResult, ...]" = ()
+    """What each step reads last."""
 
     def step(
         self, batch: Batch, has_logits: bool = True, is_replayed: bool = False, previous: Tensor | None = None
@@ -55,8 +57,8 @@ class Whole:
 
     rank, num_ranks = 0, 1
 
-    def share_of(self, shape: Any) -> Any:
-        """Return the network that this rank computes, for the `NetworkConfig` of the whole one."""
+    def share_of(self, shape: NetworkConfig) -> NetworkConfig:
+        """Return the network that this rank computes. shape: of the whole network"""
         return shape
 
     def load_network(self, runner: Any) -> Any:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kv_cache import KVCache
-from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm_extras.execution.equal_blocks import BlockLayout, lay_out
 from nanovllm_extras.execution.layer_groups import LayerPlace, group_layers, has_groups
 from nanovllm_extras.machine.one_thread import on_one_thread
@@ -60,7 +60,9 @@ class CachedLayers:
         self._viewed: list[Tensor] = []  # the tensors of which `_views` are
         self._views = LayerCaches({})
 
-    def make_caches(self, backends: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> list[KVCache]:
+    def make_caches(
+        self, backends: tuple[TorchAttention, ...], dtype: torch.dtype, device: torch.device
+    ) -> list[KVCache]:
         """Return the KV caches. backends: one for each shape of K and V"""
         kv_groups = self.shape.kv_groups
         divided: list[tuple[Any, int]]  # by what the blocks of a cache are divided, and into how many layers, or rows
@@ -82,7 +84,7 @@ class CachedLayers:
         self.caches = [KVCache(*one, of_cache, device) for one, of_cache in zip(divided, dtypes, strict=False)]
         return [*self.caches]
 
-    def inputs_of(self, metadata: AttentionMetadata) -> tuple[Any, LayerCaches]:
+    def inputs_of(self, metadata: AttentionMetadata) -> tuple[AttentionMetadata | list[AttentionMetadata], LayerCaches]:
         """Return what the layers read if they have `places`: the metadata of each layer, and its K and V.
 
         Without groups, or in a step over null blocks only, all layers have the same metadata.

@@ -3,8 +3,6 @@
 `self_check/core_on_cuda.py` has a subclass, with which a runner computes as the core does.
 """
 
-from typing import Any
-
 import torch
 
 from nanovllm.layers.attention import TorchAttention
@@ -20,7 +18,7 @@ class Chooser:
 
     def make_backends(
         self, config: Config, shape: NetworkConfig, device: torch.device, dtype: torch.dtype
-    ) -> tuple[tuple[Any, ...], str]:
+    ) -> tuple[tuple[TorchAttention, ...], str]:
         """Return an attention backend for each shape of K and V, and why. `torch` and eager is the core's."""
         if shape.kv_groups:
             from nanovllm_extras.execution.choices import choose_for_shapes

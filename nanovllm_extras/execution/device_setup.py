@@ -5,20 +5,16 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from nanovllm import model_runner
 from nanovllm.kv_cache import KVCache
 from nanovllm.sampler import sample_tokens
-from nanovllm_extras.execution.runner_protocol import Runner
+from nanovllm_extras.execution.runner_protocol import Record, Runner
 from nanovllm_extras.sampling.runner_hooks import Draw, untouched_zeros
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Record = TypeVar("Record", bound="DataclassInstance")
 
 
 class Device:
@@ -59,7 +55,7 @@ class Device:
         free, most = free_bytes(), model_runner.CPU_KV_CACHE_BYTES
         return most if free is None else min(most, free // 2 // num_ranks)
 
-    def num_common_blocks(self, num_blocks: int, device: Any) -> int:
+    def num_common_blocks(self, num_blocks: int, device: torch.device) -> int:
         """Return the number of blocks that all ranks have, of which this one has memory for `num_blocks`."""
         return num_blocks
 
@@ -85,7 +81,11 @@ class Unchecked:
 
 
 def sample_with(
-    argmax: Callable[[Tensor], Tensor], logits: Tensor, temperatures: Tensor, uniforms: Tensor | None = None, *rest: Any
+    argmax: Callable[[Tensor], Tensor],
+    logits: Tensor,
+    temperatures: Tensor,
+    uniforms: Tensor | None = None,
+    *rest: Any,
 ) -> Tensor:
     """Sample as `sample_tokens` does, with a faster `argmax` for batches whose rows are all greedy."""
     return argmax(logits) if uniforms is None else sample_tokens(logits, temperatures, uniforms, *rest)

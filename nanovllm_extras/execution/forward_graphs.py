@@ -6,10 +6,8 @@ They are the core's graphs, with more buffers: a column or block tables for each
     inputs of groups     window_slots.0, window_slots.1, … | tables of each group        columns, and block tables
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm.cuda_graphs import CudaGraphs
@@ -20,7 +18,9 @@ from nanovllm_extras.execution.graph_inputs import MoreInputs
 class ForwardGraphs(CudaGraphs):
     """Graphs of `model`, which takes the metadata that `more` makes of a batch, or of the buffers."""
 
-    def __init__(self, model: Any, kv_cache: Tensor, max_num_seqs: int, max_num_blocks: int, more: MoreInputs) -> None:
+    def __init__(
+        self, model: nn.Module, kv_cache: Tensor, max_num_seqs: int, max_num_blocks: int, more: MoreInputs
+    ) -> None:
         super().__init__(model, kv_cache, max_num_seqs, max_num_blocks)
         self.more = more
         self.columns = {  # [max_num_seqs] each

@@ -26,7 +26,9 @@ from nanovllm.sampler import sample_tokens
 from nanovllm_extras.execution.alone import Alone, Whole
 from nanovllm_extras.execution.chooser import Chooser
 from nanovllm_extras.execution.device_setup import Device, Unchecked, sample_with
+from nanovllm_extras.execution.graph_inputs import MoreInputs
 from nanovllm_extras.execution.layout import Layout, Network, has_head
+from nanovllm_extras.execution.runner_protocol import Record
 from nanovllm_extras.machine.one_thread import on_one_thread
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
@@ -126,7 +128,7 @@ class ModelRunner(model_runner.ModelRunner):
         self.shape = self.part.share_of(self.whole_shape)
         self.layout = Layout(config, self.shape, self.dtype, self.device)
         self.backends, self.reasons = self.chooser.make_backends(config, self.shape, self.device, self.dtype)
-        self.backend: Any = self.backends[0]
+        self.backend = self.backends[0]
         self.device_setup = self.part.wrap(self.make_device(), self.whole_shape.vocab_size)
         check = self.begin_self_check(self.device_setup)
         clock.lap("backend")
@@ -146,7 +148,7 @@ class ModelRunner(model_runner.ModelRunner):
         self.transfers = self.layout.make_transfers(self.kv_caches, of_draft)
         self.graphs = None
         self.newest_ids = torch.empty(0, dtype=torch.int64, device=self.device)  # sampled by the step before
-        has_argmax = getattr(type(self.backend), "argmax", TorchAttention.argmax) is not TorchAttention.argmax
+        has_argmax = type(self.backend).argmax is not TorchAttention.argmax
         self.draw = self.device_setup.choose_draw(
             partial(sample_with, self.backend.argmax) if has_argmax else sample_tokens
         )
@@ -266,7 +268,7 @@ class ModelRunner(model_runner.ModelRunner):
         """Return a context for what computes."""
         return self.device_setup.step()
 
-    def send(self, record: Any) -> Any:
+    def send(self, record: Record) -> Record:
         return self.device_setup.send(record)
 
     def send_batch(self, batch: Batch) -> Batch:
@@ -291,7 +293,7 @@ class ModelRunner(model_runner.ModelRunner):
 
     # ---- the start
 
-    def find_network(self) -> tuple[Any, NetworkConfig]:
+    def find_network(self) -> tuple[type[Qwen3ForCausalLM], NetworkConfig]:
         model_class, shape = read_model_config(self.folder, self.config.hf_overrides, self.config.max_model_len)
         if self.config.load_format not in ("gguf", "dummy"):
             from nanovllm_extras.weights.headless import with_stored_head
@@ -304,9 +306,9 @@ class ModelRunner(model_runner.ModelRunner):
         return self.chooser.make_device(self)
 
     @property
-    def slowest_backend(self) -> Any:
+    def slowest_backend(self) -> TorchAttention:
         """The first backend that CUDA graphs cannot record, such as PyTorch's for heads that no kernel takes."""
-        return next((one for one in self.backends if not getattr(one, "supports_graphs", False)), self.backend)
+        return next((one for one in self.backends if not one.supports_graphs), self.backend)
 
     def begin_self_check(self, kind: Device) -> Unchecked:
         """Return the comparison of what computes with PyTorch's layers, which need none."""
@@ -355,8 +357,8 @@ class ModelRunner(model_runner.ModelRunner):
         return Network(self.model, self.layout)
 
     @property
-    def more_inputs(self) -> Any:
-        """What rows of decodes have in CUDA graphs beside one slot and one block table: a `MoreInputs`, or None."""
+    def more_inputs(self) -> MoreInputs | None:
+        """What rows of decodes have in CUDA graphs beside one slot and one block table, or None."""
         return self.layout.more_inputs(self.model)
 
     def make_graphs(self) -> CudaGraphs:

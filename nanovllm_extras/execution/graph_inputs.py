@@ -24,7 +24,7 @@ The graphs are those of whole steps (`step_graphs.py`) and of the forward pass (
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import AttentionMetadata
@@ -68,8 +68,10 @@ class MoreInputs:
 
     def tables_of(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the other block tables of `batch`: [num_seqs, max_num_blocks] each"""
-        metadata: Any = batch.metadata
-        return metadata.window_tables if self._windows else ()
+        if not self._windows:
+            return ()
+        assert isinstance(batch.metadata, GroupedMetadata)
+        return batch.metadata.window_tables
 
     def add_to(
         self, metadata: AttentionMetadata, columns: dict[str, Tensor], tables: list[Tensor]
@@ -96,6 +98,6 @@ class MoreInputs:
         return bool(moves.slots) and (self.has_drafts or moves.slots == moves.sources)
 
 
-def needs_rounds(model: Any) -> bool:
+def needs_rounds(model: nn.Module) -> bool:
     """Return whether a layer of the model needs the rounds of drafts on the host, as PyTorch's layers do."""
     return any(getattr(module, "needs_rounds", False) for module in model.modules())

@@ -16,22 +16,30 @@ There is one class for all models. What differs is in its parts:
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.execution.block_copies import BlockCopies
 from nanovllm_extras.execution.cached_layers import CachedLayers
 from nanovllm_extras.execution.graph_inputs import MoreInputs, needs_rounds
 from nanovllm_extras.execution.layer_groups import LayerGroups, describe_tables
-from nanovllm_extras.execution.state_pool import StatePool, divide_memory, with_states
-from nanovllm_extras.models.layer_inputs import StateCaches
+from nanovllm_extras.execution.state_pool import HasMemory, StatePool, divide_memory, with_states
+from nanovllm_extras.models.layer_inputs import LayerCaches, StateCaches
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
+
+if TYPE_CHECKING:
+    from nanovllm_extras.execution.mtp_head import MtpHead
+
+LayerMetadata = AttentionMetadata | list[AttentionMetadata]
+"""For all layers, or of each layer."""
+Caches = Tensor | LayerCaches | StateCaches
 
 
 class Layout:
@@ -40,7 +48,7 @@ class Layout:
     def __init__(self, config: Config, shape: NetworkConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.shape, self.dtype, self.device = config, shape, dtype, device
         self.layers = CachedLayers(config, shape)
-        self.pool: Any = None  # a `StatePool`, if layers keep states
+        self.pool: StatePool | None = None  # if layers keep states
         if shape.state_shape is not None:
             hidden_size = shape.hidden_size if has_head(config) else 0
             self.pool = StatePool(replace(shape.state_shape, hidden_size=hidden_size), dtype, device)
@@ -67,7 +75,7 @@ class Layout:
 
     def describe(self, shape: NetworkConfig) -> str:
         """Return what comes first in the description of the runner. shape: of all ranks"""
-        if self.pool is not None:
+        if self.shape.state_shape is not None:
             return f"a state of {self.shape.state_shape.bytes_per_slot(self.dtype):,} bytes per sequence; "
         groups = ", ".join([str(group) for group in shape.kv_groups])
         return f"groups of layers with K and V: {groups}; " * bool(groups)
@@ -76,7 +84,7 @@ class Layout:
         """Return what comes first in the description of the engine: nothing, unless some layers have a window."""
         return describe_tables(self.config, self.shape)
 
-    def make_kv_caches(self, backends: tuple[Any, ...]) -> list[KVCache]:
+    def make_kv_caches(self, backends: tuple[TorchAttention, ...]) -> list[KVCache]:
         """Return the KV caches, which have the same block ids. That of a head is the last one."""
         caches = self.layers.make_caches(backends, self.dtype, self.device)
         if has_head(self.config):
@@ -94,20 +102,21 @@ class Layout:
 
         return Transfers(caches, self.pool, config.swap_space_bytes, config.max_num_seqs, added_bytes)
 
-    def make_followers(self, model: Any, caches: list[KVCache]) -> tuple[Any, ...]:
+    def make_followers(self, model: nn.Module, caches: list[KVCache]) -> "tuple[MtpHead, ...]":
         """Return what else computes each step: the head, if the options ask for it."""
         if not has_head(self.config):
             return ()
         from nanovllm_extras.execution.mtp_head import MtpHead
 
+        assert self.pool is not None
         return (MtpHead(model, caches[-1], self.pool),)
 
-    def divide_memory(self, runner: Any) -> int:
+    def divide_memory(self, runner: HasMemory) -> int:
         """Return the number of blocks in the pool, each of which serves one group of layers at a time."""
-        num_blocks: int = runner.count_blocks() if self.pool is None else divide_memory(self.pool, runner)
+        num_blocks = runner.count_blocks() if self.pool is None else divide_memory(self.pool, runner)
         return num_blocks * self.layers.num_tables
 
-    def more_inputs(self, model: Any) -> MoreInputs | None:
+    def more_inputs(self, model: nn.Module) -> MoreInputs | None:
         """Return what rows of decodes have in CUDA graphs beside one slot and one block table, or None."""
         num_windows, has_states = self.layers.num_tables - 1, self.pool is not None
         if not num_windows and not has_states:
@@ -124,23 +133,24 @@ class Layout:
         """
         return batch if self.pool is None else with_states(batch)
 
-    def inputs_of(self, metadata: AttentionMetadata, kv_cache: Tensor) -> tuple[Any, Any]:
+    def inputs_of(self, metadata: AttentionMetadata, kv_cache: Tensor) -> tuple[LayerMetadata, Caches]:
         """Return the last two arguments of the model: metadata, or a list with those of each layer, and caches.
 
         kv_cache: the tensor of the first KV cache
         """
-        caches: Any = kv_cache
+        read: LayerMetadata = metadata
+        caches: Tensor | LayerCaches = kv_cache
         if self.layers.places:
-            metadata, caches = self.layers.inputs_of(metadata)
+            read, caches = self.layers.inputs_of(metadata)
         if self.pool is not None:
-            caches = StateCaches(caches, self.pool.conv, self.pool.recurrent)
-        return metadata, caches
+            return read, StateCaches(caches, self.pool.conv, self.pool.recurrent)
+        return read, caches
 
 
 class Network:
     """A model as CUDA graphs see it: it takes the metadata of a step and a KV cache, whatever its layers read."""
 
-    def __init__(self, model: Any, layout: Layout) -> None:
+    def __init__(self, model: Qwen3ForCausalLM, layout: Layout) -> None:
         self._model, self._layout = model, layout
         self.compute_logits = model.compute_logits
 

@@ -25,6 +25,7 @@ from nanovllm.loader import checkpoint_files
 from nanovllm_extras.execution.state_pool import StatePool
 from nanovllm_extras.models.gated_delta import read_states
 from nanovllm_extras.models.layer_inputs import StateMetadata
+from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.sampling.runner_hooks import Computed
 
@@ -41,7 +42,8 @@ class MtpHead:
     def follow(self, batch: Batch, computed: Computed, newest_ids: Tensor) -> None:
         """Run the head, and keep the model's hidden state of the last token of each chunk."""
         hidden, sent, _ = computed
-        metadata: Any = sent.metadata  # a `StateMetadata`
+        metadata = sent.metadata
+        assert isinstance(metadata, StateMetadata)
         self.run(sent, hidden_before(hidden, self._pool.hidden[0], metadata))
         last = (metadata.cu_seqlens_q[1:] - 1).long()  # [num_seqs]
         self._pool.hidden[0, metadata.state_slots] = hidden[last]
@@ -67,7 +69,7 @@ def hidden_before(hidden: Tensor, kept: Tensor, metadata: StateMetadata) -> Tens
 # ---- which models have a head
 
 
-def check_head(config: Config, folder: Path, shape: Any) -> None:
+def check_head(config: Config, folder: Path, shape: NetworkConfig) -> None:
     """Raise ValueError if the model has no head for multi-token prediction, or if its checkpoint has none."""
     if not hasattr(shape, "has_mtp"):
         raise ValueError(f"{METHOD} needs a model of the kind of Qwen3.5, whose head for multi-token prediction can be "

@@ -1,11 +1,16 @@
 """What an engine has found out at its start, for the files that make its parts and its requests."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.request_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from nanovllm_extras.kv_store.store import KVStore
 
 
 class Parts:
@@ -15,7 +20,7 @@ class Parts:
         self,
         config: Config,
         runner: ModelRunner,
-        tokenizer: Any,
+        tokenizer: "PreTrainedTokenizerFast | None",
         eos_token_ids: frozenset[int],
         default_sampling_params: SamplingParams,
     ) -> None:
@@ -28,4 +33,4 @@ class Parts:
         self.enable_overlap = runner.has_overlap
         self.description = runner.description  # what computes, and why that was chosen
         self.startup_seconds = runner.clock.seconds  # how long each part of the start took, in order
-        self.kv_store: Any = None  # a `KVStore` (`kv_store/store.py`), if the options ask for one
+        self.kv_store: KVStore | None = None  # if the options ask for one

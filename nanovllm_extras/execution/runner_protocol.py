@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +14,16 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.kv_cache import KVCache
+from nanovllm.layers.attention import TorchAttention
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.execution.alone import Alone, Whole
+from nanovllm_extras.execution.block_copies import BlockCopies
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.sampling.runner_hooks import ArrivingTokens, Draw
+
+Record = TypeVar("Record")
+"""A dataclass of tensors."""
 
 
 class Runner(Protocol):
@@ -26,18 +31,18 @@ class Runner(Protocol):
 
     config: Config
     folder: Path
-    model_class: Any
+    model_class: type[Qwen3ForCausalLM]
     shape: NetworkConfig
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
     max_num_batched_tokens: int
     max_rows: int
-    backend: Any
+    backend: TorchAttention
     layout: Any  # a `Layout`
     model: Qwen3ForCausalLM
     kv_cache: KVCache
-    transfers: Any
+    transfers: BlockCopies
     draw: Draw
     part: Whole
     ranks: Alone
@@ -45,11 +50,11 @@ class Runner(Protocol):
     step_graphs: Any  # of `execution/step_graphs.py`
 
     @property
-    def backends(self) -> Sequence[Any]:
+    def backends(self) -> Sequence[TorchAttention]:
         """Return the attention backend of each shape of K and V."""
 
     @property
-    def slowest_backend(self) -> Any:
+    def slowest_backend(self) -> TorchAttention:
         """Return the first backend that CUDA graphs cannot record, or the first one."""
 
     @property
@@ -63,7 +68,7 @@ class Runner(Protocol):
     def run(self, batch: Batch) -> ArrivingTokens:
         """Compute a batch."""
 
-    def send(self, record: Any) -> Any:
+    def send(self, record: Record) -> Record:
         """Return a record of tensors on the device."""
 
     def step_context(self) -> AbstractContextManager[None]:

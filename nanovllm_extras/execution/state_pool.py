@@ -20,12 +20,13 @@ sequence owns which slot:
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
+from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras.memory.slots import NULL_SLOT
 from nanovllm_extras.models.layer_inputs import StateMetadata, StateShape
 from nanovllm_extras.options.all_options import Config
@@ -119,7 +120,25 @@ class StatePool:
 # ---- memory
 
 
-def divide_memory(pool: StatePool, runner: Any) -> int:
+class HasMemory(Protocol):
+    """A runner that divides its memory between states and blocks."""
+
+    config: Config
+    backend: TorchAttention
+    max_model_len: int
+
+    @property
+    def memory_knob(self) -> str:
+        """The option to raise if there is not enough memory."""
+
+    def free_bytes(self) -> int:
+        """Return the memory for both, if the options do not set it."""
+
+    def count_blocks(self) -> int:
+        """Return the number of blocks that fit, by `config`."""
+
+
+def divide_memory(pool: StatePool, runner: HasMemory) -> int:
     """Return the number of blocks, and set the number of slots: for sequences that may run, snapshots and drafts.
 
     Unless the number of blocks is configured, at most half of the memory is for states. If this is too little for
@@ -128,7 +147,7 @@ def divide_memory(pool: StatePool, runner: Any) -> int:
     config = runner.config
     most_slots = config.max_num_seqs * (2 if config.enable_prefix_caching else 1) + num_draft_slots(config)
     if config.num_kv_blocks is not None:
-        num_blocks: int = config.num_kv_blocks
+        num_blocks = config.num_kv_blocks
         pool.num_slots = most_slots
     else:
         num_blocks = divide_bytes(pool, runner, most_slots)
@@ -136,7 +155,7 @@ def divide_memory(pool: StatePool, runner: Any) -> int:
     return num_blocks
 
 
-def divide_bytes(pool: StatePool, runner: Any, most_slots: int) -> int:
+def divide_bytes(pool: StatePool, runner: HasMemory, most_slots: int) -> int:
     """Divide the memory of the KV cache as `divide_memory` does."""
     config, given, size = runner.config, runner.config.kv_cache_memory_bytes, pool.bytes_per_slot
     num_bytes = runner.free_bytes() if given is None else given
@@ -151,7 +170,7 @@ def divide_bytes(pool: StatePool, runner: Any, most_slots: int) -> int:
                     num_bytes // 2)  # fmt: skip
     left = num_bytes - pool.num_bytes
     runner.config = replace(config, max_num_seqs=max_num_seqs, kv_cache_memory_bytes=left)
-    num_blocks: int = runner.count_blocks()
+    num_blocks = runner.count_blocks()
     if given is not None:  # the prefix cache may keep more than what runs
         return num_blocks
     return min(num_blocks, max_num_seqs * -(-runner.max_model_len // runner.backend.block_size))

@@ -58,8 +58,9 @@ def path_of(definition: Callable[..., object]) -> str:
 
 def of_c_kernels(runner: Runner) -> list[str]:
     """Return the command that calls the C kernels, with those of 8 and 4 bits if the runner uses them."""
-    config, shape, backend = runner.config, runner.shape, runner.backend
-    sizes = {
+    config, shape = runner.config, runner.shape
+    backend: Any = runner.backend  # whose class has C kernels
+    sizes: dict[str, object] = {
         "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
         "num_heads": shape.num_attention_heads, "num_kv_heads": shape.num_key_value_heads,
         "head_dim": shape.head_dim, "block_size": backend.block_size,

@@ -67,12 +67,14 @@ class StateCheck(SelfCheck):
     def states(self) -> list[Tensor]:
         """What the layers of the model keep: [num_state_layers, num_slots + 1, …] each"""
         pool = self.runner.layout.pool
+        assert pool is not None
         return [one for one in (pool.conv, pool.recurrent) if one.numel()]
 
     def complete(self, batch: Batch) -> Batch:
         """Return decodes with slots 1, 2, …, which hold random states. The slot behind them must not change."""
-        num_seqs = len(batch.input_ids)
-        if num_seqs >= self.runner.layout.pool.num_slots:
+        num_seqs, pool = len(batch.input_ids), self.runner.layout.pool
+        assert pool is not None
+        if num_seqs >= pool.num_slots:
             self.is_complete = False
             return batch  # without slots it is not replayed
         self.draw_states(num_seqs + 1)

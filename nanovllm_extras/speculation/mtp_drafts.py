@@ -54,7 +54,7 @@ class MtpDrafts(DraftModel):
 
     def _newest(self, seq: Sequence) -> Tensor:
         """Return the model's hidden state of the newest computed token of `seq`: [hidden_size]"""
-        states = self.blocks.states
+        states, pool = self.blocks.states, self.runner.layout.pool
         assert states is not None
-        hidden: Tensor = self.runner.layout.pool.hidden[0, states.slot_to_read(seq)]
-        return hidden
+        assert pool is not None
+        return pool.hidden[0, states.slot_to_read(seq)]

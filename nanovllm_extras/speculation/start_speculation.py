@@ -125,9 +125,9 @@ def make_measured_step(runner: ModelRunner, num_rows: int) -> tuple[Step, BlockT
     the row before it, which plain decodes do not. Their states are in slots that no sequence owns yet.
     """
     step, tables = decodes_of_nobody(num_rows, runner.backend.block_size)
-    if runner.shape.state_shape is None:
-        return step, tables
     pool = runner.layout.pool
+    if pool is None:
+        return step, tables
     assert runner.config.speculative_config is not None
     most_drafts = read_options(runner.config.speculative_config).num_speculative_tokens
     moves = drafts_of_nobody(num_rows, most_drafts, pool.num_slots)
