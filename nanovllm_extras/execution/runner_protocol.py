@@ -18,6 +18,8 @@ from nanovllm.layers.attention import TorchAttention
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.execution.alone import Alone, Whole
 from nanovllm_extras.execution.block_copies import BlockCopies
+from nanovllm_extras.execution.graph_inputs import MoreInputs
+from nanovllm_extras.execution.layout import Layout, Network
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.sampling.runner_hooks import ArrivingTokens, Draw
@@ -39,7 +41,7 @@ class Runner(Protocol):
     max_num_batched_tokens: int
     max_rows: int
     backend: TorchAttention
-    layout: Any  # a `Layout`
+    layout: Layout
     model: Qwen3ForCausalLM
     kv_cache: KVCache
     transfers: BlockCopies
@@ -58,11 +60,11 @@ class Runner(Protocol):
         """Return the first backend that CUDA graphs cannot record, or the first one."""
 
     @property
-    def network(self) -> Any:
+    def network(self) -> Network:
         """Return the model, for CUDA graphs."""
 
     @property
-    def more_inputs(self) -> Any:
+    def more_inputs(self) -> MoreInputs | None:
         """Return what rows of decodes have beside one slot and one block table, or None."""
 
     def run(self, batch: Batch) -> ArrivingTokens:
