@@ -22,7 +22,7 @@ from nanovllm_extras.machine.machine_limits import read_text
 PACKAGE = Path(__file__).parent.parent.parent
 FOLDERS = (
     *("nanovllm", "nanovllm/layers", "nanovllm/models"),
-    *(f"nanovllm_extras/{name}" for name in ("execution", "models", "weights", "self_check")),
+    *(f"nanovllm_extras/{name}" for name in ("execution", "machine", "models", "sampling", "self_check", "weights")),
     *(f"nanovllm_extras/kernels{name}" for name in ("", "/cpu", "/cuda")),
 )
 CUDA_PACKAGES = ("triton", "flash-attn", "flash-attn-3")

@@ -29,12 +29,13 @@ from nanovllm_extras.self_check import crash_test, fallbacks, networks, steps
 from nanovllm_extras.self_check import runner_check as checks
 from nanovllm_extras.self_check.comparison import check_rows
 from nanovllm_extras.self_check.crash_test import CrashTest
-from nanovllm_extras.self_check.stored_results import Result, StoredResult
+from nanovllm_extras.self_check.stored_results import FOLDERS, Result, StoredResult
 from tests.conftest import every_second
 from tests.extras.cuda.test_core_graphs import make_engine, recorded  # noqa: F401 (a fixture)
 from tests.extras.kernels.processors import PROCESSORS, pretend
 from tests.extras.models.architectures import ARCHITECTURES, Checkpoints
 from tests.extras.parallel.scenarios import PLANTED
+from tools.count_engine import find_imports, read_files
 
 PROMPT = "What is a block table?"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -413,6 +414,14 @@ def test_a_damaged_result_is_checked_again(fresh_cache):
         stored.write_text(content)
         make_llm()
         assert json.loads(stored.read_text())["is_right"]
+
+
+def test_a_change_of_what_the_check_calls_leads_to_a_new_check():
+    """Options and records compute nothing."""
+    files = read_files(Path(checks.__file__).parents[2])
+    calls = [one for one in find_imports(files) if one.source.startswith("nanovllm_extras.self_check.")]
+    folders = {files[one.target].folder for one in calls if one.kind != "types"}
+    assert folders - {"nanovllm_extras/options", "nanovllm_extras/records"} <= set(FOLDERS)
 
 
 def test_without_a_cache_folder_every_start_checks(fresh_cache, monkeypatch):
