@@ -5,7 +5,7 @@
 
 No model runs: the engine's own block managers admit prompts of a context length, and compute them chunk by chunk, until
 the next one has to wait. `one table` keeps K and V of all tokens in all layers, and `groups` gives back the blocks
-behind the window (`nanovllm_extras/kv_groups`). The shapes are those of the models' config.json. For Gemma 4, they are
+behind the window (`memory/kinds.py`). The shapes are those of the models' config.json. For Gemma 4, they are
 not read from these files, but are as several public programs that read them state them.
 """
 

@@ -1,6 +1,6 @@
 """Small steps of each kind before the first request, which then need not wait until Triton has compiled its kernels.
 
-`startup.py` runs them at each start: with a fixed number of blocks nothing else computes chunks of prefill or draws.
+`cuda_startup.py` runs them at each start: with a fixed number of blocks nothing else computes chunks of prefill or draws.
 All slots are in the null block, which no sequence reads.
 """
 

@@ -2,7 +2,7 @@
 
 A copy from pageable memory makes the host wait for the device, and each copy is a launch of its own. So the tensors of
 a step are packed end to end into pinned host memory, which the device reads by itself; on the device they are views of
-one buffer. `CudaDevice.send` calls `InputBuffer.send_record`; `graphs.py` has a buffer of its own.
+one buffer. `CudaDevice.send` calls `InputBuffer.send_record`; `step_graphs.py` has a buffer of its own.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""`Transfers`: carries out the moves of a step (`records.py`), between blocks, slots of states, and host memory.
+"""`Transfers`: carries out the moves of a step (`records/moves.py`), between blocks, slots of states, and host memory.
 
 A runner has one. Its KV caches have the same block ids: those of all shapes of K and V, that of a head, that of a draft
 model. A block's data in a K/V store are its parts in these caches, end to end. The data of a snapshot are the recurrent

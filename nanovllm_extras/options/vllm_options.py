@@ -1,6 +1,6 @@
 """Translate vLLM's options: each is kept, renamed, dropped at its neutral value, or refused.
 
-`tables.py` lists the options. `translate_options` of `option_checks.py` calls `translate` if the core does not know a
+`vllm_tables.py` lists the options. `translate_options` of `option_checks.py` calls `translate` if the core does not know a
 name or a value.
 """
 

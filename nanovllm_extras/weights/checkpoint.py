@@ -1,6 +1,6 @@
 """A checkpoint on this machine or on the hub: its folder, its config, its tokenizer, its default parameters.
 
-`weights.py` reads the weights. No code of a checkpoint is run. Called by `full_engine.py` and `full_runner.py`.
+`load_model.py` reads the weights. No code of a checkpoint is run. Called by `full_engine.py` and `full_runner.py`.
 """
 
 from collections.abc import Mapping

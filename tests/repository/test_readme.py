@@ -105,6 +105,23 @@ def test_links_lead_to_files(path):
     assert missing == []
 
 
+@pytest.mark.parametrize("path", PAGES)
+def test_links_have_the_names_of_their_files(path):
+    links = re.findall(r"\[`([^`/ ]+\.py)`\]\((?!http)([^)#]+)", read(path))
+    assert [link for link in links if Path(link[1]).name != link[0]] == []
+
+
+def test_comments_name_files_that_are_there():
+    """`scheduler.py`, or `parallel/messages.py`: the end of the path of a file."""
+    folders = ("nanovllm", "nanovllm_extras", "benchmarks", "labs", "tools")
+    files = [file for folder in folders for file in ROOT.glob(f"{folder}/**/*.py")]
+    there = [*files, *ROOT.glob("*.py"), *ROOT.glob("tests/**/*.py")]
+    known = " ".join(f"/{file.relative_to(ROOT)}" for file in there)
+    named = {(file.name, name) for file in files for name in re.findall(r"`([\w./]+\.py)`", file.read_text("utf-8"))}
+    missing = [one for one in sorted(named) if f"/{one[1]} " not in f"{known} "]
+    assert missing == [("requirements.py", "triton/runtime/build.py")]  # of another package
+
+
 def test_both_languages_have_the_same_code_and_links():
     """Each language links the other one at its top, and leads to its own book and exercises."""
     chinese = read("README.zh.md")
