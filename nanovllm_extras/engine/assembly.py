@@ -15,6 +15,7 @@ from nanovllm.config import DTYPES, resolve_dtype
 from nanovllm.scheduler import Scheduler as CoreScheduler
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.parts import Parts
+from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.compatibility import check_combinations
 from nanovllm_extras.records.full_observer import Observer, SchedulingStats
@@ -84,7 +85,6 @@ def make_block_manager(parts: Parts, observer: Observer) -> CoreBlockManager:
     config, sizes = parts.config, (parts.num_kv_blocks, parts.block_size)
     if not needs_full_scheduler(parts):
         return CoreBlockManager(*sizes, config.enable_prefix_caching, observer)
-    from nanovllm_extras.memory.block_manager import BlockManager
     from nanovllm_extras.memory.kinds import AllTokens, Window
 
     max_chunk_len = config.long_prefill_token_threshold or parts.max_num_batched_tokens
@@ -139,7 +139,6 @@ def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str
     sizes = (config.max_num_seqs, parts.max_num_batched_tokens, parts.max_model_len)
     if type(blocks) is CoreBlockManager:
         return CoreScheduler(blocks, *sizes)
-    from nanovllm_extras.memory.block_manager import BlockManager
     from nanovllm_extras.scheduling.policies import POLICIES
     from nanovllm_extras.scheduling.scheduler import Scheduler
 
