@@ -1,7 +1,7 @@
 """Small steps of each kind before the first request, which then need not wait until Triton has compiled its kernels.
 
-`cuda_startup.py` runs them at each start: with a fixed number of blocks nothing else computes chunks of prefill or draws.
-All slots are in the null block, which no sequence reads.
+`cuda_startup.py` runs them at each start: with a fixed number of blocks nothing else computes chunks of prefill or
+draws. All slots are in the null block, which no sequence reads.
 """
 
 from itertools import accumulate

@@ -1,7 +1,7 @@
 """Translate vLLM's options: each is kept, renamed, dropped at its neutral value, or refused.
 
-`vllm_tables.py` lists the options. `translate_options` of `option_checks.py` calls `translate` if the core does not know a
-name or a value.
+`vllm_tables.py` lists the options. `translate_options` of `option_checks.py` calls `translate` if the core does not
+know a name or a value.
 """
 
 from collections.abc import Collection, Mapping
