@@ -51,7 +51,7 @@ NOT_THE_ENGINE = {  # every other file of nanovllm_extras composes the engine; o
         *("commands.py", "argument_types.py", "printing.py", "event_loop.py", "event_stream.py"),
     ),
     "networks, weights, and code that computes": (
-        *("models/", "weights/", "quantization/", "kernels/", "self_check/", "assets/"),
+        *("models/", "weights/", "quantization/", "kernels/", "plugins/", "self_check/", "assets/"),
         *("bundled.py", "hub.py", "checkpoint.py", "checkpoint_options.py", "headless.py", "end_tokens.py"),
         *("weights.py", "fp8_kv.py", "int8_kv.py"),
     ),
