@@ -23,6 +23,8 @@ Network = TypeVar("Network", bound=nn.Module)
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+TINY_QWEN3 = Path(__file__).parent / "assets" / "tiny-qwen3"
+"""The bundled model: a Qwen3 of 3.5 million parameters that explains how this engine works."""
 
 
 def find_folder(model: str | Path) -> Path:

@@ -18,9 +18,11 @@ from nanovllm.chat import ChatPrompt, Message
 from nanovllm.checks import check_bool
 from nanovllm.llm import Requests, spread
 from nanovllm.request import Prompt, is_single_prompt
+from nanovllm_extras.engine.engine_stats import EngineStats
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.machine.forks import check_process
 from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.chat_options import ChatOptions, render_chat
 from nanovllm_extras.options.option_checks import LazyMethod, translate_options
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.requests.lazy_outputs import RequestOutput
@@ -28,7 +30,6 @@ from nanovllm_extras.requests.lazy_outputs import RequestOutput
 if TYPE_CHECKING:
     from nanovllm_extras.beam_search import beam_params
     from nanovllm_extras.embedding import pooling_params
-    from nanovllm_extras.engine.engine_stats import EngineStats
     from nanovllm_extras.vllm import vllm_metrics
 
 
@@ -64,7 +65,7 @@ class LLM(llm.LLM):
             return LLMEngine(config)
         from nanovllm_extras.trace.recorder import start_engine
 
-        return start_engine(config, self._trace, self._on_shutdown)
+        return start_engine(LLMEngine, config, self._trace, self._on_shutdown)
 
     @property
     def engine(self) -> LLMEngine:
@@ -141,8 +142,6 @@ class LLM(llm.LLM):
         self, messages: Collection[Message] | Collection[Collection[Message]], **options: Any
     ) -> list[ChatPrompt]:
         """Render conversations as prompts by the model's chat template. `options` are those of `chat`."""
-        from nanovllm_extras.options.chat_options import ChatOptions, render_chat
-
         chat_options = ChatOptions(**options)
         return super().render_chat(messages, partial(render_chat, options=chat_options))
 
@@ -157,7 +156,7 @@ class LLM(llm.LLM):
         """
         return self.engine.parts.default_sampling_params.clone()
 
-    def get_stats(self) -> "EngineStats":
+    def get_stats(self) -> EngineStats:
         return self.engine.get_stats()
 
     def reset_prefix_cache(self, **vllm_options: object) -> None:

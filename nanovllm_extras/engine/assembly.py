@@ -1,7 +1,7 @@
-"""The parts of an engine that options choose: runner, scheduler, block manager, observer, K/V store.
+"""The parts of an engine that options choose: runner, scheduler, block manager, observer, K/V store, grammars.
 
 Each extra is imported where its option asks for it. `full_engine.py` calls these functions, unless the core's parts
-suffice (`is_plain` in `plain_parts.py`).
+suffice (`is_plain` in `plain_parts.py`). `input_processor.py` calls `RequestExtras`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.block_manager import BlockManager as CoreBlockManager
 from nanovllm.config import DTYPES, resolve_dtype
 from nanovllm.scheduler import Scheduler as CoreScheduler
+from nanovllm_extras.engine.input_processor import InputProcessor
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.parts import Parts
-from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.compatibility import check_combinations
+from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.records.full_observer import Observer, SchedulingStats
+from nanovllm_extras.requests.full_detokenizer import TokenDecoder
 from nanovllm_extras.requests.full_request import Request
+from nanovllm_extras.sampling.logits_processors import Processor, PromptReader
 from nanovllm_extras.weights.checkpoint import read_model_config
 
 if TYPE_CHECKING:
     from nanovllm_extras.engine.watching import Observers
     from nanovllm_extras.kv_store.store import KVStore
+    from nanovllm_extras.structured.compiler import GrammarCompiler
 
 
 def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
@@ -85,6 +89,7 @@ def make_block_manager(parts: Parts, observer: Observer) -> CoreBlockManager:
     config, sizes = parts.config, (parts.num_kv_blocks, parts.block_size)
     if not needs_full_scheduler(parts):
         return CoreBlockManager(*sizes, config.enable_prefix_caching, observer)
+    from nanovllm_extras.memory.block_manager import BlockManager
     from nanovllm_extras.memory.kinds import AllTokens, Window
 
     max_chunk_len = config.long_prefill_token_threshold or parts.max_num_batched_tokens
@@ -139,15 +144,18 @@ def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str
     sizes = (config.max_num_seqs, parts.max_num_batched_tokens, parts.max_model_len)
     if type(blocks) is CoreBlockManager:
         return CoreScheduler(blocks, *sizes)
+    from nanovllm_extras.memory.block_manager import BlockManager
     from nanovllm_extras.scheduling.policies import POLICIES
     from nanovllm_extras.scheduling.scheduler import Scheduler
 
     assert isinstance(blocks, BlockManager)
     policy, drafter = config.scheduling_policy, None
     if config.speculative_config is not None:
+        from nanovllm_extras.self_check.fallbacks import start
         from nanovllm_extras.speculation.start_speculation import make_drafter
 
-        drafter = make_drafter(parts, blocks, requests)
+        start_draft = partial(start, partial(ModelRunner, max_rows=parts.runner.max_rows))
+        drafter = make_drafter(parts, blocks, requests, start_draft)
     return Scheduler(
         blocks,
         *sizes,
@@ -177,3 +185,44 @@ def make_store(runner: ModelRunner) -> "KVStore":
 
     store = runner.store = KVStore(runner)
     return store
+
+
+def make_checks(config: Config) -> tuple[Callable[[Any], None], ...]:
+    """Return what the engine calls with itself after each step: the check of its invariants, if it is wanted."""
+    if not config.check_invariants:
+        return ()
+    from nanovllm_extras.engine.invariants import check_invariants
+
+    return (check_invariants,)
+
+
+# ---- for a request
+
+
+class RequestExtras:
+    """Makes what few requests ask for."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    def grammars(self) -> "GrammarCompiler":
+        from nanovllm_extras.structured.compiler import GrammarCompiler
+
+        parts = self.parts
+        assert parts.tokenizer is not None  # requests without one are refused
+        return GrammarCompiler(parts.tokenizer, parts.model_config.vocab_size, parts.eos_token_ids)
+
+    def processors(self, params: SamplingParams) -> tuple[Processor, ...]:
+        from nanovllm_extras.sampling.logits import processors_of
+
+        return processors_of(params, self.parts.tokenizer, self.parts.model_config.vocab_size)
+
+    def prompt_logprobs(self, num_logprobs: int, decoder: TokenDecoder | None, gives_once: bool) -> PromptReader:
+        from nanovllm_extras.requests.prompt_logprobs import PromptLogprobs
+
+        return PromptLogprobs(num_logprobs, decoder, gives_once)
+
+
+def make_input_processor(parts: Parts, capacity: int) -> InputProcessor:
+    """Return what makes requests. capacity: tokens that one sequence can have in the cache when no other has any"""
+    return InputProcessor(parts, capacity, RequestExtras(parts))

@@ -19,26 +19,32 @@ from nanovllm.loader import read_json
 from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import Sequence
+from nanovllm_extras.engine import assembly
+from nanovllm_extras.engine.cache_salt import salt
+from nanovllm_extras.engine.engine_stats import EngineStats, make_stats
 from nanovllm_extras.engine.faults import FaultHandler, Raised
-from nanovllm_extras.engine.input_processor import InputProcessor, Params
+from nanovllm_extras.engine.input_processor import Params
+from nanovllm_extras.engine.no_token import end_without_token
 from nanovllm_extras.engine.observations import Observations
 from nanovllm_extras.engine.plain_parts import is_plain
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.parts import Parts
 from nanovllm_extras.machine.forks import check_process
 from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.chat_options import set_chat_template
 from nanovllm_extras.options.option_checks import LazyMethod
 from nanovllm_extras.records.full_observer import Observer, SchedulingStats
 from nanovllm_extras.records.full_sequence import own_chunks
 from nanovllm_extras.requests.full_request import Request, note_admitted
 from nanovllm_extras.requests.lazy_outputs import StepOutput
+from nanovllm_extras.sampling import processed_batch
 from nanovllm_extras.sampling.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock, StepTokens, plain_defaults
+from nanovllm_extras.scheduling.roll_back import reset_prefix_cache, roll_back
 from nanovllm_extras.weights.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
+from nanovllm_extras.weights.end_tokens import read_end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from nanovllm_extras.engine.engine_stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +80,8 @@ class LLMEngine(engine.LLMEngine):
         self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
         with plain_defaults():
             super().__init__(config)
-        self.input_processor = InputProcessor(self.parts, self.scheduler.block_manager.capacity)
+        self._checks = assembly.make_checks(self.config)
+        self.input_processor = assembly.make_input_processor(self.parts, self.scheduler.block_manager.capacity)
 
     def reset(self) -> None:
         """Drop all requests, and start an empty scheduler."""
@@ -101,10 +108,8 @@ class LLMEngine(engine.LLMEngine):
                     return StepOutput(self.deliver(late, time.monotonic()))
                 with plain_defaults():
                     outputs = super().step()
-                if self.config.check_invariants:
-                    from nanovllm_extras.engine.invariants import check_invariants
-
-                    check_invariants(self)
+                for check in self._checks:
+                    check(self)
                 return outputs if isinstance(outputs, StepOutput) else StepOutput()  # there was nothing to do
             finally:
                 self._end_step()
@@ -155,7 +160,7 @@ class LLMEngine(engine.LLMEngine):
         build, tables = build_batch, self.scheduler.block_manager.block_tables
         # the core's, unless a sequence asks for more, or groups of layers have tables of their own
         if type(tables) is not BlockTables or not all([seq.is_plain for seq, _, _ in own_chunks(step.chunks)]):
-            from nanovllm_extras.sampling.processed_batch import build_batch as build
+            build = processed_batch.build_batch
         return build(step, tables)
 
     def complete(self, step: Step, tokens: ArrivingTokens) -> StepOutput:
@@ -166,8 +171,6 @@ class LLMEngine(engine.LLMEngine):
         clock.lap("run_time_s")
         advanced = self.scheduler.update(step, arrived.token_ids)
         if NO_TOKEN in arrived.token_ids:
-            from nanovllm_extras.engine.no_token import end_without_token
-
             self.faults.end_without_token(self, end_without_token(self.scheduler, advanced))
         clock.lap("update_time_s")
         self.stats.count_step(step, len(advanced), sum(clock.seconds.values()))
@@ -212,8 +215,6 @@ class LLMEngine(engine.LLMEngine):
         return self.deliver(requests.values(), now)
 
     def on_failure(self) -> None:
-        from nanovllm_extras.scheduling.roll_back import roll_back
-
         self._clocks.clear()
         self._ahead = None
         roll_back(self.scheduler)
@@ -257,8 +258,6 @@ class LLMEngine(engine.LLMEngine):
                     request_id, prompt, sampling_params, priority, stream, number
                 )
             if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-                from nanovllm_extras.engine.cache_salt import salt
-
                 for seq in request.seqs:
                     salt(seq, prompt["cache_salt"])
             request.queue(self.scheduler, self.config.max_num_seqs)
@@ -287,15 +286,11 @@ class LLMEngine(engine.LLMEngine):
         if not self.requests:
             self.reset()
 
-    def get_stats(self) -> "EngineStats":
-        from nanovllm_extras.engine.engine_stats import make_stats
-
+    def get_stats(self) -> EngineStats:
         return make_stats(self.stats, self.scheduler, self.parts.kv_store)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, as before a fair measurement. Running requests are not affected."""
-        from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
-
         with self.one_thread.use():
             reset_prefix_cache(self.scheduler)
             if self.parts.kv_store is not None:
@@ -356,8 +351,6 @@ class LLMEngine(engine.LLMEngine):
         config = self.config
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config, folder)
         if config.chat_template is not None:
-            from nanovllm_extras.options.chat_options import set_chat_template
-
             set_chat_template(tokenizer, config.chat_template)
         # here, so that bad ones show before weights are loaded
         self._default_sampling_params = read_default_sampling_params(config, folder)
@@ -371,9 +364,7 @@ class LLMEngine(engine.LLMEngine):
         elif self._runner_class is not None:
             runner = self._runner_class(self.config, folder)
         else:
-            from nanovllm_extras.engine.assembly import start_runner
-
-            runner, self.config = start_runner(self.config, folder)
+            runner, self.config = assembly.start_runner(self.config, folder)
         seconds = runner.clock.seconds
         logger.info("started in " + ", ".join(f"{part} {spent:.2f} s" for part, spent in seconds.items()))
         return runner
@@ -383,8 +374,6 @@ class LLMEngine(engine.LLMEngine):
         options = (config.hf_overrides, config.override_generation_config, config.generation_config != "auto")
         if self._is_plain and not any(options):
             return super().read_eos_token_ids(folder)
-        from nanovllm_extras.weights.end_tokens import read_end_tokens
-
         return read_end_tokens(config, folder, self.tokenizer, self.runner.shape.vocab_size)
 
     def make_stats(self) -> SchedulingStats:
@@ -392,29 +381,21 @@ class LLMEngine(engine.LLMEngine):
         self.parts = Parts(self.config, self.runner, self.tokenizer, self.eos_token_ids, defaults)
         self.description = self.parts.description
         if self.config.has_kv_store:
-            from nanovllm_extras.engine.assembly import make_store
-
-            self.parts.kv_store = make_store(self.runner)
+            self.parts.kv_store = assembly.make_store(self.runner)
         stats = SchedulingStats()
         self.observer: Any = stats
         if self._watcher is not None or self.config.explain_prefix_misses:
-            from nanovllm_extras.engine.assembly import make_observers
-
-            self.observer = make_observers(stats, self._watcher, self.config.explain_prefix_misses)
+            self.observer = assembly.make_observers(stats, self._watcher, self.config.explain_prefix_misses)
         return stats
 
     def make_block_manager(self) -> BlockManager:
         if self._is_plain:
             sizes = self.parts.num_kv_blocks, self.parts.block_size
             return BlockManager(*sizes, self.config.enable_prefix_caching, self.observer)
-        from nanovllm_extras.engine.assembly import make_block_manager
-
-        return make_block_manager(self.parts, self.observer)
+        return assembly.make_block_manager(self.parts, self.observer)
 
     def make_scheduler(self, block_manager: BlockManager) -> Scheduler:
         self.observer.on_start(block_manager)
         if self._is_plain:
             return super().make_scheduler(block_manager)
-        from nanovllm_extras.engine.assembly import make_scheduler
-
-        return make_scheduler(self.parts, block_manager, self.requests)
+        return assembly.make_scheduler(self.parts, block_manager, self.requests)

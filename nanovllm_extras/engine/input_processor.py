@@ -13,9 +13,12 @@ from nanovllm.checks import checks_of
 from nanovllm.request import Prompt, check_prompt_len, encode_prompt, make_seed
 from nanovllm_extras.execution.parts import Parts
 from nanovllm_extras.options.request_params import RequestOutputKind, SamplingParams
+from nanovllm_extras.options.token_limits import check_token_limits
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.requests.full_detokenizer import TokenDecoder
 from nanovllm_extras.requests.full_request import Completion, Ending, Request
+from nanovllm_extras.requests.prompt_forms import check_keys
+from nanovllm_extras.requests.prompt_truncation import truncate
 from nanovllm_extras.sampling.logits_processors import Processor, PromptReader
 
 if TYPE_CHECKING:
@@ -32,6 +35,19 @@ class OtherParams(Protocol):
     def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> Request: ...
 
 
+class RequestExtras(Protocol):
+    """Makes what few requests ask for. `assembly.py` implements it."""
+
+    def grammars(self) -> "GrammarCompiler":
+        """Return the compiler of structured outputs."""
+
+    def processors(self, params: SamplingParams) -> tuple[Processor, ...]:
+        """Return what changes the logits of a request's rows."""
+
+    def prompt_logprobs(self, num_logprobs: int, decoder: TokenDecoder | None, gives_once: bool) -> PromptReader:
+        """Return the reader of the log-probabilities of a prompt."""
+
+
 class TakenParams(NamedTuple):
     """Parameters, copied and checked, and what is made of them. Requests may share them: sequences copy the grammar."""
 
@@ -46,11 +62,11 @@ Params = sampling_params.SamplingParams | OtherParams | TakenParams
 class InputProcessor:
     """Makes requests for one engine. A TypeError or ValueError names the field, the value and what is allowed.
 
-    `capacity`: tokens that one sequence can have in the cache when no other has any.
+    capacity: tokens that one sequence can have in the cache when no other has any; made: what few requests ask for
     """
 
-    def __init__(self, parts: Parts, capacity: int) -> None:
-        self.parts = parts
+    def __init__(self, parts: Parts, capacity: int, made: RequestExtras) -> None:
+        self.parts, self._made = parts, made
         self.capacity = capacity
         self.vocab_size = parts.model_config.vocab_size
         self.tokenizer = parts.tokenizer
@@ -60,13 +76,9 @@ class InputProcessor:
     def encode(self, prompt: Prompt, params: Params | None = None) -> tuple[str | None, list[int]]:
         """Return the text of a prompt, or None, and its token ids, truncated as `params` request."""
         if isinstance(prompt, Mapping) and not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-            from nanovllm_extras.requests.prompt_forms import check_keys
-
             check_keys(prompt)
         text, token_ids = encode_prompt(prompt, self.tokenizer, self.vocab_size)
         if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
-            from nanovllm_extras.requests.prompt_truncation import truncate
-
             token_ids = truncate(token_ids, params, self.parts.max_model_len)
         parts, options = self.parts, "num_kv_blocks or kv_cache_memory_bytes"
         check_prompt_len(len(token_ids), parts.max_model_len, self.capacity, parts.block_size, options)
@@ -78,7 +90,8 @@ class InputProcessor:
         if not isinstance(taken, SamplingParams):
             return TakenParams(taken)
         form = taken.structured_outputs
-        return TakenParams(taken, self._processors(taken), None if form is None else self.grammars.compile(form))
+        processors = () if taken.is_plain else self._made.processors(taken)
+        return TakenParams(taken, processors, None if form is None else self.grammars.compile(form))
 
     def check_params(self, params: Any) -> Any:
         """Return a checked copy of the parameters, so that later changes by the user do not affect the request."""
@@ -94,8 +107,6 @@ class InputProcessor:
             raise ValueError("the checkpoint has no lm_head, so it cannot generate text; LLM.embed computes embeddings")
         params = params.clone()
         if not params.is_plain or params.stop_token_ids or params.prompt_logprobs is not None:
-            from nanovllm_extras.options.token_limits import check_token_limits
-
             check_token_limits(params, self.vocab_size)
         if self.tokenizer is None and (params.stop_strings or params.bad_words or params.structured_outputs):
             raise ValueError("stop, bad_words and structured_outputs need a tokenizer, but this model has none")
@@ -117,10 +128,9 @@ class InputProcessor:
         readers = self._readers(params, gives_deltas)
         endings: tuple[Ending, ...] = ()
         if grammar is not None:
-            from nanovllm_extras.structured.grammar import end_failed
-
             assert self.decoder is not None  # `check_params` refuses a grammar without a tokenizer
-            grammar, endings = self.grammars.for_prompt(grammar, self.decoder, params, token_ids), (end_failed,)
+            grammar = self.grammars.for_prompt(grammar, self.decoder, params, token_ids)
+            endings = (self.grammars.ending,)
         seqs: list[Sequence] = []  # one for each sample
         for i in range(params.n):
             own_processors = processors if grammar is None else (*processors, grammar.copy())
@@ -140,23 +150,10 @@ class InputProcessor:
     @cached_property
     def grammars(self) -> "GrammarCompiler":
         """Return the compiler of structured outputs, made for the first request that needs it."""
-        from nanovllm_extras.structured.compiler import GrammarCompiler
-
-        assert self.tokenizer is not None
-        return GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
-
-    def _processors(self, params: SamplingParams) -> tuple[Processor, ...]:
-        """Return what changes the logits of the request's rows."""
-        if params.is_plain:
-            return ()
-        from nanovllm_extras.sampling.logits import processors_of
-
-        return processors_of(params, self.tokenizer, self.vocab_size)
+        return self._made.grammars()
 
     def _readers(self, params: SamplingParams, gives_deltas: bool) -> tuple[PromptReader, ...]:
         """Return the readers of the prompt's hidden states."""
         if params.prompt_logprobs is None:
             return ()
-        from nanovllm_extras.requests.prompt_logprobs import PromptLogprobs
-
-        return (PromptLogprobs(params.prompt_logprobs, self.decoder, gives_once=gives_deltas),)
+        return (self._made.prompt_logprobs(params.prompt_logprobs, self.decoder, gives_deltas),)

@@ -1,6 +1,6 @@
 """Are the core's scheduler and block manager enough, and the runner's default parts? `full_engine.py` asks `is_plain`.
 
-Only if they are not does the engine import `assembly.py`, with all that options choose.
+If they are not, the engine takes the parts that `assembly.py` makes, with all that options choose.
 """
 
 from pathlib import Path

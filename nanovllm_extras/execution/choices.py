@@ -51,10 +51,13 @@ def choose(
     return make(*heads, config.block_size, dtype, config.kv_cache_dtype, **latent), reasons
 
 
-def choose_for_shapes(
+def choose_all(
     config: Config, device: torch.device, dtype: torch.dtype, shape: NetworkConfig
 ) -> tuple[tuple[TorchAttention, ...], str]:
-    """Return the attention backend of each shape, with the same block size, and why they were chosen."""
+    """Return the attention backend of each shape of K and V, with the same block size, and why they were chosen."""
+    if not shape.kv_groups:
+        backend, reasons = choose(config, device, dtype, shape)
+        return (backend,), reasons
     chosen: list[tuple[TorchAttention, str]] = []
     for group in shape.kv_groups:
         of_group = replace(

@@ -20,30 +20,39 @@ class Chooser:
         self, config: Config, shape: NetworkConfig, device: torch.device, dtype: torch.dtype
     ) -> tuple[tuple[TorchAttention, ...], str]:
         """Return an attention backend for each shape of K and V, and why. `torch` and eager is the core's."""
-        if shape.kv_groups:
-            from nanovllm_extras.execution.choices import choose_for_shapes
-
-            return choose_for_shapes(config, device, dtype, shape)
-        is_plain = config.kv_cache_dtype == "auto" and shape.latent_rank is None
+        is_plain = config.kv_cache_dtype == "auto" and shape.latent_rank is None and not shape.kv_groups
         if config.attention_backend == "torch" and config.enforce_eager and is_plain:
             return (make_cores_backend(config, shape, device, dtype),), "attention_backend=torch"
-        from nanovllm_extras.execution.choices import choose
+        from nanovllm_extras.execution.choices import choose_all  # here: the core's attention needs no kernels
 
-        backend, reasons = choose(config, device, dtype, shape)
-        return (backend,), reasons
+        return choose_all(config, device, dtype, shape)
 
     def make_device(self, runner: Runner) -> Device:
         """Return the device setup. Raises ValueError if `enable_cuda_graphs=True` and the device is not CUDA."""
         config, device = runner.config, runner.device
         if device.type != "cuda" and not config.enable_cuda_graphs:
             return Device()
-        from nanovllm_extras.execution.cuda_startup import CudaDevice
-
         sizes = (runner.max_num_batched_tokens, runner.max_rows)
-        setup = CudaDevice(config, device, runner.slowest_backend, runner.shape, *sizes)
+        setup = make_cuda_device(config, device, runner.slowest_backend, runner.shape, *sizes)
         if setup.replayed == "step" and (reason := runner.layout.why_no_steps):
             setup.replayed, setup.note = "forward", f"{setup.note} of the forward pass only ({reason})"
         return setup
+
+
+def make_cuda_device(
+    config: Config,
+    device: torch.device,
+    backend: TorchAttention,
+    shape: NetworkConfig,
+    max_num_batched_tokens: int,
+    max_rows: int | None = None,
+    *,
+    has_kernel: bool = True,
+) -> Device:
+    """Return a `CudaDevice` of these arguments. Its modules are large, and only CUDA needs them."""
+    from nanovllm_extras.execution.cuda_startup import CudaDevice
+
+    return CudaDevice(config, device, backend, shape, max_num_batched_tokens, max_rows, has_kernel=has_kernel)
 
 
 def make_cores_backend(

@@ -14,6 +14,7 @@ from nanovllm import model_runner
 from nanovllm.kv_cache import KVCache
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.execution.runner_protocol import Record, Runner
+from nanovllm_extras.machine.machine_limits import free_bytes
 from nanovllm_extras.sampling.runner_hooks import Draw, untouched_zeros
 
 
@@ -24,6 +25,7 @@ class Device:
     memory_knob = "kv_cache_memory_bytes"
     """The option to raise if there is not enough memory."""
     draw: Draw | None = None  # a kernel that draws tokens
+    replayed: str | None = None  # what CUDA graphs have: a whole "step", or the "forward" pass
 
     def choose_draw(self, default: Draw) -> Draw:
         """Return the function that draws tokens: this device's, or `default`."""
@@ -49,8 +51,6 @@ class Device:
 
         The smaller of the two is taken. The other half is for activations and for other programs.
         """
-        from nanovllm_extras.machine.machine_limits import free_bytes
-
         num_ranks = max(1, runner.config.tensor_parallel_size // runner.config.nnodes)  # on this machine
         free, most = free_bytes(), model_runner.CPU_KV_CACHE_BYTES
         return most if free is None else min(most, free // 2 // num_ranks)

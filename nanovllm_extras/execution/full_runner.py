@@ -26,12 +26,15 @@ from nanovllm.sampler import sample_tokens
 from nanovllm_extras.execution.alone import Alone, Whole
 from nanovllm_extras.execution.chooser import Chooser
 from nanovllm_extras.execution.device_setup import Device, Unchecked, sample_with
+from nanovllm_extras.execution.forward_graphs import ForwardGraphs
 from nanovllm_extras.execution.graph_inputs import MoreInputs
 from nanovllm_extras.execution.layout import Layout, Network, has_head
 from nanovllm_extras.execution.runner_protocol import Record
 from nanovllm_extras.machine.one_thread import on_one_thread
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.options.speculation_options import MAX_DRAFTED_ROWS
+from nanovllm_extras.sampling.logprobs import Logprobs
 from nanovllm_extras.sampling.runner_hooks import (
     ArrivingTokens,
     Computed,
@@ -44,12 +47,11 @@ from nanovllm_extras.sampling.runner_hooks import (
     wants_only_tokens,
 )
 from nanovllm_extras.weights.checkpoint import read_model_config
+from nanovllm_extras.weights.headless import with_stored_head
 from nanovllm_extras.weights.load_model import Wanted, load_model
 
 if TYPE_CHECKING:
-    from nanovllm_extras.execution.step_graphs import CudaGraphs as CudaGraphsOfSteps
     from nanovllm_extras.kv_store.share import Share
-    from nanovllm_extras.sampling.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,15 @@ class Follower(Protocol):
         batch: on the host; computed: the same step after the model's forward pass; newest_ids: [num_samples], sampled
         by the step before, which placeholders of `batch` stand for
         """
+
+
+class StepGraphs(Protocol):
+    """CUDA graphs of whole steps (`execution/step_graphs.py`)."""
+
+    def can_replay(self, batch: Batch, newest_ids: Tensor) -> bool: ...
+
+    def replay(self, batch: Batch, newest_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the token ids of the samples, and the hidden states of the step."""
 
 
 class DraftNeeds(NamedTuple):
@@ -93,7 +104,7 @@ class ModelRunner(model_runner.ModelRunner):
     """The ranks that share each step: by default there are no others. `start_ranks` sets a `Driver`."""
     store: "Share | None" = None
     """What saves blocks that a step has filled."""
-    step_graphs: "CudaGraphsOfSteps | None" = None  # if there are any, they replace `graphs`
+    step_graphs: StepGraphs | None = None  # if there are any, they replace `graphs`
     followers: tuple[Follower, ...] = ()
     """What computes the tokens of each step, too, for its own K and V: a draft model, or a head of the model."""
 
@@ -282,7 +293,7 @@ class ModelRunner(model_runner.ModelRunner):
         """Return the rows of samples: [num_samples, hidden_size]"""
         return hidden[indices] if hidden.is_cuda else on_one_thread(hidden.__getitem__, indices)
 
-    def choose_tokens(self, hidden: Tensor, sampling: SamplingBatch) -> "tuple[Tensor, Logprobs | None]":
+    def choose_tokens(self, hidden: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Logprobs | None]:
         """Sample tokens. hidden: [num_samples, hidden_size] -> token ids [num_samples] int64, and log-probabilities."""
         return sample(self.compute_logits(hidden), sampling, self.draw)
 
@@ -296,8 +307,6 @@ class ModelRunner(model_runner.ModelRunner):
     def find_network(self) -> tuple[type[Qwen3ForCausalLM], NetworkConfig]:
         model_class, shape = read_model_config(self.folder, self.config.hf_overrides, self.config.max_model_len)
         if self.config.load_format not in ("gguf", "dummy"):
-            from nanovllm_extras.weights.headless import with_stored_head
-
             shape = with_stored_head(shape, self.folder)
         return model_class, replace(shape, has_mtp=True) if has_head(self.config) else shape
 
@@ -367,8 +376,6 @@ class ModelRunner(model_runner.ModelRunner):
         arguments, more = (network, self.kv_cache.tensor, *self.largest_decode), self.more_inputs
         if more is None:
             return CudaGraphs(*arguments)
-        from nanovllm_extras.execution.forward_graphs import ForwardGraphs
-
         return ForwardGraphs(*arguments, more=more)
 
     @property
@@ -439,8 +446,6 @@ def most_rows(config: Config) -> int:
     """Return the most decodes of a step, for which CUDA graphs are recorded. Drafts are decodes."""
     if config.speculative_config is None:
         return config.max_num_seqs
-    from nanovllm_extras.options.speculation_options import MAX_DRAFTED_ROWS
-
     return max(config.max_num_seqs, MAX_DRAFTED_ROWS)
 
 

@@ -22,7 +22,7 @@ from nanovllm_extras.execution.graph_inputs import MoreInputs
 from nanovllm_extras.execution.layout import Layout, Network
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
-from nanovllm_extras.sampling.runner_hooks import ArrivingTokens, Draw
+from nanovllm_extras.sampling.runner_hooks import ArrivingTokens, Computed, Draw
 
 Record = TypeVar("Record")
 """A dataclass of tensors."""
@@ -35,6 +35,8 @@ class Runner(Protocol):
     folder: Path
     model_class: type[Qwen3ForCausalLM]
     shape: NetworkConfig
+    whole_shape: NetworkConfig
+    has_overlap: bool
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
@@ -50,6 +52,8 @@ class Runner(Protocol):
     ranks: Alone
     graphs: CudaGraphs | None
     step_graphs: Any  # of `execution/step_graphs.py`
+    newest_ids: Tensor
+    followers: tuple[Any, ...]
 
     @property
     def backends(self) -> Sequence[TorchAttention]:
@@ -67,8 +71,14 @@ class Runner(Protocol):
     def more_inputs(self) -> MoreInputs | None:
         """Return what rows of decodes have beside one slot and one block table, or None."""
 
-    def run(self, batch: Batch) -> ArrivingTokens:
-        """Compute a batch."""
+    def run(self, batch: Batch, is_replayed: bool | None = None) -> ArrivingTokens:
+        """Compute a batch, and sample tokens. is_replayed: whether a CUDA graph computes it, None for if it can"""
+
+    def can_replay(self, batch: Batch) -> bool:
+        """Return whether a CUDA graph can compute a batch."""
+
+    def compute_hidden(self, batch: Batch, is_replayed: bool = False) -> Computed:
+        """Do all of a step that changes the KV cache, and sample nothing."""
 
     def send(self, record: Record) -> Record:
         """Return a record of tensors on the device."""

@@ -30,7 +30,6 @@ class Runner(Protocol):
 
     config: Config
     folder: Path
-    model_class: type[nn.Module]
     shape: NetworkConfig
     dtype: torch.dtype
     max_model_len: int
@@ -39,6 +38,10 @@ class Runner(Protocol):
     layout: Any
     transfers: Any  # `Transfers`, because the options ask for a store
     ranks: Any  # `Alone`, or a `Driver`
+
+    @property
+    def model_class(self) -> type[nn.Module]:
+        """Return the class of the network."""
 
     @property
     def backends(self) -> Sequence[TorchAttention]:

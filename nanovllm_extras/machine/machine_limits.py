@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+try:
+    import resource
+except ImportError:  # a system without such limits
+    resource = None  # type: ignore[assignment]
+
 ROOT = Path("/")
 NUM_FILES = 2**16
 
@@ -67,9 +72,7 @@ def free_bytes(root: Path = ROOT) -> int | None:
 
 def left_of_address_space(root: Path = ROOT) -> int | None:
     """Return the number of bytes that this process can still map under RLIMIT_AS (`ulimit -v`), or None."""
-    try:
-        import resource
-    except ImportError:  # a system without such limits
+    if resource is None:
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     pages = read_text(root / "proc/self/statm").split()
@@ -95,9 +98,7 @@ def allow_open_files() -> None:
 
     Each connection is an open file, and most systems begin with 1,024. Connections beyond the limit get no answer.
     """
-    try:
-        import resource
-    except ImportError:  # a system without such limits
+    if resource is None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = NUM_FILES if hard == resource.RLIM_INFINITY else min(NUM_FILES, hard)

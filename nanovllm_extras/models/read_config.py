@@ -12,6 +12,7 @@ from nanovllm.models.config import refuse
 from nanovllm_extras.models.gated_mlp import GATES
 from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.rope import Rope, plain_rope, rope_type_of
+from nanovllm_extras.models.rope_types import read_scaled_rope
 from nanovllm_extras.options.option_checks import first_given
 
 
@@ -65,8 +66,6 @@ def read_rope(raw: RawConfig, rotary_dim: int, max_len: int, theta: float = 1000
     parameters = raw.get("rope_parameters") or {}
     if not raw.get("rope_scaling") and rope_type_of(parameters) == "default":
         return plain_rope(first_given(parameters.get("rope_theta"), raw.get("rope_theta"), theta), rotary_dim)
-    from nanovllm_extras.models.rope_types import read_scaled_rope
-
     return read_scaled_rope(raw, rotary_dim, max_len, theta)
 
 

@@ -9,8 +9,8 @@ are slowed down, and by how much; some also sharpen attention by a factor on cos
     yarn       the same with another ramp, and a factor on attention (Peng et al. 2023, https://arxiv.org/abs/2309.00071)
     longrope   each pair by a factor of its own (Ding et al. 2024, https://arxiv.org/abs/2402.13753)
 
-A type that is not known here is refused by its name, because it would change every result. `models/config.py` imports
-this file for a config that names a type other than `default`.
+A type that is not known here is refused by its name, because it would change every result. `read_config.py` calls
+`read_scaled_rope` for a config that names a type other than `default`.
 """
 
 import math

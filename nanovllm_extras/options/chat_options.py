@@ -1,7 +1,6 @@
 """Render conversations beyond plain text: template options, another template, content in parts, and tool calls.
 
-The chat template shows all of these to the model. `chat.py` and `assembly.py` call this module when they need one of
-these features.
+The chat template shows all of these to the model. `full_llm.py` and `full_engine.py` call this module.
 """
 
 import json

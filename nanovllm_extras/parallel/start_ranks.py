@@ -49,7 +49,7 @@ from nanovllm_extras.weights.dummies import make_dummies
 from nanovllm_extras.weights.load_model import load_model, part_of_whole
 from nanovllm_extras.weights.quantization_options import check_stored
 from nanovllm_extras.weights.shares import Share
-from nanovllm_extras.weights.stored import read_format
+from nanovllm_extras.weights.stored_format import read_format
 
 NOT_OF_WORKERS = (
     "scheduling_policy",

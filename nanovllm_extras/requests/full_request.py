@@ -10,7 +10,7 @@ Other kinds of request are made of other parts. These parts say
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from nanovllm import request, sequence
 from nanovllm.scheduler import Scheduler, Step
@@ -18,11 +18,8 @@ from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.records.full_sequence import Sequence, own_sequences
 from nanovllm_extras.requests.full_detokenizer import FullDetokenizer, TokenDecoder
 from nanovllm_extras.requests.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm_extras.sampling.runner_hooks import NO_TOKEN
-
-if TYPE_CHECKING:
-    from nanovllm_extras.sampling.logprobs import Logprob, LogprobRow
-    from nanovllm_extras.sampling.runner_hooks import StepTokens
+from nanovllm_extras.sampling.logprobs import Logprob, LogprobRow, PositionLogprobs
+from nanovllm_extras.sampling.runner_hooks import NO_TOKEN, StepTokens
 
 
 class Completion(request.Completion):
@@ -74,8 +71,6 @@ class Completion(request.Completion):
 
     def add_logprobs(self, row: "LogprobRow", token_id: int) -> None:
         if self.logprobs is not None and self.num_logprobs is not None:
-            from nanovllm_extras.sampling.logprobs import PositionLogprobs
-
             self.logprobs.append(PositionLogprobs(row, token_id, self.num_logprobs, self.decoder))
             self.cumulative_logprob += row[0]
 

@@ -5,16 +5,15 @@ import mmap
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch, SamplingBatch
-
-if TYPE_CHECKING:
-    from nanovllm_extras.sampling.logits_processors import ReaderResult
-    from nanovllm_extras.sampling.logprobs import LogprobRow, Logprobs
+from nanovllm_extras.machine.torch_defaults import reset_defaults
+from nanovllm_extras.sampling.logits_processors import ReaderResult, apply_processors
+from nanovllm_extras.sampling.logprobs import LogprobRow, Logprobs, compute_logprobs
 
 NO_TOKEN = -1
 """The token id of a row for which no token could be sampled (`no_token.py`)."""
@@ -36,16 +35,16 @@ class SampledTokens(NamedTuple):
     """The result of one step, on the device."""
 
     token_ids: Tensor  # [num_samples] int64
-    logprobs: "Logprobs | None" = None
-    readings: "tuple[ReaderResult, ...]" = ()  # what the batch's readers have read
+    logprobs: Logprobs | None = None
+    readings: tuple[ReaderResult, ...] = ()  # what the batch's readers have read
 
 
 class StepTokens(NamedTuple):
     """The result of one step, on the host."""
 
     token_ids: list[int]
-    logprobs: "list[LogprobRow] | None"  # one row for each token
-    readings: "tuple[ReaderResult, ...]"
+    logprobs: list[LogprobRow] | None  # one row for each token
+    readings: tuple[ReaderResult, ...]
 
 
 class ArrivingTokens:
@@ -108,8 +107,6 @@ def plain_defaults() -> AbstractContextManager[None]:
     has_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     if is_plain and not has_autocast:
         return nullcontext()
-    from nanovllm_extras.machine.torch_defaults import reset_defaults
-
     return reset_defaults()
 
 
@@ -133,7 +130,7 @@ def fill_in(input_ids: Tensor, newest_ids: Tensor) -> Tensor:
 # ---- sampling
 
 
-def sample(logits: Tensor, sampling: SamplingBatch, draw: Draw) -> "tuple[Tensor, Logprobs | None]":
+def sample(logits: Tensor, sampling: SamplingBatch, draw: Draw) -> tuple[Tensor, Logprobs | None]:
     """Sample logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities or None
 
     The logits are not changed. Processors work on a copy.
@@ -141,9 +138,6 @@ def sample(logits: Tensor, sampling: SamplingBatch, draw: Draw) -> "tuple[Tensor
     arguments = draw_arguments(sampling)
     if wants_only_tokens(sampling):
         return mark_missing(logits, draw(logits, *arguments)), None
-    from nanovllm_extras.sampling.logits_processors import apply_processors
-    from nanovllm_extras.sampling.logprobs import compute_logprobs
-
     asked: Any = sampling  # a `ProcessedSampling`
     processed = apply_processors(logits, asked.processors)
     token_ids = draw(processed, *arguments)

@@ -9,17 +9,14 @@ from typing import Any
 
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm.scheduler import Scheduler
-from nanovllm_extras.scheduling import scheduler as full
 
 
 def roll_back(scheduler: Scheduler) -> None:
     """Put all sequences of `scheduler` back into the queue, and forget all steps in flight."""
     observer: Any = scheduler.observer
     blocks = scheduler.block_manager
-    if isinstance(scheduler, full.Scheduler):
-        scheduler.forget_steps()
-    else:
-        blocks.take_copies()
+    forget_steps = getattr(scheduler, "forget_steps", blocks.take_copies)  # the core's has no steps in flight
+    forget_steps()
     for block_id in observer.blocks_in_flight():
         blocks.prefix_cache.forget(block_id)
     forget_beside(blocks.prefix_cache)

@@ -22,6 +22,7 @@ from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.machine.own_process import LoadError, NotAvailableError, SelfCheckError
 from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.self_check.core_on_cuda import CoreChooser
 from nanovllm_extras.self_check.mode import begin, mode_of
 
 logger = logging.getLogger(__name__)
@@ -53,8 +54,6 @@ def ways_to_compute(config: Config) -> list[Way]:
         if not config.enforce_eager:
             ways.append(Way("C kernels for attention only", kernels))
     else:
-        from nanovllm_extras.self_check.core_on_cuda import CoreChooser
-
         core = partial(ModelRunner, chooser=CoreChooser())
         ways = [Way("fused kernels", {})]
         may_have_graphs = not config.enforce_eager and config.enable_cuda_graphs is None

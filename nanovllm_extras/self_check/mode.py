@@ -2,7 +2,7 @@
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.checks import check_choice
 from nanovllm.layers.attention import BackendError
@@ -45,18 +45,9 @@ def begin(runner: Runner, kind: Device) -> Unchecked:
     stored = StoredResult(runner)
     known = stored.read()
     if known is None:
-        return class_of_check(runner).begin(runner, kind, stored)
+        from nanovllm_extras.self_check.state_check import begin_check  # later starts do without all these modules
+
+        return begin_check(runner, kind, stored)
     if not known.is_right:
         raise SelfCheckError(f"{known.reason}; found on {known.date}; delete {stored.path} to check again")
     return Unchecked()
-
-
-def class_of_check(runner: Runner) -> Any:
-    """Import the class of the check only now: later starts do without its modules."""
-    if runner.shape.state_shape is None:
-        from nanovllm_extras.self_check.runner_check import SelfCheck
-
-        return SelfCheck
-    from nanovllm_extras.self_check.state_check import StateCheck
-
-    return StateCheck

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from nanovllm.layers.attention import TorchAttention
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.execution.choices import choose
 from nanovllm_extras.execution.device_setup import Device, Unchecked, sample_with
+from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.machine.machine_limits import free_bytes
 from nanovllm_extras.machine.own_process import CrashTest, HangError, LoadError, SelfCheckError
 from nanovllm_extras.models.masking import AttentionOptions
@@ -51,9 +52,6 @@ from nanovllm_extras.self_check.networks import (
 from nanovllm_extras.self_check.steps import draw_vectors, make_long_steps, make_steps, repeat_decodes
 from nanovllm_extras.self_check.stored_results import Result, StoredResult
 
-if TYPE_CHECKING:
-    from nanovllm_extras.execution.full_runner import ModelRunner
-
 logger = logging.getLogger(__name__)
 
 NUM_USED = 64  # tokens of the vocabulary that the steps have in their prompts
@@ -67,7 +65,7 @@ NEARLY_BEST = 0.2  # in standard deviations of the logits; another batch size ma
 
 
 class SelfCheck(Unchecked):
-    def __init__(self, runner: "ModelRunner", stored: StoredResult, crash_test: CrashTest) -> None:
+    def __init__(self, runner: Runner, stored: StoredResult, crash_test: CrashTest) -> None:
         self.runner, self.stored, self.crash_test = runner, stored, crash_test
         self.backend: TorchAttention = runner.backend
         config = replace(runner.config, attention_backend="torch")
@@ -77,7 +75,7 @@ class SelfCheck(Unchecked):
         self.is_complete = True
 
     @classmethod
-    def begin(cls, runner: "ModelRunner", kind: Device, stored: StoredResult) -> "SelfCheck":
+    def begin(cls, runner: Runner, kind: Device, stored: StoredResult) -> "SelfCheck":
         """Return the check of a runner, whose result is to be stored, and start its crash test."""
         return cls(runner, stored, start_crash_test(runner, kind))
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
+from nanovllm_extras.execution.device_setup import Device
+from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.execution.state_pool import slot_tensors, with_states
 from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.models.gated_delta import GatedDeltaNet
@@ -22,6 +24,7 @@ from nanovllm_extras.self_check.comparison import OF_QUANTISED, WIDER, check_row
 from nanovllm_extras.self_check.networks import kind_of, num_weights, quantised_weight_of
 from nanovllm_extras.self_check.runner_check import ENDS, NEARLY_EQUAL, SelfCheck
 from nanovllm_extras.self_check.steps import draw_vectors
+from nanovllm_extras.self_check.stored_results import StoredResult
 
 STEPS = [  # (slot written, slot read, computed tokens, new tokens): decodes first, then chunks of prompts
     [(1, 1, 0, 70)],
@@ -31,6 +34,12 @@ STEPS = [  # (slot written, slot read, computed tokens, new tokens): decodes fir
 ]
 NUM_SLOTS = 3
 NUM_DRAWN = 4  # states, again and again in the slots of decodes
+
+
+def begin_check(runner: Runner, kind: Device, stored: StoredResult) -> SelfCheck:
+    """Begin the check of a runner: a `StateCheck` if its model has states."""
+    check = SelfCheck if runner.shape.state_shape is None else StateCheck
+    return check.begin(runner, kind, stored)
 
 
 class StateCheck(SelfCheck):

@@ -75,7 +75,7 @@ class AsyncLLM:
         self._on_shutdown = ExitStack()
         self._wakers: WeakValueDictionary[asyncio.AbstractEventLoop, Waker] = WeakValueDictionary()
         config = Config.from_options(model, options)
-        engine = in_passing_thread(start_engine, config, trace, self._on_shutdown, Isolation())
+        engine = in_passing_thread(start_engine, LLMEngine, config, trace, self._on_shutdown, Isolation())
         self._on_shutdown.callback(engine.runner.ranks.stop)
         self._thread: EngineThread | None = EngineThread(engine, self._hand_over, self._fail)
 

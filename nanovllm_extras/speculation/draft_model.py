@@ -14,10 +14,9 @@ A draft is drawn as its position will be: with the same parameters, by the same 
 nearly the same probabilities, they draw the same token, at any temperature.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.scheduler import Step
-from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.compatibility import check_combinations
@@ -34,14 +33,15 @@ from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.sampling.processed_batch import build_batch
 from nanovllm_extras.sampling.runner_hooks import NO_TOKEN, Computed
 from nanovllm_extras.scheduling.pending import as_if, write_after
-from nanovllm_extras.self_check.fallbacks import start
 from nanovllm_extras.weights.checkpoint import read_model_config, resolve_model
+
+StartDraft = Callable[[Config, Path], Runner]
 
 
 class DraftModel:
     """A `Proposer` that runs `runner`. It reads the block tables of `blocks`, so each scheduler has one of its own."""
 
-    def __init__(self, runner: ModelRunner, blocks: BlockManager) -> None:
+    def __init__(self, runner: Runner, blocks: BlockManager) -> None:
         self.runner = runner
         self.blocks = blocks
 
@@ -76,7 +76,7 @@ class DraftModel:
 class Following:
     """A `Follower` of the large model's runner: the draft model computes each step, too, for its K and V."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.runner = runner
 
     def follow(self, batch: Batch, computed: Computed, newest_ids: Tensor) -> None:
@@ -92,14 +92,15 @@ def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
     return as_if(seq, write_after(seq, token_ids))
 
 
-def load_draft_model(runner: ModelRunner, options: Speculation) -> ModelRunner:
+def load_draft_model(runner: Runner, options: Speculation, start: StartDraft) -> Runner:
     """Load the draft model, which computes each step of `runner`, too, and return its runner.
 
-    Raises ValueError or TypeError if it cannot be loaded, or cannot draft for this model.
+    start: returns a runner of the draft model. Raises ValueError or TypeError if it cannot be loaded, or cannot draft
+    for this model.
     """
     found = find_draft_model(runner, options, runner.kv_cache.num_blocks)
     with named(options):
-        draft = start(partial(ModelRunner, max_rows=runner.max_rows), *found)
+        draft = start(*found)
     runner.followers = (Following(draft),)
     runner.transfers.add(draft.kv_cache)
     return draft
@@ -116,13 +117,13 @@ def named(options: Speculation) -> Iterator[None]:
         raise kind(f"speculative_config['model'] {options.model!r}: {error}; {advice}") from error
 
 
-def find_draft_model(runner: ModelRunner, options: Speculation, num_kv_blocks: int) -> tuple[Config, Path]:
+def find_draft_model(runner: Runner, options: Speculation, num_kv_blocks: int) -> tuple[Config, Path]:
     """Return the draft model's configuration and folder. runner: the large model's. Raises as `load_draft_model`."""
     with named(options):
         return find_and_check(runner, options, num_kv_blocks)
 
 
-def find_and_check(runner: ModelRunner, options: Speculation, num_kv_blocks: int) -> tuple[Config, Path]:
+def find_and_check(runner: Runner, options: Speculation, num_kv_blocks: int) -> tuple[Config, Path]:
     """Do what `find_draft_model` does. Errors do not name the draft model."""
     assert options.model is not None
     config = replace(

@@ -28,6 +28,7 @@ class MtpDrafts(DraftModel):
 
     def __init__(self, runner: ModelRunner, blocks: BlockManager) -> None:
         super().__init__(runner, blocks)
+        self._large = runner
         (head,) = runner.followers
         self._head: Any = head
         self._hidden: dict[int, Tensor] = {}  # of the newest draft of each entry of `propose`: [hidden_size]
@@ -45,7 +46,7 @@ class MtpDrafts(DraftModel):
         previous: [num_seqs, hidden_size], the hidden states of the tokens before. Returns the drafts, and the hidden
         states of the head: like `previous`
         """
-        runner = self.runner
+        runner = self._large
         with runner.step_context(), runner.ranks.step(batch, previous=previous):
             sent = runner.send_batch(batch)
             hidden = self._head.run(sent, previous)

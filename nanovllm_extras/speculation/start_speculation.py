@@ -22,7 +22,7 @@ from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.requests.full_request import Request
 from nanovllm_extras.scheduling.drafter import Drafter, Proposer
-from nanovllm_extras.speculation.draft_model import DraftModel, load_draft_model
+from nanovllm_extras.speculation.draft_model import DraftModel, StartDraft, load_draft_model
 from nanovllm_extras.speculation.mtp_drafts import MtpDrafts
 from nanovllm_extras.speculation.ngram import NGrams
 
@@ -41,12 +41,17 @@ class Ready(NamedTuple):
     max_rows: int
 
 
-def make_drafter(parts: Parts, blocks: BlockManager, requests: Mapping[str, Request]) -> Drafter:
-    """Return the drafter of a new scheduler over `blocks`. requests: the engine's"""
+def make_drafter(
+    parts: Parts, blocks: BlockManager, requests: Mapping[str, Request], start_draft: StartDraft
+) -> Drafter:
+    """Return the drafter of a new scheduler over `blocks`.
+
+    requests: the engine's; start_draft: returns a runner of the draft model
+    """
     keeper: Any = parts.runner
     ready: Ready | None = getattr(keeper, "speculation", None)
     if ready is None:
-        ready = keeper.speculation = get_ready(parts)
+        ready = keeper.speculation = get_ready(parts, start_draft)
     config, max_num_batched_tokens = parts.config, parts.max_num_batched_tokens
     max_chunk_len = config.long_prefill_token_threshold or max_num_batched_tokens
     return Drafter(
@@ -59,10 +64,12 @@ def make_drafter(parts: Parts, blocks: BlockManager, requests: Mapping[str, Requ
     )
 
 
-def get_ready(parts: Parts) -> Ready:
+def get_ready(parts: Parts, start_draft: StartDraft) -> Ready:
     assert parts.config.speculative_config is not None
     options = read_options(parts.config.speculative_config)
-    make_proposer = load_proposer(parts, options)  # first: what a draft model computes along is part of a step
+    make_proposer = load_proposer(
+        parts, options, start_draft
+    )  # first: what a draft model computes along is part of a step
     if options.disable_by_batch_size is not None:
         max_rows = options.disable_by_batch_size * (1 + options.num_speculative_tokens)
         if parts.model_config.state_shape is not None:  # on a GPU, its kernels for steps with drafts are compiled
@@ -73,12 +80,12 @@ def get_ready(parts: Parts) -> Ready:
     return Ready(options, make_proposer, max_rows)
 
 
-def load_proposer(parts: Parts, options: Speculation) -> Callable[[BlockManager], Proposer]:
+def load_proposer(parts: Parts, options: Speculation, start_draft: StartDraft) -> Callable[[BlockManager], Proposer]:
     """Load what proposes drafts, and return a function that makes the proposer for a block manager."""
     if options.method == "ngram":
         return lambda _: NGrams(*options.lookup)
     if options.method == "draft_model":
-        draft = load_draft_model(parts.runner, options)
+        draft = load_draft_model(parts.runner, options, start_draft)
         if parts.kv_store is not None:
             parts.kv_store.add_draft(draft)
         return partial(DraftModel, draft)

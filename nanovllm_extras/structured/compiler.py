@@ -22,7 +22,7 @@ from nanovllm_extras.options.structured_params import StructuredOutputsParams, s
 from nanovllm_extras.requests.full_detokenizer import TokenDecoder
 from nanovllm_extras.structured.closed_objects import closed_text
 from nanovllm_extras.structured.first_space import FirstSpace, after_space, hides_first_space
-from nanovllm_extras.structured.grammar import Grammar, MaskWorker, fill_masks
+from nanovllm_extras.structured.grammar import Grammar, MaskWorker, end_failed, fill_masks
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -58,6 +58,8 @@ class GrammarCompiler:
 
     _llguidance: ModuleType  # once it has been imported
     _ll_tokenizer: "LLTokenizer"
+    ending = staticmethod(end_failed)
+    """Ends the samples of a request whose grammar has failed."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer

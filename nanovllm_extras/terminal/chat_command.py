@@ -6,6 +6,7 @@ import sys
 
 from nanovllm import TINY_QWEN3
 from nanovllm_extras.answer_parts.reasoning import REASONING_PARSERS
+from nanovllm_extras.kv_store.disk_tier import check_name
 from nanovllm_extras.options.argument_types import filled, http_url
 from nanovllm_extras.options.option_checks import first_given
 from nanovllm_extras.options.store_options import check_folder
@@ -101,8 +102,6 @@ def check_conversation(args: argparse.Namespace, engine_args: EngineArgs) -> Non
     if args.url:
         raise ValueError("--conversation cannot be used with --url: an engine in this process saves conversations")
     check_folder(engine_args)
-    from nanovllm_extras.kv_store.disk_tier import check_name
-
     check_name("--conversation", args.conversation)
 
 

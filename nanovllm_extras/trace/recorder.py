@@ -19,14 +19,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import numpy as np
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Step
 from nanovllm_extras.engine.faults import FaultHandler
-from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.engine.prefix_misses import PrefixMiss
 from nanovllm_extras.memory.kinds import Window
 from nanovllm_extras.options.all_options import Config
@@ -55,6 +54,8 @@ if TYPE_CHECKING:
     from nanovllm_extras.memory.slots import Slots
 
 logger = logging.getLogger(__name__)
+
+Engine = TypeVar("Engine")  # an `LLMEngine`
 
 
 Chunk = tuple[Any, int, int]  # as the core's, with a sequence of the extras
@@ -516,22 +517,23 @@ def describe_misses(misses: list[PrefixMiss]) -> list[Miss]:
 
 
 def start_engine(
-    config: Config, trace: str | Path | Sink | None, on_exit: ExitStack, faults: FaultHandler | None = None
-) -> LLMEngine:
+    make_engine: Callable[[Config, Observer | None, FaultHandler | None], Engine],
+    config: Config,
+    trace: str | Path | Sink | None,
+    on_exit: ExitStack,
+    faults: FaultHandler | None = None,
+) -> Engine:
     """Start an engine. Its run is recorded in the file or sink `trace`, until `on_exit` closes it.
 
-    Raises ValueError or TypeError, before the model is loaded, if the file cannot be written.
+    make_engine: the class of the engine. Raises ValueError or TypeError, before the model is loaded, if the file cannot
+    be written.
     """
     if trace is None:
-        return LLMEngine(config, faults=faults)
-    return start_recorded_engine(config, to_sink(trace), on_exit, faults)
-
-
-def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack, faults: FaultHandler | None) -> LLMEngine:
-    """Start an engine whose run is written to `sink`, until `on_exit` closes it. The recording explains misses."""
+        return make_engine(config, None, faults)
+    sink = to_sink(trace)
     recorder = Recorder()
     try:
-        engine = LLMEngine(replace(config, explain_prefix_misses=True), recorder, faults)
+        engine: Any = make_engine(replace(config, explain_prefix_misses=True), recorder, faults)
     except BaseException:
         sink.close()
         raise
@@ -540,7 +542,8 @@ def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack, faults
     decode = None if engine.tokenizer is None else partial(text_of, engine.tokenizer)
     recorder.begin(sink, describe_engine(engine), decode)
     on_exit.callback(close_recording, recorder)
-    return engine
+    started: Engine = engine
+    return started
 
 
 def close_recording(recorder: Recorder) -> None:
@@ -556,7 +559,7 @@ def text_of(tokenizer: "PreTrainedTokenizerBase", token_id: int) -> str:
     return str(tokenizer.decode([token_id]))
 
 
-def describe_engine(engine: LLMEngine) -> dict[str, object]:
+def describe_engine(engine: Any) -> dict[str, object]:
     """Return the scheduler's limits and the engine's description, for the header of a recording."""
     config, policy = engine.config, engine.config.scheduling_policy
     about: dict[str, object] = {

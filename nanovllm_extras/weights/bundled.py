@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nanovllm import TINY_QWEN3
+from nanovllm.loader import TINY_QWEN3
 
 TINY_QWEN3_5 = Path(__file__).parents[1] / "assets" / "tiny-qwen3.5"
 """A Qwen3.5 of 3.5 million parameters, trained like the bundled Qwen3. Three of its four layers keep states."""

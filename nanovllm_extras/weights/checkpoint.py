@@ -15,6 +15,8 @@ from nanovllm_extras.models.architectures import find_architecture, text_fields
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.request_params import SamplingParams
+from nanovllm_extras.weights.checkpoint_options import check_has_tokenizer, overridden, read_generation_config
+from nanovllm_extras.weights.hub import download
 
 
 def resolve_model(model: str | Path, with_weights: bool = True, revision: str | None = None) -> Path:
@@ -30,8 +32,6 @@ def resolve_folder(option: str, name: str | Path, revision: str | None = None, w
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    from nanovllm_extras.weights.hub import download
-
     return download(option, name, revision, with_weights)
 
 
@@ -40,8 +40,6 @@ def read_model_config(folder: Path, overrides: Any = None, max_model_len: int | 
     raw = read_json(folder / "config.json")
     try:
         if overrides:
-            from nanovllm_extras.weights.checkpoint_options import overridden
-
             raw = overridden(raw, overrides)
         if (plain := read_plain_qwen3(raw)) is not None:
             return Qwen3ForCausalLM, plain
@@ -56,7 +54,7 @@ def check_stored_weights(raw: Mapping[str, Any]) -> None:
     fields = text_fields(dict(raw))
     for field in ("quantization_config", "compression_config"):
         if fields.get(field) is not None:
-            from nanovllm_extras.weights.stored import read_format
+            from nanovllm_extras.weights.stored_format import read_format  # here: few models
 
             read_format(field, fields[field])
 
@@ -79,8 +77,6 @@ def read_default_sampling_params(config: Config, folder: Path) -> SamplingParams
         file = folder / "generation_config.json"
         raw = read_json(file) if file.is_file() else {}
     else:
-        from nanovllm_extras.weights.checkpoint_options import read_generation_config
-
         if config.generation_config not in ("auto", "vllm"):
             folder = resolve_folder("generation_config", config.generation_config)
         raw = read_generation_config(config, folder)
@@ -98,8 +94,6 @@ def read_default_sampling_params(config: Config, folder: Path) -> SamplingParams
 def load_tokenizer(config: Config, folder: Path) -> Any:
     """Return the tokenizer of `folder`, unless `config` names another one. None if there is none."""
     if config.tokenizer is not None:
-        from nanovllm_extras.weights.checkpoint_options import check_has_tokenizer
-
         folder = resolve_folder("tokenizer", config.tokenizer, config.tokenizer_revision or config.revision)
         check_has_tokenizer(folder, config.tokenizer)
     return loader.load_tokenizer(folder)

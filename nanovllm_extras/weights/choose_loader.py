@@ -12,7 +12,8 @@ from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.weights.load_model import Wanted
 from nanovllm_extras.weights.quantise import Finish
 from nanovllm_extras.weights.shares import Share
-from nanovllm_extras.weights.stored import load_stored, read_format
+from nanovllm_extras.weights.stored import load_stored
+from nanovllm_extras.weights.stored_format import read_format
 
 
 def choose_loader(

@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised already: `checkpoint.py` asks `read_format`, `choose_loader.py` asks `load_stored`.
+"""Load checkpoints that are quantised already. `choose_loader.py` asks `load_stored`, with what `read_format` gave.
 
 Each projection that has the tensors of the format becomes a layer of `quantised_linear.py`. Other quantised
 weights, such as routers and output layers, are widened to the model's dtype. All others are loaded as always.
@@ -7,10 +7,10 @@ them.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors import safe_open
@@ -19,11 +19,11 @@ from torch import Tensor
 from nanovllm.loader import WEIGHT_DTYPES, checkpoint_files, fill, init_dummy_weights
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.weights.dummies import make_dummies
-from nanovllm_extras.weights.formats import READERS, Format
-from nanovllm_extras.weights.fp8_weights import KV_SCALES, Fp8, read_compressed_fp8, read_fp8
+from nanovllm_extras.weights.formats import Format
+from nanovllm_extras.weights.fp8_weights import KV_SCALES, Fp8
 from nanovllm_extras.weights.load_layers import Kind, load_layers
 from nanovllm_extras.weights.load_model import BARE, OF_QUANTISED, Wanted, load_model, network_tensors
-from nanovllm_extras.weights.mxfp4 import Mxfp4, read_mxfp4
+from nanovllm_extras.weights.mxfp4 import Mxfp4
 from nanovllm_extras.weights.quantise import Finish
 from nanovllm_extras.weights.quantised_linear import QuantisedWeight
 from nanovllm_extras.weights.shares import Share
@@ -31,25 +31,6 @@ from nanovllm_extras.weights.shares import Share
 Decoded = TypeVar("Decoded")
 
 logger = logging.getLogger(__name__)
-
-
-def read_format(field: str, raw: object) -> Format | Fp8 | Mxfp4:
-    """Parse `raw`, the value of `field` in config.json. Raises ValueError if the format is not supported."""
-    given = raw if isinstance(raw, Mapping) else {}
-    name = given.get("quant_method") or given.get("format") or raw
-    known: dict[str, Callable[[Mapping[str, Any]], Format | Fp8 | Mxfp4]] = {
-        **READERS,
-        "fp8": read_fp8,
-        "mxfp4": read_mxfp4,
-    }
-    if field != "quantization_config" or not isinstance(name, str) or name not in known:
-        raise ValueError(
-            f"config.json has a {field}: the weights are quantised with {name}, which is not supported; "
-            f"known are {', '.join(known)}. Take the same model in bfloat16, float16 or float32"
-        )
-    if name == "compressed-tensors" and given.get("format") in ("float-quantized", "naive-quantized"):
-        return read_compressed_fp8(given)
-    return known[name](given)
 
 
 def load_stored(form: Format | Fp8 | Mxfp4, finish: Finish, share: Share, wanted: Wanted) -> Qwen3ForCausalLM:

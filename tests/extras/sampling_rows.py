@@ -1,15 +1,13 @@
 """Rows that ask for what the core's sampler does not do, and checks of what they get: see `tests/sampling_rows.py`."""
 
 import math
-from types import SimpleNamespace
 
 import torch
 
 from nanovllm.sampler import sample_tokens
-from nanovllm_extras.engine.input_processor import InputProcessor
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.records.full_sequence import Sequence
-from nanovllm_extras.sampling import runner_hooks
+from nanovllm_extras.sampling import logits, runner_hooks
 from nanovllm_extras.sampling.processed_batch import build_sampling
 from tests.sampling_rows import EOS, HISTORY, VOCAB_SIZE, Rows, random_logits
 from tests.sampling_rows import random_ids as random_ids
@@ -23,8 +21,8 @@ class Tokenizer:
 
 
 def processors_of(params):
-    """As a request gets them; extras are imported if `params` ask for one."""
-    return InputProcessor._processors(SimpleNamespace(tokenizer=Tokenizer(), vocab_size=1 << 20), params)
+    """As a request gets them."""
+    return () if params.is_plain else logits.processors_of(params, Tokenizer(), 1 << 20)
 
 
 def sample(raw, batch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanovllm_extras import LLM, TINY_QWEN3
+from nanovllm_extras.execution import device_setup
 from nanovllm_extras.machine import machine_limits
 from nanovllm_extras.machine.machine_limits import NUM_FILES, allow_open_files, cpu_quota, free_bytes
 from nanovllm_extras.sampling import runner_hooks
@@ -121,13 +122,13 @@ def test_the_quota_of_cpu_time_is_the_least_of_all_groups(tmp_path, files, expec
 
 
 def test_the_cache_takes_at_most_half_of_the_free_memory(monkeypatch):
-    monkeypatch.setattr(machine_limits, "free_bytes", lambda: 16 << 20)
+    monkeypatch.setattr(device_setup, "free_bytes", lambda: 16 << 20)
     cache = LLM(TINY_QWEN3).engine.runner.kv_cache
     assert 7 << 20 < cache.bytes_per_block * (cache.num_blocks + 1) <= 8 << 20
 
 
 def test_too_little_free_memory_is_said(monkeypatch):
-    monkeypatch.setattr(machine_limits, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(device_setup, "free_bytes", lambda: 1000)
     with pytest.raises(ValueError, match="500 bytes are left for the KV cache.*raise kv_cache_memory_bytes"):
         LLM(TINY_QWEN3)
 

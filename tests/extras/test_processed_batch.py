@@ -14,7 +14,7 @@ from nanovllm import sampler
 from nanovllm.batch import SamplingBatch
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.execution.device_setup import sample_with
-from nanovllm_extras.sampling import logprobs as logprobs_module
+from nanovllm_extras.sampling import runner_hooks
 from nanovllm_extras.sampling.logits_processors import ForbiddenTokens, apply_processors
 from nanovllm_extras.sampling.logprobs import compute_logprobs
 from nanovllm_extras.sampling.runner_hooks import wants_only_tokens
@@ -86,7 +86,7 @@ def test_plain_rows_touch_no_slow_path(temperatures, monkeypatch):
 
     for name in ("apply_min_p", "apply_top_k", "apply_top_p"):
         monkeypatch.setattr(sampler, name, fail)
-    monkeypatch.setattr(logprobs_module, "compute_logprobs", fail)
+    monkeypatch.setattr(runner_hooks, "compute_logprobs", fail)
     raw = random_logits(3)
     batch = sampling_of([sequence(temperature=t) for t in temperatures])
     assert batch.processors == ()

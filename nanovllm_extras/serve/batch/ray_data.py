@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import pyarrow as pa
 import ray
@@ -38,14 +38,21 @@ from nanovllm_extras.serve.batch.batch_inputs import Chunk, Digests, Input, Reco
 from nanovllm_extras.serve.batch.parts import ID, Parts, to_table
 from nanovllm_extras.serve.batch.rows import Form, Row
 
-if TYPE_CHECKING:
-    from nanovllm_extras.serve.batch.replica import ReplicaSpec
-
 logger = logging.getLogger(__name__)
 
 SPARE_CPUS = 2  # in addition to those of the replicas: one for the filter's actor, one for tasks that read or write
 MIB = 2**20
 EXIT_STATUS = 70  # of the process of an actor whose engine is dead
+
+
+class Spec(Protocol):
+    """The parameters of a replica (`replica.py`). Only actors read them: other tasks do not import the server."""
+
+    @property
+    def max_in_flight(self) -> int: ...
+
+    def start(self) -> Any:
+        """Return the `Replica`."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Pool:
     """The address of a running cluster. None starts a cluster on this machine and ends it after the run."""
 
 
-def answer_with_ray(batch: Input, parts: Parts, done: Digests, spec: "ReplicaSpec", pool: Pool) -> None:
+def answer_with_ray(batch: Input, parts: Parts, done: Digests, spec: Spec, pool: Pool) -> None:
     """Answer all rows that are not done, which `PartsManager` reads itself. Raises RuntimeError if Ray gives up."""
     num_threads = max(1, (allowed_threads() or 1) // pool.num_replicas) if not pool.num_devices else 1
     num_cpus = pool.num_replicas * num_threads + SPARE_CPUS
@@ -99,7 +106,7 @@ def context_for(parts: Parts) -> DataContext:
     return context
 
 
-def answered(batch: Input, spec: "ReplicaSpec", pool: Pool, num_threads: int) -> Dataset:
+def answered(batch: Input, spec: Spec, pool: Pool, num_threads: int) -> Dataset:
     """Return the dataset of the answers to all rows that are not done.
 
     Ray restarts actors and repeats their calls without limit. `attempts.py` sets the limits: the third attempt at a
@@ -186,13 +193,9 @@ class DigestFilter(CheckpointFilter):
 class Answerer:
     """A replica in an actor. Ray calls it in several threads with one chunk each, so that its engine stays busy."""
 
-    def __init__(self, spec: "ReplicaSpec", num_threads: int) -> None:
-        from nanovllm_extras.serve.batch.replica import (
-            Replica,  # the server, which tasks that read or write need not import
-        )
-
+    def __init__(self, spec: Spec, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
-        self._replica = Replica(spec)
+        self._replica = spec.start()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="nanovllm-batch", daemon=True).start()
 

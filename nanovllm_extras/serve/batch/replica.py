@@ -59,6 +59,10 @@ class ReplicaSpec:
     """The maximum number of rows that are computed at the same time."""
     num_replicas: int = 1
 
+    def start(self) -> "Replica":
+        """Load the engine."""
+        return Replica(self)
+
 
 class Replica:
     """One engine that answers rows, used from one event loop. `shutdown` ends the engine."""

@@ -20,7 +20,7 @@ from nanovllm_extras.serve.metrics_route import Metrics
 from nanovllm_extras.serve.request_ids import RequestIds
 from nanovllm_extras.serve.request_paths import RequestPaths
 from nanovllm_extras.serve.routes import chat_route as chat
-from nanovllm_extras.serve.routes import completions, embeddings, info, ui
+from nanovllm_extras.serve.routes import completions, embeddings, info, slots_route, ui
 from nanovllm_extras.serve.routes import responses_route as responses
 from nanovllm_extras.serve.routes.ui import LiveLines
 from nanovllm_extras.serve.state import Server, ServerOptions
@@ -45,8 +45,6 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
     for routes in (chat, completions, responses, embeddings, info):
         app.include_router(routes.router)
     if options.enable_kv_slots:
-        from nanovllm_extras.serve.routes import slots_route
-
         app.include_router(slots_route.router)
     if live is not None:
         app.include_router(ui.make_router(live))

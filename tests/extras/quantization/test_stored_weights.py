@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.kernels.cpu.cpu_quantised import replace_quantised
 from nanovllm_extras.weights.formats import Format
-from nanovllm_extras.weights.stored import read_format
+from nanovllm_extras.weights.stored_format import read_format
 from tests.conftest import every_second
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.models.architectures import Checkpoints

@@ -318,7 +318,7 @@ def test_graphs_of_whole_steps_have_no_head():
                              slowest_backend=None, max_num_batched_tokens=9, max_rows=3)  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         found = SimpleNamespace(replayed="step", note=", with CUDA graphs")
-        patch.setattr("nanovllm_extras.execution.cuda_startup.CudaDevice", lambda *_: found)
+        patch.setattr("nanovllm_extras.execution.cuda_startup.CudaDevice", lambda *_, **__: found)
         device = Chooser().make_device(runner)
     assert device.replayed == "forward"
     assert device.note == ", with CUDA graphs of the forward pass only (without the head)"
