@@ -21,12 +21,12 @@ def ask(questions: list[str]) -> int:
     return 0
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Answer the questions of the command line. Returns the exit status."""
     commands = "The commands (serve, chat, view, check, …) belong to nanovllm_extras: python -m nanovllm_extras --help"
     parser = argparse.ArgumentParser(prog="python -m nanovllm", description="Ask the bundled model.", epilog=commands)
     parser.add_argument("question", nargs="*", help='such as "What is a block table?", which is the default')
-    questions = parser.parse_args(arguments).question
+    questions = parser.parse_args().question
     for question in questions:
         if re.fullmatch(r"[\w-]*", question):
             parser.error(f"a question has more than one word, got {question!r}. {commands}")

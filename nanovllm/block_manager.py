@@ -54,7 +54,7 @@ class BlockManager:
 
     @property
     def num_used_blocks(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free_blocks
 
     @property
     def capacity(self) -> int:
@@ -76,7 +76,7 @@ class BlockManager:
         free ones.
         """
         assert not seq.block_table.length, "a sequence that is admitted owns no blocks"
-        num_free = len(self._free) - num_reserved
+        num_free = self.num_free_blocks - num_reserved
         if num_free <= 0:
             return False
         hits = self.prefix_cache.find(seq)
@@ -104,7 +104,7 @@ class BlockManager:
         if num_tokens > seq.block_table.length * size or seq.has_shared_tail:
             num_new_blocks = max(0, -(-num_tokens // size) - seq.block_table.length)
             needs_copy = seq.has_shared_tail and self._ref_counts[self._tail(seq)] > 1
-            if num_new_blocks + needs_copy > len(self._free):
+            if num_new_blocks + needs_copy > self.num_free_blocks:
                 return False
             if needs_copy:
                 self._copy_tail(seq)

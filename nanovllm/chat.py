@@ -17,18 +17,17 @@ class ChatPrompt(TypedDict):
     prompt_token_ids: list[int]
 
 
-def render_conversation(tokenizer: Any, messages: Any, **options: Any) -> ChatPrompt:
+def render_conversation(tokenizer: Any, messages: Any, **arguments: Any) -> ChatPrompt:
     """Return one conversation as a prompt: `{"prompt": text, "prompt_token_ids": ids}`.
 
-    options: arguments of the tokenizer's `apply_chat_template`. TypeError for messages of another form, ValueError if
+    arguments: of the tokenizer's `apply_chat_template`. TypeError for messages of another form, ValueError if
     the template is missing or does not accept them.
     """
     from jinja2 import TemplateError
 
-    if tokenizer is None or (options.get("chat_template") or getattr(tokenizer, "chat_template", None)) is None:
+    if tokenizer is None or (arguments.get("chat_template") or getattr(tokenizer, "chat_template", None)) is None:
         raise ValueError("this model has no chat template; use generate, or give chat_template")
     check_messages(messages)
-    arguments = {"add_generation_prompt": True, **options}
     try:
         text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **arguments)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:

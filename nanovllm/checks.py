@@ -97,11 +97,11 @@ def check_token_ids(name: str, value: object) -> None:
         check_int(f"{name}[{i}]", token_id, 0)
 
 
-def check_strings(name: str, value: object, blank: str = "", or_one: bool = False) -> None:
-    """Raise unless `value` is a list of strings, or one string if `or_one`. Strings of only `blank` are refused."""
+def check_strings(name: str, value: object, or_one: bool = False) -> None:
+    """Raise unless `value` is a list of strings that are not empty, or one such string if `or_one`."""
     strings = [value] if or_one and isinstance(value, str) else check_list(name, value, "strings")
     for i, string in enumerate(strings):
         if not isinstance(string, str):
             raise TypeError(f"{name}[{i}] must be a str, got {string!r}")
-        if not string.strip(blank):
+        if not string:
             raise ValueError(f"{name}[{i}] must not be empty, got {string!r}")

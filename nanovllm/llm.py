@@ -5,7 +5,7 @@ of your own.
 """
 
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import fields
 from functools import partial
@@ -78,14 +78,10 @@ class LLM:
         """Answer one conversation, or each of a list. A message is `{"role": "user", "content": "…"}`."""
         return self.generate(self.render_chat(messages), sampling_params, use_tqdm)
 
-    def render_chat(
-        self, messages: Messages, render: Callable[..., ChatPrompt] = render_conversation
-    ) -> list[ChatPrompt]:
+    def render_chat(self, messages: Messages) -> list[ChatPrompt]:
         """Return conversations as prompts, made by the model's chat template, for `generate` and `stream`."""
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
-        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        return [render(self.engine.tokenizer, one) for one in conversations]
+        tokenizer = self.engine.tokenizer
+        return [render_conversation(tokenizer, one, add_generation_prompt=True) for one in conversations_of(messages)]
 
     def _complete(self, requests: Requests, make_bar: Any) -> list[Any]:
         """Return the last output of each request, in their order."""
@@ -164,6 +160,13 @@ class LLM:
         finally:
             for request_id in requests:
                 self.engine.abort_request(request_id)  # those that have finished are unknown to the engine
+
+
+def conversations_of(messages: Any) -> Collection[Any]:
+    """Return a list of conversations, for one or for a list of them."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
+    return [messages] if isinstance(messages[0], Mapping) else messages
 
 
 def spread(name: str, value: object, kind: type, default: Any, num_prompts: int) -> list[Any]:

@@ -105,7 +105,7 @@ def allocate(model: Network, dtype: torch.dtype, device: torch.device) -> Networ
     return model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
 
 
-def init_dummy_weights(model: nn.Module, seed: int, std: float = 0.02) -> None:
+def init_dummy_weights(model: nn.Module, seed: int, std: float) -> None:
     """Set random weights of standard deviation `std`, neutral norms and zero biases. They depend only on `seed`.
 
     Speed does not depend on the values of weights, so a benchmark needs no checkpoint (`load_format="dummy"`).

@@ -5,7 +5,6 @@ step     copy blocks → send the batch to the device → forward pass → logit
 """
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +45,12 @@ class ModelRunner:
         self.start()
 
     def start(self) -> None:
-        """Make the model and the KV cache. The methods below may be overridden."""
+        """Make the model, the KV cache and the graphs."""
         with torch.cuda.device_of(torch.empty(0, device=self.device)):
             self.load()
         self.description = self.describe()
         logger.info(self.description)
-        self.kv_cache = self.make_kv_cache()
+        self.kv_cache = KVCache(self.backend, self.shape.num_hidden_layers, self.dtype, self.device)
         self.graphs: CudaGraphs | None = None
         with torch.cuda.device_of(self.kv_cache.tensor):
             self.kv_cache.allocate(self.config.num_kv_blocks or self.num_blocks_that_fit())
@@ -61,20 +60,22 @@ class ModelRunner:
 
     def load(self) -> None:
         """Make the model with the best backend whose layers compute correctly on this machine."""
-        failed: BackendError | None = None
-        for backend in self.make_backends():
-            self.backend = backend
+        config, shape = self.config, self.shape
+        kinds, self.rejected = choose_backends(
+            config.attention_backend, self.device, self.dtype, shape, config.block_size
+        )
+        heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+        for kind in kinds:
+            self.backend: TorchAttention = kind(*heads, config.block_size, self.dtype)
             try:
                 self.model = self.make_model()
                 return
             except BackendError as error:
-                if self.config.attention_backend != "auto":
+                if kind is kinds[-1]:
                     raise
-                failed, name = error, type(backend).__name__
+                name = kind.__name__
                 logger.warning("%s is not used: %s. The next backend may be much slower", name, error)
                 self.rejected.append(f"not {name}: {error}")
-        assert failed is not None, "there is at least one backend"
-        raise failed
 
     # ---- a step
 
@@ -111,27 +112,13 @@ class ModelRunner:
         model_class = find_architecture(raw)
         return model_class, model_class.read_config(raw)
 
-    def make_backends(self) -> Iterator[TorchAttention]:
-        """Make the attention backends that this machine can use, best first, each when it is needed."""
-        config, shape = self.config, self.shape
-        kinds, self.rejected = choose_backends(
-            config.attention_backend, self.device, self.dtype, shape, config.block_size
-        )
-        heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
-        for kind in kinds:
-            yield kind(*heads, config.block_size, self.dtype)
-
-    def make_backend(self) -> TorchAttention:
-        """Make the best attention backend."""
-        return next(self.make_backends())
-
     def make_model(self) -> Qwen3ForCausalLM:
         """Make the network on the device, load its weights, and let the backend replace layers by faster ones."""
         with torch.device("meta"):
             model = self.model_class(self.shape, self.backend)
         model = allocate(model, self.dtype, self.device)
         if self.config.load_format == "dummy":
-            init_dummy_weights(model, self.config.seed)
+            init_dummy_weights(model, self.config.seed, std=0.02)
         else:  # a network of another package may have checkpoints that are read otherwise
             getattr(self.model_class, "load_weights", load_weights)(model, self.folder)
         is_eager = self.config.enforce_eager
@@ -145,9 +132,6 @@ class ModelRunner:
         instructions = getattr(self.backend, "instructions", "PyTorch")
         where = f"{self.device}, {self.dtype}, blocks of {self.backend.block_size}"
         return "; ".join([*self.rejected, f"{kind.__module__}.{kind.__name__} ({instructions}) on {where}"])
-
-    def make_kv_cache(self) -> KVCache:
-        return KVCache(self.backend, self.shape.num_hidden_layers, self.dtype, self.device)
 
     def make_graphs(self) -> CudaGraphs | None:
         """Return graphs for decodes, on CUDA, if backend and network can be recorded."""

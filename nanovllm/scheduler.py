@@ -39,7 +39,6 @@ class Step:
     """For each of `samples`, the index in `chunks` of its own or its parent's chunk: the last row gives the logits."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) of each block that is copied before the forward pass: copy-on-write."""
-    admitted: list[Sequence] = field(default_factory=list)  # sequences that run from this step on
     preempted: list[Sequence] = field(default_factory=list)
 
 
@@ -95,12 +94,10 @@ class Scheduler:
                 chunks.append((seq, seq.num_computed_tokens, num_new_tokens))
                 seq.num_computed_tokens += num_new_tokens
                 budget -= num_new_tokens
-        admitted: list[Sequence] = []
         if not preempted or not chunks:  # a sequence that this step preempts waits, unless nothing runs
-            budget = self.admit_waiting(budget, chunks, admitted)
+            budget = self.admit_waiting(budget, chunks)
         step = make_step(chunks, self.max_num_batched_tokens - budget)
-        copies = self.block_manager.take_copies()
-        step = replace(step, copies=copies, admitted=admitted, preempted=preempted)
+        step = replace(step, copies=self.block_manager.take_copies(), preempted=preempted)
         for seq in step.samples:
             while seq.children:  # the last chunk of the prompt is scheduled: the children share its blocks from now on
                 self.fork(seq, seq.children[0])
@@ -171,16 +168,16 @@ class Scheduler:
         self.block_manager.free(seq)
         self.observer.on_preempt(seq, needy)
 
-    def admit_waiting(self, budget: int, chunks: list[Chunk], admitted: list[Sequence]) -> int:
+    def admit_waiting(self, budget: int, chunks: list[Chunk]) -> int:
         """Let waiting sequences run, in order, as long as there is room for all tokens of the first one.
 
-        Adds to `chunks` and `admitted`, and returns the rest of the budget.
+        Adds to `chunks`, and returns the rest of the budget.
         """
         blocks = self.block_manager
         if not self.waiting:
             return budget
         # blocks that partly computed prompts will still need
-        num_reserved = sum([max(0, blocks.num_missing_blocks(seq)) for seq in self.running])
+        num_reserved = sum([blocks.num_missing_blocks(seq) for seq in self.running])
         # the places of children that have not started yet are reserved
         num_places = self.max_num_seqs - sum([1 + len(seq.children) for seq in self.running])
         while self.waiting and budget:
@@ -191,7 +188,6 @@ class Scheduler:
                 break
             self.running.append(seq)
             self.waiting.pop(0)
-            admitted.append(seq)
             self.observer.on_admit(seq)
             if seq.num_cached_tokens is None:  # admitted for the first time: its computed tokens are cached ones
                 seq.num_cached_tokens = seq.num_computed_tokens

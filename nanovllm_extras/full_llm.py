@@ -16,7 +16,7 @@ from tqdm import tqdm
 from nanovllm import llm, sampling_params
 from nanovllm.chat import ChatPrompt, Message
 from nanovllm.checks import check_bool
-from nanovllm.llm import Requests, spread
+from nanovllm.llm import Requests, conversations_of, spread
 from nanovllm.request import Prompt, is_single_prompt
 from nanovllm_extras.engine.engine_stats import EngineStats
 from nanovllm_extras.engine.full_engine import LLMEngine
@@ -143,7 +143,7 @@ class LLM(llm.LLM):
     ) -> list[ChatPrompt]:
         """Render conversations as prompts by the model's chat template. `options` are those of `chat`."""
         chat_options = ChatOptions(**options)
-        return super().render_chat(messages, partial(render_chat, options=chat_options))
+        return [render_chat(self.engine.tokenizer, one, chat_options) for one in conversations_of(messages)]
 
     def get_tokenizer(self) -> Any:
         """Return the `transformers` tokenizer of the model, or None if its folder has none."""

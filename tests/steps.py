@@ -20,7 +20,7 @@ def step_of(chunks):
 
 def build_step(step, block_size):
     """As `build_batch`; block tables get rows of a pool of their own."""
-    tables = BlockTables(block_size, num_rows=2, width=1)  # small, so that it grows
+    tables = BlockTables(block_size)
     filled = [(seq, seq.block_table) for seq, _, _ in step.chunks]
     for seq, own in filled:
         seq.block_table = BlockTable()

@@ -55,7 +55,7 @@ class Slots(SchedulingStats):
         self._max_model_len = max_model_len
 
     def on_admit(self, seq: Sequence) -> None:
-        super().on_admit(seq)
+        super().on_admit(seq)  # type: ignore[arg-type]
         ranges = self._ranges(seq)
         self._held.update(ranges)
         self._held_in_vain.update({rule: size - ranges["Oracle"] for rule, size in ranges.items()})

@@ -188,7 +188,7 @@ def follow_slots() -> None:
         copies = ", ".join(f"{source} to {destination}" for source, destination in step.copies.state_copies)
         chunks = ", ".join(f"{name_of(seq)}: {show_range(start, length)}" for seq, start, length in step.chunks)
         slots = " ".join(f"{owners.get(slot, '-'):10}" for slot in range(1, 5))
-        events = [f"{name_of(seq)} is admitted" for seq in step.admitted]
+        events = [f"{name_of(seq)} is admitted" for seq in stats.take_admitted()]
         events += [f"{name_of(seq)} is preempted" for seq in step.preempted]
         print(f"{number:>4}   {copies:14} {chunks:38} {slots} {', '.join(events)}".rstrip())
 

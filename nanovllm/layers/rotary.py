@@ -28,6 +28,5 @@ class ApplyRotary(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x: [num_tokens, num_heads, head_dim] -> the same shape, rotated"""
-        half = cos.shape[-1]  # head_dim / 2; if there are fewer angles, the rest of the head is not rotated
-        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+        first, second = x.chunk(2, dim=-1)  # [num_tokens, num_heads, head_dim / 2] each
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -34,8 +34,8 @@ from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.chat_options import set_chat_template
 from nanovllm_extras.options.option_checks import LazyMethod
 from nanovllm_extras.records.full_observer import Observer, SchedulingStats
-from nanovllm_extras.records.full_sequence import own_chunks
-from nanovllm_extras.requests.full_request import Request, note_admitted
+from nanovllm_extras.records.full_sequence import own_chunks, own_sequences
+from nanovllm_extras.requests.full_request import Request, note_scheduled
 from nanovllm_extras.requests.lazy_outputs import StepOutput
 from nanovllm_extras.sampling import processed_batch
 from nanovllm_extras.sampling.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock, StepTokens, plain_defaults
@@ -145,7 +145,7 @@ class LLMEngine(engine.LLMEngine):
     def compute(self, step: Step) -> ArrivingTokens:
         clock = self._clock
         clock.lap("schedule_time_s")
-        note_admitted(self.requests, step, clock.now)
+        note_scheduled(self.requests, self.stats.take_admitted(), own_sequences(step.preempted), clock.now)
         is_built = False
         try:
             batch = self.build(step)

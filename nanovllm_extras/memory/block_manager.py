@@ -131,8 +131,8 @@ class BlockManager(block_manager.BlockManager):
 
             min(4, 5 - 2) = 3: blocks 2 and 5 may become free again, block 7 stays in use
         """
-        num_missing = super().num_missing_blocks(seq)
-        if num_missing <= 0 or not self._has_windows:
+        num_missing = max(0, super().num_missing_blocks(seq))  # it has more than it needs if drafts were rejected
+        if not num_missing or not self._has_windows:
             return num_missing
         num_missing_of_one, others = num_missing, self.num_groups - 1
         if (max_held := self.kind.max_held) is not None:

@@ -18,6 +18,7 @@ from nanovllm_extras.models.masking import make_attention
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, read_rotary_dim, refuse_partial_rotary
+from nanovllm_extras.models.rope import ApplyPartialRotary
 from nanovllm_extras.models.window_layers import SLIDING, read_windows
 
 
@@ -48,6 +49,8 @@ class LlamaAttention(Qwen3Attention):
         super().__init__(config, backend)
         self.rotary_dim = config.rotary_dim or config.head_dim
         self.q_norm = self.k_norm = nn.Identity()
+        if self.rotary_dim < config.head_dim:
+            self.rotate = ApplyPartialRotary()
         self.qkv_proj = FusedLinear(config.hidden_size, self.qkv_proj.parts, bias=config.qkv_bias)
         self.attention = make_attention(backend, config.options(layer))
         self.o_proj = Linear(self.o_proj.weight.shape[1], config.hidden_size, bias=config.o_bias)

@@ -21,7 +21,6 @@ from nanovllm.checks import check_int
 from nanovllm.layers.attention import Attention, AttentionMetadata, TorchAttention
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.rotary import ApplyRotary
 from nanovllm.models.config import refuse
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel
 from nanovllm_extras.models.gated_delta import GatedDeltaNet
@@ -31,6 +30,7 @@ from nanovllm_extras.models.mtp import MtpHead
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_common, read_rope, read_rotary_dim
+from nanovllm_extras.models.rope import ApplyPartialRotary
 from nanovllm_extras.models.window_layers import FULL, layer_types_of
 from nanovllm_extras.options.option_checks import first_given
 
@@ -109,7 +109,7 @@ class Qwen3_5Attention(nn.Module):
         self.qkv_proj = FusedLinear(config.hidden_size, parts, config.qkv_bias)
         self.q_norm = UnitOffsetRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = UnitOffsetRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.rotate = ApplyRotary()
+        self.rotate = ApplyPartialRotary()
         self.attention = Attention(backend)
         self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
 

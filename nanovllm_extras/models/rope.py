@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checks import check_number
-from nanovllm.layers.rotary import Rotary
+from nanovllm.layers.rotary import ApplyRotary, Rotary
 
 # "mrope" counts positions of texts and images apart, which are equal in a text
 ALIASES = {"su": "longrope", "mrope": "default"}
@@ -52,6 +52,15 @@ class ScaledRotary(Rotary):
         angles = positions[:, None].float() * frequencies  # [num_tokens, rotary_dim / 2]
         cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
         return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
+
+
+class ApplyPartialRotary(ApplyRotary):
+    """Rotate the first dimensions of each head, two for each angle, and keep the others."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, rotary_dim / 2] -> as x"""
+        rotary_dim = 2 * cos.shape[-1]
+        return torch.cat((super().forward(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
 
 
 def rope_type_of(parameters: dict[str, Any]) -> str:

@@ -119,14 +119,13 @@ def shorten(text: str) -> str:
 # ---- messages
 
 
-def render_chat(tokenizer: object, messages: Iterable[Message], options: ChatOptions | None = None) -> ChatPrompt:
+def render_chat(tokenizer: object, messages: Iterable[Message], options: ChatOptions = ChatOptions()) -> ChatPrompt:
     """Return one conversation as a prompt, as the core does, with content in parts and with tools."""
     check_messages(messages)
     if not all(isinstance(message.get("content"), str) and not message.get("tool_calls") for message in messages):
         messages = plain_messages(messages)
     check_texts("messages", messages)
-    arguments = {} if options is None else options.template_arguments(tokenizer)
-    return render_conversation(tokenizer, messages, **arguments)
+    return render_conversation(tokenizer, messages, **options.template_arguments(tokenizer))
 
 
 def plain_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:

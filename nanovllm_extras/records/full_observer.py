@@ -133,6 +133,7 @@ class SchedulingStats(Counts, observer.Stats, Observer):
     def __init__(self) -> None:
         super().__init__()
         self.new_blocks: set[int] = set()  # registered for the step that is being scheduled
+        self._admitted: list[Sequence] = []  # by that step
         # of each step in flight: tokens stored, slots, used blocks, and the blocks that were registered for it
         self._in_flight: deque[tuple[int, int, int, set[int]]] = deque()
 
@@ -140,13 +141,23 @@ class SchedulingStats(Counts, observer.Stats, Observer):
         """Return the blocks that are in the prefix cache although a step in flight is still to fill them."""
         return self.new_blocks.union(*[new_blocks for *_, new_blocks in self._in_flight])
 
+    def take_admitted(self) -> list[Sequence]:
+        """Return the sequences that have been admitted since the last call."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
     def on_start(self, blocks: "BlockManager") -> None:
         self._in_flight.clear()
         self.new_blocks = set()
+        self._admitted = []
 
     def on_add(self, seq: Sequence) -> None:
         if seq.sample_index == 0:  # a request whose samples cannot all run at once is queued in several parts
             super().on_add(seq)
+
+    def on_admit(self, seq: Sequence) -> None:
+        super().on_admit(seq)
+        self._admitted.append(seq)
 
     def on_register_block(self, seq: Sequence, block_id: int, block_hash: int, serial: int) -> None:
         self.new_blocks.add(block_id)
@@ -193,6 +204,7 @@ class SchedulingStats(Counts, observer.Stats, Observer):
     def on_roll_back(self) -> None:
         self._in_flight.clear()
         self.new_blocks.clear()
+        self._admitted.clear()
 
     def count_failed_observer(self) -> None:
         self.num_failed_observers += 1

@@ -9,13 +9,13 @@ Other kinds of request are made of other parts. These parts say
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from nanovllm import request, sequence
-from nanovllm.scheduler import Scheduler, Step
+from nanovllm.scheduler import Scheduler
 from nanovllm_extras.options.request_params import SamplingParams
-from nanovllm_extras.records.full_sequence import Sequence, own_sequences
+from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.requests.full_detokenizer import FullDetokenizer, TokenDecoder
 from nanovllm_extras.requests.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm_extras.sampling.logprobs import Logprob, LogprobRow, PositionLogprobs
@@ -249,12 +249,13 @@ def make_detokenizer(
 # ---- a step's results
 
 
-def note_admitted(requests: dict[str, Request], step: Step, now: float) -> None:
+def note_scheduled(
+    requests: dict[str, Request], admitted: Iterable[Sequence], preempted: Iterable[Sequence], now: float
+) -> None:
     """Note the time at which requests were first scheduled, and count preemptions."""
-    for seq in step.admitted:
+    for seq in admitted:
         request = requests.get(seq.request_id)
         if request is not None and request.scheduled_time is None:
             request.scheduled_time = now
-    preempted = own_sequences(step.preempted)
     for seq in preempted:
         seq.num_preemptions += 1

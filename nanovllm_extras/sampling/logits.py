@@ -281,13 +281,20 @@ def check_logit_bias(name: str, value: object) -> None:
         check_number(f"{name}[{token_id}]", bias, -100, 100)
 
 
-def check_words(name: str, value: object, **limits: Any) -> None:
-    check_strings(name, value, **limits)
+def check_words(name: str, value: object, or_one: bool = False) -> None:
+    check_strings(name, value, or_one)
     check_texts(name, value)
 
 
+def check_bad_words(name: str, value: object) -> None:
+    check_words(name, value)
+    for i, word in enumerate(check_list(name, value, "strings")):
+        if not word.strip(" "):
+            raise ValueError(f"{name}[{i}] must not be empty, got {word!r}")
+
+
 FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
-    "bad_words": partial(check_words, blank=" "),
+    "bad_words": check_bad_words,
     "stop": partial(check_words, or_one=True),
     "logit_bias": check_logit_bias,
     "allowed_token_ids": check_allowed_token_ids,

@@ -131,7 +131,7 @@ class Scheduler(scheduler.Scheduler):
         num_blocks = self.max_num_batched_tokens // blocks.block_size + 2 * len(running)
         if blocks.num_free_blocks >= blocks.num_groups * num_blocks:
             return True
-        needed = [max(0, blocks.num_missing_blocks(seq)) + blocks.num_groups * seq.has_shared_tail for seq in running]
+        needed = [blocks.num_missing_blocks(seq) + blocks.num_groups * seq.has_shared_tail for seq in running]
         return sum(needed) <= blocks.num_free_blocks
 
     def forget_steps(self) -> None:

@@ -81,6 +81,7 @@ class Recorder(Observer):
         self._host_block_ids: dict[Sequence, list[int]] = {}  # of sequences that are swapped out
         self._host_slots: dict[Sequence, int] = {}  # the same for their recurrent states
         self._num_steps = 0
+        self._num_admitted = 0  # since the last step
         self._salts: dict[str, int] = {}  # each with a number
         self._flights: deque[tuple[int, list[Any]]] = deque()  # steps in flight, and the sequences they sample
         self._loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
@@ -311,6 +312,7 @@ class Recorder(Observer):
 
     def on_admit(self, seq: Sequence) -> None:
         self._host_block_ids.pop(seq, None)
+        self._num_admitted += 1
         code = "new" if seq.num_cached_tokens is None else "again"
         self._events.append(["admit", self._number(seq), code, seq.num_computed_tokens])
 
@@ -345,6 +347,7 @@ class Recorder(Observer):
         place = [named, chunks, samples, moves, blocks.num_free_blocks, count_stored_tokens(running, blocks)]
         self._events.append(["schedule", self._num_steps, self._now(), *place])
         self._decodes = decodes
+        self._num_admitted = 0
 
     def _numbers(self, seqs: Collection[Any]) -> list[int]:
         return [self._number(seq) for seq in seqs]
@@ -381,7 +384,7 @@ class Recorder(Observer):
     def _note_idle(self, step: Step, running: list[Sequence]) -> None:
         """Record why running sequences get no tokens, and why no waiting sequence was considered."""
         has_waiting = len(self._seqs) > len(running)
-        if has_waiting and step.preempted and not step.admitted:
+        if has_waiting and step.preempted and not self._num_admitted:
             self._events.append(["wait", 0, "preemption", 0, 0])
         elif has_waiting and step.num_scheduled_tokens == self._config.get("max_num_batched_tokens"):
             self._events.append(["wait", 0, "budget", 0, 0])

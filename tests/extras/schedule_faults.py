@@ -128,9 +128,9 @@ def tokens_reach_the_wrong_sequences(replace):
 def samples_that_will_fork_take_no_places(replace):
     right = CoreScheduler.admit_waiting
 
-    def admit_waiting(self, budget, chunks, admitted):
+    def admit_waiting(self, budget, chunks):
         limit, self.max_num_seqs = self.max_num_seqs, self.max_num_seqs + 1
-        budget = right(self, budget, chunks, admitted)
+        budget = right(self, budget, chunks)
         self.max_num_seqs = limit
         return budget
 

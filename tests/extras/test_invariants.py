@@ -4,6 +4,7 @@ A fault changes the state of one object directly, as a mistake in a method would
 `schedule_search.py`; one of them, and the option, are tested in engines.
 """
 
+import numpy as np
 import pytest
 
 import nanovllm
@@ -122,7 +123,8 @@ def two_sequences_have_one_row(world):
 
 
 def a_row_goes_on_behind_its_table(world):
-    seq = first(world)
+    seq, tables = first(world), world.manager.block_tables
+    tables._replace(np.pad(tables.rows, ((0, 0), (0, 1))))
     seq.block_table.data[seq.block_table.length] = 3
     return "goes on behind the table's end; sample 0 of request '0'"
 

@@ -21,6 +21,7 @@ from nanovllm_extras.kernels.classes import is_one
 from nanovllm_extras.kernels.cpu.library import LANES, Library, keep_freed_memory, load_library
 from nanovllm_extras.machine.one_thread import on_one_thread
 from nanovllm_extras.models.gated_mlp import GeluAndMul
+from nanovllm_extras.models.rope import ApplyPartialRotary
 
 # paths and not imports, because the files of architectures may be deleted
 ROUTER, SIGMOID_ROUTER = "nanovllm_extras.models.moe.Router", "nanovllm_extras.models.group_routing.SigmoidRouter"
@@ -179,7 +180,7 @@ class CpuRotary(nn.Module):
         return on_one_thread(self.rotary, positions, dtype)
 
 
-class CpuApplyRotary(ApplyRotary):
+class CpuApplyRotary(ApplyPartialRotary):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.library = load_library(dtype)

@@ -19,7 +19,6 @@ from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import ApplyRotary
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.execution.choices import select_backend
@@ -38,7 +37,7 @@ from nanovllm_extras.models.granite import GraniteConfig, GraniteDecoderLayer
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.qwen3_variants import Qwen3VariantAttention
-from nanovllm_extras.models.rope import Rope, ScaledRotary
+from nanovllm_extras.models.rope import ApplyPartialRotary, Rope, ScaledRotary
 from nanovllm_extras.records.full_sequence import Sequence
 from tests.extras.attention_options import OPTIONS, SINKS
 from tests.extras.attention_steps import HEADS, Step, check_close, random_lens, shared_step
@@ -168,7 +167,7 @@ def test_norm_and_rotation_equal_float64(processor, dtype, num_tokens, num_heads
 def test_rotation_alone_and_of_a_part_equals_the_definition(
     processor, dtype, num_tokens, num_heads, head_dim, rotary_dim
 ):
-    layer, x = ApplyRotary(), randn(num_tokens, num_heads, head_dim, dtype=dtype)
+    layer, x = ApplyPartialRotary(), randn(num_tokens, num_heads, head_dim, dtype=dtype)
     cos, sin = ScaledRotary(rotary_dim, Rope(1e4), 4096)(torch.arange(num_tokens) * 3, dtype)
     exact = layer(x.double(), cos.double(), sin.double())
     out = fast_version_of(layer, dtype)(x, cos, sin)
