@@ -86,8 +86,7 @@ class BlockManager:
         for hit in hits:
             self._share(seq, hit.block_id)
         seq.num_computed_tokens = len(hits) * self.block_size
-        seq.num_registered_blocks = len(hits)
-        seq.parent_serial = hits[-1].serial if hits else seq.root_serial
+        seq.cached_blocks = hits
         return True
 
     def try_allocate(self, seq: Sequence, num_tokens: int) -> bool:
@@ -111,7 +110,7 @@ class BlockManager:
             seq.has_shared_tail = False
             for _ in range(num_new_blocks):
                 self._append(seq, self._take(seq))
-        if num_tokens >= (seq.num_registered_blocks + 1) * size:
+        if num_tokens >= (len(seq.cached_blocks) + 1) * size:
             self.prefix_cache.register(seq, num_tokens)
         return True
 
@@ -121,9 +120,7 @@ class BlockManager:
         for block_id in parent.block_table.view().tolist():
             self._share(child, block_id)
         child.num_computed_tokens = parent.num_computed_tokens
-        child.block_hashes = parent.block_hashes[: parent.num_computed_tokens // self.block_size]
-        child.num_registered_blocks = parent.num_registered_blocks
-        child.parent_serial = parent.parent_serial
+        child.cached_blocks = parent.cached_blocks.copy()
 
     def free(self, seq: Sequence) -> None:
         """Free all blocks of `seq`, the last one first, so that the ends of prefixes are evicted first."""
@@ -132,8 +129,7 @@ class BlockManager:
                 self._disown(block_id)
             self.block_tables.clear(seq.block_table)
         seq.has_shared_tail = False
-        seq.num_registered_blocks = 0
-        seq.parent_serial = seq.root_serial
+        seq.cached_blocks = []
         seq.num_computed_tokens = 0
         self.observer.on_free(seq)
 

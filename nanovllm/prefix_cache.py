@@ -12,12 +12,11 @@ Two prompts with block_size 4; the second finds the first two blocks of the firs
 """
 
 from itertools import count
-from typing import NamedTuple
 
 import xxhash
 
 from nanovllm.observer import Observer
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import CachedBlock, Sequence
 
 ROOT_SERIAL = 0  # the parent of every first block, unless a sequence has another `root_serial`
 
@@ -25,20 +24,6 @@ ROOT_SERIAL = 0  # the parent of every first block, unless a sequence has anothe
 def hash_block(parent_hash: int, tokens: bytes) -> int:
     """Return the key of a full block: 64 bits over its tokens, seeded with the key of the block before it."""
     return xxhash.xxh3_64_intdigest(tokens, seed=parent_hash)
-
-
-class CachedBlock(NamedTuple):
-    """The contents of a full block. The hash finds it; `parent_serial` and `tokens` prove that it is the right one.
-
-    A serial number is given once and never again, so the serial number of a parent identifies the whole prefix before
-    the block. Two prefixes are never mistaken for each other, even if their hashes are equal.
-    """
-
-    block_id: int
-    block_hash: int
-    serial: int
-    parent_serial: int
-    tokens: bytes
 
 
 class PrefixCache:
@@ -62,35 +47,30 @@ class PrefixCache:
         always computed (`seq.max_cached_tokens` is 7).
         """
         hits: list[CachedBlock] = []
-        if not self.is_enabled:
-            return hits
-        parent_serial = seq.root_serial
-        for i in range(seq.max_cached_tokens // self.block_size):
-            block_hash, tokens = self.key(seq, i)
-            hit = self._by_hash.get(block_hash)
-            if hit is None or hit.parent_serial != parent_serial or hit.tokens != tokens:
+        max_hits = seq.max_cached_tokens // self.block_size if self.is_enabled else 0
+        while len(hits) < max_hits:
+            hit = self.look_up(*self.key(seq, hits))
+            if hit is None:
                 break
             hits.append(hit)
-            parent_serial = hit.serial
         return hits
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Add the full blocks among the first `num_tokens` tokens of `seq`, so that other sequences can find them."""
         if not self.is_enabled:
             return
-        for i in range(seq.num_registered_blocks, num_tokens // self.block_size):
-            block_hash, tokens = self.key(seq, i)
-            known = self._by_hash.get(block_hash)
+        for i in range(len(seq.cached_blocks), num_tokens // self.block_size):
+            block_hash, parent_serial, tokens = self.key(seq, seq.cached_blocks)
             # If another block with this prefix is registered, it stays the one that is found; `seq` keeps its own.
-            if known is None or known.parent_serial != seq.parent_serial or known.tokens != tokens:
+            cached = self.look_up(block_hash, parent_serial, tokens)
+            if cached is None:
+                if block_hash in self._by_hash:  # a different block with the same hash: the newer one wins
+                    self.forget(self._by_hash[block_hash].block_id)
                 block_id = int(seq.block_table.data[i])
-                if known is not None:  # a different block with the same hash: the newer one wins
-                    self.forget(known.block_id)
-                known = CachedBlock(block_id, block_hash, next(self._serials), seq.parent_serial, tokens)
-                self._by_hash[block_hash] = self._by_id[block_id] = known
-                self.observer.on_register_block(seq, block_id, block_hash, known.serial)
-            seq.parent_serial = known.serial
-            seq.num_registered_blocks = i + 1
+                cached = CachedBlock(block_id, block_hash, next(self._serials), parent_serial, tokens)
+                self._by_hash[block_hash] = self._by_id[block_id] = cached
+                self.observer.on_register_block(seq, block_id, block_hash, cached.serial)
+            seq.cached_blocks.append(cached)
 
     def forget(self, block_id: int) -> None:
         """Remove a block, if it is cached."""
@@ -99,9 +79,15 @@ class PrefixCache:
             del self._by_hash[cached.block_hash]
             self.observer.on_forget_block(block_id)
 
-    def key(self, seq: Sequence, i: int) -> tuple[int, bytes]:
-        """Return hash and tokens of full block `i` of `seq`. Callers count `i` up, so the parent's hash is known."""
-        tokens = seq.token_ids.view(i * self.block_size, (i + 1) * self.block_size).tobytes()
-        if i == len(seq.block_hashes):
-            seq.block_hashes.append(hash_block(seq.block_hashes[-1] if i else seq.root_serial, tokens))
-        return seq.block_hashes[i], tokens
+    def key(self, seq: Sequence, before: list[CachedBlock]) -> tuple[int, int, bytes]:
+        """Return hash, serial number of the parent, and tokens of the full block of `seq` after the blocks `before`."""
+        start = len(before) * self.block_size
+        tokens = seq.token_ids.view(start, start + self.block_size).tobytes()
+        parent_hash, parent_serial = (before[-1].block_hash, before[-1].serial) if before else (seq.root_serial,) * 2
+        return hash_block(parent_hash, tokens), parent_serial, tokens
+
+    def look_up(self, block_hash: int, parent_serial: int, tokens: bytes) -> CachedBlock | None:
+        """Return the cached block that has this key. An equal hash alone proves nothing."""
+        found = self._by_hash.get(block_hash)
+        is_same = found is not None and found.parent_serial == parent_serial and found.tokens == tokens
+        return found if is_same else None

@@ -14,9 +14,25 @@ next one.
 """
 
 from dataclasses import InitVar, dataclass, field
+from typing import NamedTuple
 
 from nanovllm.block_tables import BlockTable, IntArray
 from nanovllm.sampling_params import SamplingParams
+
+
+class CachedBlock(NamedTuple):
+    """The contents of a full block in the prefix cache.
+
+    The hash finds it; `parent_serial` and `tokens` prove that it is the right one. A serial number is given once and
+    never again, so the serial number of a parent identifies the whole prefix before the block. Two prefixes are never
+    mistaken for each other, even if their hashes are equal.
+    """
+
+    block_id: int
+    block_hash: int
+    serial: int
+    parent_serial: int
+    tokens: bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +50,7 @@ class Sequence:
     seed: int = 0
     sample_index: int = 0
 
-    root_serial: int = field(default=0, init=False)  # it shares blocks only with sequences that have the same root
+    root_serial: int = field(default=0, init=False)  # parent of the first block: only equal roots share blocks
     children: list["Sequence"] = field(default_factory=list, init=False)  # the other samples, until they start
 
     token_ids: IntArray = field(init=False)
@@ -53,9 +69,7 @@ class Sequence:
     # written only by the block manager and the prefix cache
     block_table: BlockTable = field(default_factory=BlockTable, init=False)
     has_shared_tail: bool = field(default=False, init=False)  # others may own the block of its next token
-    block_hashes: list[int] = field(default_factory=list, init=False)  # of its leading full blocks, computed once
-    num_registered_blocks: int = field(default=0, init=False)  # leading blocks that are in the prefix cache
-    parent_serial: int = field(default=0, init=False)  # the serial number (see `CachedBlock`) of the last of those
+    cached_blocks: list[CachedBlock] = field(default_factory=list, init=False)  # its first full blocks, as found later
 
     def __post_init__(self, prompt_token_ids: list[int], eos_token_ids: frozenset[int]) -> None:
         params = self.sampling_params

@@ -6,7 +6,6 @@ Calls may interleave: a stream that pauses and another call advance each other's
 import sys
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 

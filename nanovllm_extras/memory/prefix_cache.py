@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from nanovllm import prefix_cache
-from nanovllm.prefix_cache import CachedBlock
+from nanovllm.sequence import CachedBlock
 from nanovllm_extras.memory.grouped_tables import GroupedBlockTables
 from nanovllm_extras.memory.kinds import NULL_BLOCK, Kind
 from nanovllm_extras.records.full_observer import Observer
@@ -66,7 +66,7 @@ class PrefixCache(prefix_cache.PrefixCache):
             return
         for i in range(seq.num_registered_blocks, min(num_tokens, seq.token_ids.length) // self.block_size):
             # behind a window a block may have been given back, and evicted since
-            if seq.block_table.data[i] == NULL_BLOCK and not self._has_block(seq, i):
+            if seq.block_table.data[i] == NULL_BLOCK and self.look_up(*self.key(seq, seq.cached_blocks)) is None:
                 return
             super().register(seq, (i + 1) * self.block_size)
             for part in self.parts:
@@ -75,12 +75,13 @@ class PrefixCache(prefix_cache.PrefixCache):
     def skip(self, seq: Sequence, num_blocks: int) -> None:
         """Go on after `num_blocks` blocks of `seq`, of which not all are cached.
 
-        Their serial numbers are unknown, so the last one gets a new number. Other sequences do not find the blocks that
-        are registered after it, but parts take note of them.
+        Their serial numbers are unknown, so they get new ones. Other sequences do not find the blocks that are
+        registered after them, but parts take note of them.
         """
-        for i in range(len(seq.block_hashes), num_blocks):
-            self.key(seq, i)  # appends the hash, from which the next one follows
-        seq.num_registered_blocks, seq.parent_serial = num_blocks, next(self._serials)
+        while len(seq.cached_blocks) < num_blocks:
+            block_hash, parent_serial, tokens = self.key(seq, seq.cached_blocks)
+            unknown = CachedBlock(NULL_BLOCK, block_hash, next(self._serials), parent_serial, tokens)
+            seq.cached_blocks.append(unknown)
 
     def forget(self, block_id: int) -> None:
         cached = self._by_id.get(block_id)
@@ -90,16 +91,8 @@ class PrefixCache(prefix_cache.PrefixCache):
 
     def last_block(self, seq: Sequence) -> CachedBlock | None:
         """Return the last registered block of `seq` if it can still be found: it may have been evicted again."""
-        if not seq.num_registered_blocks:
-            return None
-        cached = self._by_hash.get(seq.block_hashes[seq.num_registered_blocks - 1])
-        return cached if cached is not None and cached.serial == seq.parent_serial else None
-
-    def _has_block(self, seq: Sequence, i: int) -> bool:
-        """Return whether the contents of block `i` of `seq` are cached, whichever block holds them."""
-        block_hash, tokens = self.key(seq, i)
-        known = self._by_hash.get(block_hash)
-        return known is not None and known.parent_serial == seq.parent_serial and known.tokens == tokens
+        last = seq.cached_blocks[-1] if seq.cached_blocks else None
+        return last if last is not None and self._by_hash.get(last.block_hash) == last else None
 
 
 class OtherGroups:
@@ -145,7 +138,9 @@ class OtherGroups:
             self.blocks_of[seq.parent_serial] = blocks
             self.serial_of.update(dict.fromkeys(blocks, seq.parent_serial))
             for group, block_id in enumerate(blocks, 1):
-                self.observer.on_register_in_group(seq, group, block_id, seq.block_hashes[i], seq.parent_serial)
+                self.observer.on_register_in_group(
+                    seq, group, block_id, seq.cached_blocks[i].block_hash, seq.parent_serial
+                )
 
     def forgotten(self, block_id: int, serial: int | None) -> None:
         serial = self.serial_of.get(block_id) if serial is None else serial

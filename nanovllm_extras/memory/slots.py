@@ -61,7 +61,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanovllm.prefix_cache import ROOT_SERIAL, CachedBlock, PrefixCache
+from nanovllm.prefix_cache import ROOT_SERIAL, PrefixCache
+from nanovllm.sequence import CachedBlock
 from nanovllm_extras.records.full_observer import Observer
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.moves import Pair

@@ -40,7 +40,7 @@ because tokens became known later, the next step may change the state in that sl
 from the pool's copy, which that step makes first. One that has no slot in the pool is not saved.
 """
 
-from nanovllm.prefix_cache import CachedBlock
+from nanovllm.sequence import CachedBlock
 from nanovllm_extras.kv_store.share import Loaded, name_in_group, name_of_state
 from nanovllm_extras.kv_store.store import KVStore
 from nanovllm_extras.memory.block_manager import BlockManager

@@ -52,6 +52,15 @@ class Sequence(sequence.Sequence):
         return self.token_ids.view(self.num_prompt_tokens).tolist()
 
     @property
+    def num_registered_blocks(self) -> int:
+        return len(self.cached_blocks)
+
+    @property
+    def parent_serial(self) -> int:
+        """The serial number of the last block that is in the prefix cache: it identifies the tokens up to there."""
+        return self.cached_blocks[-1].serial if self.cached_blocks else self.root_serial
+
+    @property
     def max_cached_tokens(self) -> int:
         return 0 if self.reads_prompt else self.token_ids.length - 1
 

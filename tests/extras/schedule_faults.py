@@ -76,8 +76,8 @@ def a_block_is_known_by_its_own_tokens_only(replace):
 
     def find(self, seq):
         hits = []
-        for i in range(seq.max_cached_tokens // self.block_size):
-            block_hash, tokens = self.key(seq, i)
+        while len(hits) < seq.max_cached_tokens // self.block_size:
+            block_hash, _, tokens = self.key(seq, hits)
             hit = self._by_hash.get(block_hash)
             if hit is None or hit.tokens != tokens:
                 break
@@ -102,8 +102,7 @@ def found_blocks_need_no_room(replace):
             return False
         for hit in hits:
             self._share(seq, hit.block_id)
-        seq.num_computed_tokens, seq.num_registered_blocks = len(hits) * self.block_size, len(hits)
-        seq.parent_serial = hits[-1].serial if hits else 0
+        seq.num_computed_tokens, seq.cached_blocks = len(hits) * self.block_size, hits
         return True
 
     replace(CoreBlockManager, "try_admit", try_admit)

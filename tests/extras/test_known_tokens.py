@@ -240,7 +240,7 @@ def test_a_block_is_registered_when_its_tokens_are_known():
     seq.num_tokens = 2
     assert manager.try_allocate(seq, 2)
     seq.num_computed_tokens = 2
-    assert (seq.num_registered_blocks, seq.block_hashes, list(manager.prefix_cache._by_id)) == (0, [], [])
+    assert (seq.cached_blocks, list(manager.prefix_cache._by_id)) == ([], [])
     seq.append_token(5)
     assert seq.num_tokens == 2
     manager.free(seq)
@@ -265,7 +265,7 @@ def test_without_prefix_caching_no_block_is_hashed():
     seq = start(manager, cache, [1, 2, 3, 4])
     append(manager, cache, seq, 5, 6)
     manager.free(seq)
-    assert (seq.block_hashes, num_hits(manager, [1, 2, 3, 4])) == ([], 0)
+    assert (seq.cached_blocks, num_hits(manager, [1, 2, 3, 4])) == ([], 0)
 
 
 # ---- by hand
