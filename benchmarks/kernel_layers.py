@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.mlp import SiluAndMul
-from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import ApplyRotary
+from nanovllm.layers.basic import ApplyRotary, RMSNorm, SiluAndMul
 from nanovllm_extras.models.rope import Rope, ScaledRotary
 
 KERNEL_TOKENS, PRODUCT_TOKENS = (1, 32, 256, 8192), (1, 2, 4, 8, 16, 64, 256)

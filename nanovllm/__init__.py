@@ -8,7 +8,7 @@ from nanovllm.config import Config
 from nanovllm.engine import LLMEngine
 from nanovllm.llm import LLM
 from nanovllm.loader import TINY_QWEN3
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.request import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 __all__ = ["LLM", "TINY_QWEN3", "CompletionOutput", "Config", "LLMEngine", "RequestOutput", "SamplingParams"]

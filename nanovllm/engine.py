@@ -19,8 +19,8 @@ from nanovllm.loader import find_folder, load_tokenizer, read_eos_token_ids
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observer import Stats
 from nanovllm.one_thread import InUseError, OneThread
-from nanovllm.outputs import RequestOutput
-from nanovllm.request import Prompt, Request, check_prompt_len, encode_prompt, make_seed
+from nanovllm.prompts import Prompt, check_prompt_len, encode_prompt
+from nanovllm.request import Request, RequestOutput, make_seed
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import Sequence

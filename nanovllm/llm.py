@@ -5,7 +5,7 @@ of your own.
 """
 
 import sys
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import fields
 from functools import partial
@@ -15,12 +15,11 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from nanovllm.chat import ChatPrompt, Message, render_conversation
 from nanovllm.config import Config
 from nanovllm.engine import LLMEngine
 from nanovllm.one_thread import InUseError
-from nanovllm.outputs import RequestOutput
-from nanovllm.request import Prompt, is_single_prompt
+from nanovllm.prompts import ChatPrompt, Message, Prompt, conversations_of, is_single_prompt, render_conversation
+from nanovllm.request import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 Prompts = Prompt | Collection[Prompt]
@@ -160,13 +159,6 @@ class LLM:
         finally:
             for request_id in requests:
                 self.engine.abort_request(request_id)  # those that have finished are unknown to the engine
-
-
-def conversations_of(messages: Any) -> Collection[Any]:
-    """Return a list of conversations, for one or for a list of them."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
-    return [messages] if isinstance(messages[0], Mapping) else messages
 
 
 def spread(name: str, value: object, kind: type, default: Any, num_prompts: int) -> list[Any]:

@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.checks import check_token_ids
-from nanovllm.layers.linear import FusedLinear
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.basic import FusedLinear, RMSNorm
 
 Network = TypeVar("Network", bound=nn.Module)
 

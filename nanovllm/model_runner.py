@@ -18,8 +18,7 @@ from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import BackendError, LoadedModel, TorchAttention
 from nanovllm.loader import allocate, init_dummy_weights, load_weights, read_json
 from nanovllm.models import find_architecture
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3 import ModelConfig, Qwen3ForCausalLM
 from nanovllm.plugins import choose_backends
 from nanovllm.sampler import sample_tokens
 

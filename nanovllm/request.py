@@ -1,19 +1,47 @@
 """A request and its samples: how tokens become text, and what the user receives. `LLMEngine` makes and drives them."""
 
 from array import array
-from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
-from nanovllm.checks import check_int
 from nanovllm.detokenizer import Detokenizer
-from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
 
-Prompt = str | Collection[int] | Mapping[str, Any]
-"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}` (or both: then the text is only shown)."""
+# ---- what users receive: snapshots that no later step changes. The names are vLLM's
+
+
+@dataclass
+class CompletionOutput:
+    """One sample of a request, up to now."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    """`stop` (a token or string), `length` (`max_tokens`, `max_model_len`, the whole cache), `abort`, or None while the
+    sample grows."""
+    stop_reason: int | str | None
+    """The token of `stop_token_ids` or the string of `stop` that ended the sample, or `kv_cache` if the whole cache was
+    too small to go on. None for the model's own end-of-sequence token."""
+
+
+@dataclass
+class RequestOutput:
+    """A request with all of its samples, up to now; `finished` is True on its last output."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    """Prompt tokens whose K and V were found in the prefix cache."""
+
+
+# ---- a request
 
 
 class Completion:
@@ -96,51 +124,6 @@ class Request:
         )
 
 
-# ---- prompts
-
-
-def is_single_prompt(prompts: Any) -> bool:
-    """Return whether `prompts` is one prompt: [1, 2] is; ["a"], [[1, 2]], [{…}] and [] are lists of prompts."""
-    if isinstance(prompts, str | Mapping):
-        return True
-    if hasattr(prompts, "ndim"):  # an array or a tensor: a row of ids, or rows of them
-        return prompts.ndim == 1
-    if isinstance(prompts, bytes) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
-        raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
-    first = prompts[0] if len(prompts) else []
-    is_number = not hasattr(first, "__len__") or getattr(first, "ndim", None) == 0  # arrays of one number have a length
-    return is_number and not isinstance(first, str | Mapping)
-
-
-def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:
-    """Return the text of a prompt (None if there is none) and its token ids. TypeError or ValueError for a bad one."""
-    text: Any = None
-    token_ids: Any = prompt
-    if isinstance(prompt, Mapping):
-        text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if isinstance(given, str):
-            raise TypeError(f"prompt_token_ids must be a list of token ids, got {given!r}")
-        token_ids = text if given is None else given
-    if isinstance(token_ids, str):
-        if tokenizer is None:
-            raise ValueError("this model has no tokenizer, so a prompt must be token ids, got text")
-        for i, character in enumerate(token_ids):
-            if "\ud800" <= character <= "\udfff":
-                raise ValueError(f"a prompt must not hold half of a surrogate pair, got {character!r} at {i}")
-        text, token_ids = token_ids, tokenizer.encode(token_ids)
-    return text, check_prompt(token_ids, vocab_size)
-
-
-def check_prompt_len(num_tokens: int, max_model_len: int, capacity: int, block_size: int, options: str) -> None:
-    """Raise ValueError if a prompt is too long for the model or the whole KV cache, which `options` enlarge."""
-    if num_tokens > max_model_len - 1:
-        raise ValueError(f"the prompt has {num_tokens} tokens; at most {max_model_len - 1} are allowed "
-                         f"(max_model_len {max_model_len}, less one for the output)")  # fmt: skip
-    if num_tokens > capacity:
-        raise ValueError(f"the prompt has {num_tokens} tokens; the whole KV cache holds {capacity} "
-                         f"({capacity // block_size} blocks of {block_size}): give more {options}")  # fmt: skip
-
-
 def make_seed(seed: int | None, engine_seed: int, number: int, prompt_token_ids: list[int]) -> int:
     """Return the seed of a request's random numbers. Without a `seed`, `number` decides: the number of requests before.
 
@@ -148,21 +131,3 @@ def make_seed(seed: int | None, engine_seed: int, number: int, prompt_token_ids:
     """
     own = 1 << 63 | (engine_seed * 1_000_003 + number) % 2**63 if seed is None else seed
     return xxhash.xxh3_64_intdigest(array("q", prompt_token_ids), own)
-
-
-def check_prompt(token_ids: Any, vocab_size: int) -> list[int]:
-    """Return token ids as a list of ints in [0, vocab_size). An error names the first bad one."""
-    if (
-        isinstance(token_ids, bytes | Mapping)
-        or not hasattr(token_ids, "__iter__")
-        or getattr(token_ids, "ndim", 1) == 0
-    ):
-        allowed = "a str, a list of token ids, or a dict with prompt or prompt_token_ids"
-        raise TypeError(f"a prompt must be {allowed}, got {type(token_ids).__name__}")
-    token_ids = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
-    if not token_ids:
-        raise ValueError("the prompt is empty; it must have at least 1 token")
-    if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        for i, token_id in enumerate(token_ids):
-            check_int(f"prompt_token_ids[{i}]", token_id, 0, maximum=vocab_size - 1)
-    return list(map(int, token_ids))

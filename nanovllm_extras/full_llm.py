@@ -13,10 +13,9 @@ import torch
 from tqdm import tqdm
 
 from nanovllm import llm, sampling_params
-from nanovllm.chat import ChatPrompt, Message
 from nanovllm.checks import check_bool
-from nanovllm.llm import Requests, conversations_of, spread
-from nanovllm.request import Prompt, is_single_prompt
+from nanovllm.llm import Requests, spread
+from nanovllm.prompts import ChatPrompt, Message, Prompt, conversations_of, is_single_prompt
 from nanovllm_extras.engine.engine_stats import EngineStats
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.machine.forks import check_process

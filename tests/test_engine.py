@@ -15,7 +15,7 @@ import transformers
 import nanovllm
 from nanovllm.config import Config
 from nanovllm.engine import LLMEngine
-from nanovllm.outputs import RequestOutput
+from nanovllm.request import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import every_second, examples, hf_greedy
 from tests.core_traffic import MODEL, SMALL, drive, random_requests

@@ -21,7 +21,7 @@ import transformers
 
 from nanovllm import model_runner
 from nanovllm.llm import LLM
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.request import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import hf_greedy
 from tests.failing_runs import Failing

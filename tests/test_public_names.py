@@ -18,10 +18,10 @@ from nanovllm.__main__ import main
 PACKAGE = Path(nanovllm.__file__).parent
 EXPORTED = {
     "LLM": "llm",
-    "CompletionOutput": "outputs",
+    "CompletionOutput": "request",
     "Config": "config",
     "LLMEngine": "engine",
-    "RequestOutput": "outputs",
+    "RequestOutput": "request",
     "SamplingParams": "sampling_params",
 }
 """Name -> module that has it."""

@@ -10,13 +10,9 @@ import torch
 import transformers
 from transformers.models.qwen3 import modeling_qwen3 as oracle
 
-from nanovllm.layers.linear import Embedding, FusedLinear, Linear
-from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import ApplyRotary, Rotary
+from nanovllm.layers.basic import ApplyRotary, Embedding, FusedLinear, GatedMLP, Linear, RMSNorm, Rotary
 from nanovllm.models import find_architecture
-from nanovllm.models.config import read_qwen3_config
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3 import Qwen3ForCausalLM, read_qwen3_config
 
 SHAPE = {
     "vocab_size": 100,

@@ -1,1 +1,1 @@
-"""The layers of a network. Begin with `attention.py`, then `flash_attention.py`."""
+"""The layers of a network. Begin with `basic.py`, then `attention.py` and `flash_attention.py`."""

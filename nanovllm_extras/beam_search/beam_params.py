@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from nanovllm.checks import check_bool, check_int, check_number
-from nanovllm.request import Prompt
+from nanovllm.prompts import Prompt
 from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput
 from nanovllm_extras.beam_search.search import BeamSearch
 from nanovllm_extras.engine.input_processor import InputProcessor

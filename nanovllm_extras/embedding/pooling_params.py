@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from nanovllm.checks import check_bool, check_choice
-from nanovllm.request import Prompt
+from nanovllm.prompts import Prompt
 from nanovllm_extras.embedding.embedding_outputs import EmbeddingRequestOutput
 from nanovllm_extras.embedding.embedding_request import make_request
 from nanovllm_extras.engine.input_processor import InputProcessor

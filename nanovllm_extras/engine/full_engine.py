@@ -16,7 +16,7 @@ from nanovllm.batch import Batch, build_batch
 from nanovllm.block_manager import BlockManager
 from nanovllm.block_tables import BlockTables
 from nanovllm.loader import read_json
-from nanovllm.request import Prompt
+from nanovllm.prompts import Prompt
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import Sequence
 from nanovllm_extras.engine import assembly

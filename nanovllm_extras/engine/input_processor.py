@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from nanovllm import sampling_params
 from nanovllm.checks import checks_of
-from nanovllm.request import Prompt, check_prompt_len, encode_prompt, make_seed
+from nanovllm.prompts import Prompt, check_prompt_len, encode_prompt
+from nanovllm.request import make_seed
 from nanovllm_extras.execution.parts import Parts
 from nanovllm_extras.options.request_params import RequestOutputKind, SamplingParams
 from nanovllm_extras.options.token_limits import check_token_limits

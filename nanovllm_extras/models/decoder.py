@@ -12,8 +12,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm.layers.linear import Embedding
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.basic import Embedding, RMSNorm
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3Model
 from nanovllm_extras.models.layer_inputs import metadata_of
 from nanovllm_extras.models.network_config import NetworkConfig

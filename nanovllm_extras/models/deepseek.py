@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from nanovllm.checks import check_bool, check_number
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm.layers.linear import Linear
-from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import ApplyRotary
-from nanovllm.models.config import refuse
+from nanovllm.layers.basic import ApplyRotary, Linear, RMSNorm
+from nanovllm.models.qwen3 import refuse
 from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.gated_mlp import GatedMLP
 from nanovllm_extras.models.group_routing import SigmoidRouter, route_by_sigmoid_in_groups, route_by_softmax_in_groups

@@ -32,8 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.basic import FusedLinear, Linear, RMSNorm
 from nanovllm_extras.models.layer_inputs import StateMetadata
 
 CHUNK_LEN = 64  # tokens: longer chunks have fewer products, but more pairs of tokens

@@ -3,9 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers import mlp
-from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.mlp import SiluAndMul
+from nanovllm.layers import basic
+from nanovllm.layers.basic import FusedLinear, Linear, SiluAndMul
 
 
 class GeluAndMul(nn.Module):
@@ -19,7 +18,7 @@ class GeluAndMul(nn.Module):
 GATES = {"silu": SiluAndMul, "swish": SiluAndMul, "gelu_pytorch_tanh": GeluAndMul}  # by their names in config.json
 
 
-class GatedMLP(mlp.GatedMLP):
+class GatedMLP(basic.GatedMLP):
     """x -> down(act(gate(x)) * up(x)); `activation` is a name in `GATES`."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: str = "silu", bias: bool = False) -> None:

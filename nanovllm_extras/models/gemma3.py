@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from nanovllm.checks import check_int, check_number
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm.layers.norm import RMSNorm
-from nanovllm.models.config import refuse
+from nanovllm.layers.basic import RMSNorm
+from nanovllm.models.qwen3 import refuse
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel, LayerClass
 from nanovllm_extras.models.gated_mlp import GATES, GatedMLP
 from nanovllm_extras.models.layer_inputs import metadata_of

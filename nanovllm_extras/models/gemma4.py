@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm.layers.linear import Embedding, Linear
+from nanovllm.layers.basic import Embedding, Linear
 from nanovllm_extras.models.decoder import DecoderModel, LayerClass
 from nanovllm_extras.models.gemma3 import SoftCappedLM
 from nanovllm_extras.models.gemma4_config import Gemma4Config, override_ropes, read_gemma4_config

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from nanovllm.checks import check_bool, check_int, check_number
-from nanovllm.models.config import refuse
+from nanovllm.models.qwen3 import refuse
 from nanovllm_extras.models.gated_mlp import GATES
 from nanovllm_extras.models.groups import KVGroup, KVPlace
 from nanovllm_extras.models.masking import AttentionOptions

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.rotary import ApplyRotary
+from nanovllm.layers.basic import ApplyRotary, FusedLinear, Linear
 from nanovllm_extras.models.gated_mlp import GATES, GatedMLP
 from nanovllm_extras.models.gemma4_config import Gemma4Config
 from nanovllm_extras.models.gpt_oss import OnceRoundedRMSNorm

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nanovllm.checks import check_number
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.basic import RMSNorm
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel, LayerClass
 from nanovllm_extras.models.gated_mlp import GatedMLP
 from nanovllm_extras.models.llama import LlamaAttention

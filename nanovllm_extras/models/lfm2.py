@@ -17,11 +17,8 @@ from torch import Tensor, nn
 
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.layers.linear import Linear
-from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.norm import RMSNorm
-from nanovllm.models.config import refuse
-from nanovllm.models.qwen3 import Qwen3DecoderLayer
+from nanovllm.layers.basic import GatedMLP, Linear, RMSNorm
+from nanovllm.models.qwen3 import Qwen3DecoderLayer, refuse
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel, LayerClass
 from nanovllm_extras.models.gated_delta import CausalConv, groups_of, read_states
 from nanovllm_extras.models.layer_inputs import StateCaches, StateMetadata, StateShape

@@ -10,7 +10,7 @@ from torch import nn
 
 from nanovllm.checks import check_bool
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.layers.linear import FusedLinear, Linear
+from nanovllm.layers.basic import FusedLinear, Linear
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.gated_mlp import GatedMLP

@@ -9,8 +9,7 @@ matrices of an expert w1 (gate), w3 (up) and w2 (down).
 from torch import Tensor, nn
 
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm.layers.linear import FusedLinear
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.basic import FusedLinear, RMSNorm
 from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.gated_mlp import GATES
 from nanovllm_extras.models.llama import LlamaAttention

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checks import check_int
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.basic import Linear
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.read_config import read_rope, refuse_partial_rotary

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention, softmax_attention
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.basic import Linear
 from nanovllm_extras.models.decoder import LayerClass
 from nanovllm_extras.models.gemma3 import UnitOffsetRMSNorm
 from nanovllm_extras.models.layer_inputs import StateCaches

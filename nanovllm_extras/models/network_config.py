@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import ModelConfig
 from nanovllm_extras.models.groups import KVGroup
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.rope import Rope

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from nanovllm.checks import check_int
 from nanovllm.layers.attention import Attention, AttentionMetadata, TorchAttention
-from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.mlp import GatedMLP
-from nanovllm.models.config import refuse
+from nanovllm.layers.basic import FusedLinear, GatedMLP, Linear
+from nanovllm.models.qwen3 import refuse
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel
 from nanovllm_extras.models.gated_delta import GatedDeltaNet
 from nanovllm_extras.models.gemma3 import UnitOffsetRMSNorm

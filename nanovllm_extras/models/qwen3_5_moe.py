@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.basic import Linear
 from nanovllm_extras.models.gated_mlp import GatedMLP
 from nanovllm_extras.models.moe import MoeConfig, read_experts, read_int
 from nanovllm_extras.models.qwen3_5 import Qwen3_5Config, Qwen3_5DecoderLayer, Qwen3_5ForCausalLM, read_fields

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanovllm.checks import check_bool
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.basic import RMSNorm
 from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.gated_mlp import GatedMLP
 from nanovllm_extras.models.moe import Experts, MoeConfig, Router, make_config, read_experts, read_int, route_by_softmax

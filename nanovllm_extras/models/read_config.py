@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.checks import check_bool, check_int, check_number
-from nanovllm.models.config import refuse
+from nanovllm.models.qwen3 import refuse
 from nanovllm_extras.models.gated_mlp import GATES
 from nanovllm_extras.models.raw_config import RawConfig
 from nanovllm_extras.models.rope import Rope, plain_rope, rope_type_of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checks import check_number
-from nanovllm.layers.rotary import ApplyRotary, Rotary
+from nanovllm.layers.basic import ApplyRotary, Rotary
 
 # "mrope" counts positions of texts and images apart, which are equal in a text
 ALIASES = {"su": "longrope", "mrope": "default"}

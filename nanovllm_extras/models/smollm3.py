@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from nanovllm.checks import check_bool, check_int
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm.layers.rotary import Rotary
-from nanovllm.models.config import refuse
+from nanovllm.layers.basic import Rotary
+from nanovllm.models.qwen3 import refuse
 from nanovllm_extras.models.decoder import CausalLM, DecoderModel
 from nanovllm_extras.models.layer_inputs import metadata_of
 from nanovllm_extras.models.llama import LlamaDecoderLayer

@@ -6,7 +6,7 @@ Mistral and Gemma 3 have such layers; `qwen3.py` imports this file for a config 
 from typing import TypedDict
 
 from nanovllm.checks import check_int
-from nanovllm.models.config import refuse
+from nanovllm.models.qwen3 import refuse
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.raw_config import RawConfig
 

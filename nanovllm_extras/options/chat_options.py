@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.chat import ChatPrompt, Message, check_messages, render_conversation
 from nanovllm.checks import check_bool
+from nanovllm.prompts import ChatPrompt, Message, check_messages, render_conversation
 from nanovllm_extras.options.option_checks import check_dict, check_optional_str, takes_vllm_options
 from nanovllm_extras.options.surrogates import check_texts
 

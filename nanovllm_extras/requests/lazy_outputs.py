@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import Field, InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nanovllm import outputs
+from nanovllm import request
 
 if TYPE_CHECKING:
     from nanovllm_extras.records.prefix_miss import PrefixMiss
@@ -44,7 +44,7 @@ class LazyRecord:
 
 
 @dataclass
-class CompletionOutput(LazyRecord, outputs.CompletionOutput):
+class CompletionOutput(LazyRecord, request.CompletionOutput):
     """One sample of a request, up to now."""
 
     _lazy_field = "token_ids"
@@ -116,7 +116,7 @@ def between(start: float | None, end: float | None) -> float | None:
 
 
 @dataclass
-class RequestOutput(LazyRecord, outputs.RequestOutput):
+class RequestOutput(LazyRecord, request.RequestOutput):
     """A request with all of its samples, up to now; `finished` is True on its last output."""
 
     _lazy_field = "metrics"

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import TypedDict
 
-from nanovllm.request import Prompt
+from nanovllm.prompts import Prompt
 from nanovllm_extras.options.option_checks import translate_options
 from nanovllm_extras.options.surrogates import is_utf8
 

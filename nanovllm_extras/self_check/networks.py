@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from nanovllm.batch import Batch, to_device
 from nanovllm.layers.attention import Attention, TorchAttention
-from nanovllm.layers.linear import Embedding
+from nanovllm.layers.basic import Embedding
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.models.layer_inputs import LayerCaches
 from nanovllm_extras.models.masking import AttentionOptions, options_of

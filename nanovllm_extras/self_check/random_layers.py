@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.layers.linear import Embedding
+from nanovllm.layers.basic import Embedding
 from nanovllm.loader import allocate, init_dummy_weights
 from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.kernels.backend import AttentionBackend

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 from uuid import uuid4
 
-from nanovllm.chat import ChatPrompt
+from nanovllm.prompts import ChatPrompt
 from nanovllm_extras.answer_parts.events import CallArguments, CallStart, Content, Event, Reasoning
 from nanovllm_extras.answer_parts.harmony import Harmony
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from nanovllm.checks import check_int
-from nanovllm.request import Prompt
+from nanovllm.prompts import Prompt
 from nanovllm_extras.embedding.pooling_params import PoolingParams
 from nanovllm_extras.engine.engine_stats import EngineStats
 from nanovllm_extras.engine.full_engine import LLMEngine

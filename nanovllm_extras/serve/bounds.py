@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.request import Prompt
+from nanovllm.prompts import Prompt
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.serve.messages.protocol import MAX_FORM, GenerationRequest
 from nanovllm_extras.serve.workers import Check

@@ -19,7 +19,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from nanovllm.request import Prompt
+from nanovllm.prompts import Prompt
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.engine.input_processor import Params
 from nanovllm_extras.machine.dead import EngineDeadError

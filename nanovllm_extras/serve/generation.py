@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from starlette.requests import Request
 
-from nanovllm.request import Prompt
+from nanovllm.prompts import Prompt
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.requests.lazy_outputs import RequestOutput
 from nanovllm_extras.serve.async_llm import AsyncLLM

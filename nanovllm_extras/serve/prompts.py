@@ -6,8 +6,7 @@ Called by `Workers.run`: for a long body in a thread, so the event loop goes on 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanovllm.chat import ChatPrompt
-from nanovllm.request import Prompt
+from nanovllm.prompts import ChatPrompt, Prompt
 from nanovllm_extras.options.chat_options import ChatOptions, render_chat, text_of
 from nanovllm_extras.serve.bounds import BoundedTokenizer, Bounds, count_chars
 from nanovllm_extras.serve.errors import APIError, refuse

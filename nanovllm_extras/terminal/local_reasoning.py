@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.chat import ChatPrompt
+from nanovllm.prompts import ChatPrompt
 from nanovllm_extras.answer_parts.events import Content, Reasoning
 from nanovllm_extras.answer_parts.harmony import Harmony, find_end_tokens
 from nanovllm_extras.answer_parts.reasoning import REASONING_PARSERS, ReasoningParser

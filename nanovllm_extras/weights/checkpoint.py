@@ -9,8 +9,7 @@ from typing import Any
 
 from nanovllm import loader
 from nanovllm.loader import read_json
-from nanovllm.models.config import read_qwen3_config
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3 import Qwen3ForCausalLM, read_qwen3_config
 from nanovllm_extras.models.architectures import find_architecture, text_fields
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config

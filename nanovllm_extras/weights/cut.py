@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from nanovllm.layers.linear import Embedding, FusedLinear
+from nanovllm.layers.basic import Embedding, FusedLinear
 from nanovllm_extras.models.groups import KVGroup
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.weights.load_model import BARE

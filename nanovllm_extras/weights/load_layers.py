@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.linear import FusedLinear, Linear
+from nanovllm.layers.basic import FusedLinear, Linear
 from nanovllm.loader import allocate
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.weights.load_model import places_of_stored

@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from torch import nn
 
-from nanovllm.layers.linear import Embedding, FusedLinear, Linear
+from nanovllm.layers.basic import Embedding, FusedLinear, Linear
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.weights.quantised_linear import (
     QuantisedEmbedding,

@@ -61,7 +61,7 @@ static void norm_tokens(const void *arguments, long first, long last, int thread
 
 // Normalise and rotate each head. x: [num_tokens, num_heads, size], tokens `stride` elements apart -> y: the same
 // shape, contiguous. If weight is not NULL, normalise. The kind says whether the number is rounded before it is
-// multiplied by the weight (layers/norm.py), or only the product; Gemma's products are with weight + 1. If cos is not
+// multiplied by the weight (layers/basic.py), or only the product; Gemma's products are with weight + 1. If cos is not
 // NULL, rotate the first 2 * half elements by cos, sin: [num_tokens, half].
 void rms_norm(const element *x, const element *weight, const element *cos, const element *sin, element *y,
               long num_tokens, long num_heads, long size, long half, long stride, int kind, float eps) {

@@ -13,10 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import Embedding, FusedLinear, Linear
-from nanovllm.layers.mlp import SiluAndMul
-from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import ApplyRotary, Rotary
+from nanovllm.layers.basic import ApplyRotary, Embedding, FusedLinear, Linear, RMSNorm, Rotary, SiluAndMul
 from nanovllm_extras.kernels.classes import is_one
 from nanovllm_extras.kernels.cpu.library import LANES, Library, keep_freed_memory, load_library
 from nanovllm_extras.machine.one_thread import on_one_thread
@@ -26,7 +23,7 @@ from nanovllm_extras.models.rope import ApplyPartialRotary
 # paths and not imports, because the files of architectures may be deleted
 ROUTER, SIGMOID_ROUTER = "nanovllm_extras.models.moe.Router", "nanovllm_extras.models.group_routing.SigmoidRouter"
 NORMS = {  # others round at other points: `enum norm_kind` of cpu.c
-    "nanovllm.layers.norm.RMSNorm": 0,
+    "nanovllm.layers.basic.RMSNorm": 0,
     "nanovllm_extras.models.gemma3.UnitOffsetRMSNorm": 1,
     "nanovllm_extras.models.gpt_oss.OnceRoundedRMSNorm": 2,
 }

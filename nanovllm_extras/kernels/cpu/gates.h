@@ -1,4 +1,4 @@
-// The gate of the feed-forward network, act(gate) * up, for the activations in layers/mlp.py and nanovllm_extras/models.
+// The gate of the feed-forward network, act(gate) * up, for the activations in layers/basic.py and nanovllm_extras/models.
 
 #pragma once
 #include "team.h"

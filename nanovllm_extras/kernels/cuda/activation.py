@@ -1,4 +1,4 @@
-"""SwiGLU's gate in Triton: the fast version of `SiluAndMul` in `layers/mlp.py`, for the fused projection's output."""
+"""SwiGLU's gate in Triton: the fast version of `SiluAndMul` in `layers/basic.py`, for the fused projection's output."""
 
 import torch
 import triton

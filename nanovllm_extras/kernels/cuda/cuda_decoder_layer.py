@@ -20,10 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.linear import Linear
-from nanovllm.layers.mlp import SiluAndMul
-from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import Rotary
+from nanovllm.layers.basic import Linear, RMSNorm, Rotary, SiluAndMul
 from nanovllm_extras.kernels.backend import AttentionBackend
 from nanovllm_extras.kernels.cuda import few_tokens
 from nanovllm_extras.kernels.cuda.activation import silu_and_mul

@@ -1,8 +1,8 @@
 """RMS normalisation in Triton, of whole rows and of single heads; the latter is fused with rotary and the KV cache.
 
 Both kernels are memory-bound, so they read and write each number once. They round at the same points as
-`layers/norm.py` and `layers/rotary.py`; only the order in which squares are added differs. `cuda_decoder_layer.py`
-calls them.
+`RMSNorm` and `ApplyRotary` of `layers/basic.py`; only the order in which squares are added differs.
+`cuda_decoder_layer.py` calls them.
 """
 
 import torch

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from nanovllm.chat import ChatPrompt
+from nanovllm.prompts import ChatPrompt
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.requests.lazy_outputs import CompletionOutput, RequestOutput

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from nanovllm.loader import read_json
-from nanovllm.request import Prompt
+from nanovllm.prompts import Prompt
 from nanovllm_extras.embedding.pooling_params import EmbeddingRequestOutput, PoolingParams
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.serve.body import JSONRoute

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from nanovllm.chat import ChatPrompt
+from nanovllm.prompts import ChatPrompt
 from nanovllm_extras.serve.body import JSONRoute
 from nanovllm_extras.serve.errors import APIError, refuse
 from nanovllm_extras.serve.messages.protocol import DetokenizeRequest, TokenizeRequest

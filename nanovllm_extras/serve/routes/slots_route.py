@@ -11,7 +11,7 @@ from typing import Literal, ParamSpec, TypeVar
 
 from fastapi import APIRouter, Request
 
-from nanovllm.request import Prompt
+from nanovllm.prompts import Prompt
 from nanovllm_extras.kv_store.conversations import UnknownNameError
 from nanovllm_extras.kv_store.kv_slots import Slot, Slots
 from nanovllm_extras.serve.body import JSONRoute

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.basic import RMSNorm
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm_extras.kernels.cpu.cpu_layers import HugePages, pack
 from nanovllm_extras.kernels.cpu.library import SOURCE, masking

@@ -5,8 +5,7 @@ import importlib
 import pytest
 import torch
 
-from nanovllm.layers.linear import Linear
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.basic import Linear, RMSNorm
 from nanovllm_extras.kernels.classes import is_one
 from nanovllm_extras.kernels.cpu.cpu_layers import CLAMPED_SWIGLU, NORMS, ROUTER, SIGMOID_ROUTER, replace_layers
 from nanovllm_extras.kernels.cpu.experts import EXPERTS

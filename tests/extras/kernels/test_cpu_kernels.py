@@ -16,9 +16,7 @@ import pytest
 import torch
 
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.layers.linear import Embedding, FusedLinear, Linear
-from nanovllm.layers.mlp import SiluAndMul
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.basic import Embedding, FusedLinear, Linear, RMSNorm, SiluAndMul
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.execution.choices import select_backend

@@ -6,7 +6,7 @@
 import pytest
 import torch
 
-from nanovllm.layers.mlp import SiluAndMul
+from nanovllm.layers.basic import SiluAndMul
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
 from nanovllm_extras.kernels.cpu.cpu_layers import CpuGate

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.mlp import SiluAndMul
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.basic import RMSNorm, SiluAndMul
 from nanovllm_extras.kernels.cuda import few_tokens
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

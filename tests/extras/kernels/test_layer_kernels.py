@@ -17,9 +17,7 @@ import torch
 
 from benchmarks import kernel_layers
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.layers.mlp import SiluAndMul
-from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import ApplyRotary, Rotary
+from nanovllm.layers.basic import ApplyRotary, RMSNorm, Rotary, SiluAndMul
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.execution.input_buffer import map_tensors

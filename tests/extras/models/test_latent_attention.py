@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.rotary import ApplyRotary
+from nanovllm.layers.basic import ApplyRotary
 from nanovllm_extras.execution.choices import LATENT_BACKENDS, select_backend
 from nanovllm_extras.kernels.fp8_kv import with_fp8_cache
 from nanovllm_extras.kernels.int8_kv import to_bytes

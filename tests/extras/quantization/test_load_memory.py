@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.basic import Linear
 from nanovllm_extras import LLM, TINY_QWEN3
 from nanovllm_extras.weights import quantised_linear
 from nanovllm_extras.weights.quantise import quantise

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.layers.linear import FusedLinear
+from nanovllm.layers.basic import FusedLinear
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from nanovllm_extras.kernels.dense_layers import dense_parts
 from nanovllm_extras.weights.quantised_linear import QuantisedFusedLinear, SplitFusedLinear, quantise_weight

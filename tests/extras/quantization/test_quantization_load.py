@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from nanovllm.layers.linear import Embedding, FusedLinear, Linear
+from nanovllm.layers.basic import Embedding, FusedLinear, Linear
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.models.moe import Router
 from nanovllm_extras.weights.quantise import quantise
