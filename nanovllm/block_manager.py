@@ -99,6 +99,10 @@ class BlockManager:
         With block_size 4 and the block table [7, 2], num_tokens 8 takes no block; num_tokens 9 takes a free one, 5,
         and the block table is [7, 2, 5].
         """
+        # Positions begin at 0. With blocks of 4, the eighth token is at position 7 and fills the second block: a block
+        # is full if num_tokens % size == 0. It is registered below, and no new block is taken. The ninth token is the
+        # first of a new block. nano-vllm's `may_append` does the same for decodes: if `len(seq) % block_size == 1`, it
+        # takes a block for the newest token, whose K and V are not stored yet; if `== 0`, it hashes the full block.
         size = self.block_size
         if num_tokens > seq.block_table.length * size or seq.has_shared_tail:
             num_new_blocks = max(0, -(-num_tokens // size) - seq.block_table.length)

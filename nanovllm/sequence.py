@@ -87,5 +87,6 @@ class Sequence:
         return self.num_tokens - 1
 
     def append_token(self, token_id: int) -> None:
+        """Append a sampled token. The step that computes it allocates its block (`BlockManager.try_allocate`)."""
         self.token_ids.append(token_id)
         self.num_tokens = self.token_ids.length
