@@ -9,6 +9,7 @@ import time
 import pytest
 
 from nanovllm_extras import AsyncEngineArgs, RequestOutputKind, SamplingParams
+from nanovllm_extras.engine import assembly
 from nanovllm_extras.serve import async_llm
 from nanovllm_extras.serve.async_llm import AsyncLLM, AsyncLLMEngine, EngineDeadError, QueueFullError
 from nanovllm_extras.serve.engine_thread import NewRequest
@@ -193,7 +194,7 @@ def test_what_is_made_of_parameters_is_made_once_and_not_in_the_engines_thread(n
     llm, made = new_llm(), []
     for kind, name in (
         (type(llm.engine.input_processor), "check_params"),
-        (type(llm.engine.input_processor), "_processors"),
+        (assembly.RequestExtras, "processors"),
         (compiler.GrammarCompiler, "_make_matchers"),
     ):
         make = getattr(kind, name)
@@ -212,7 +213,7 @@ def test_what_is_made_of_parameters_is_made_once_and_not_in_the_engines_thread(n
     outputs = {output.request_id: output.outputs[0].text for output in asyncio.run(main())}
     assert len(outputs) == 3
     assert all(set(text) <= set("abc") and text for text in outputs.values())
-    assert sorted(made) == [("_make_matchers", False), ("_processors", False), ("check_params", False)]
+    assert sorted(made) == [("_make_matchers", False), ("check_params", False), ("processors", False)]
 
 
 # ---- consumers that leave, or are slow
