@@ -36,8 +36,10 @@ def test_the_core_imports_no_other_architecture_and_no_extra():
     assert {name.removeprefix("nanovllm.models.") for name in also_after_kernels.split()} == core
     assert {name.removeprefix("nanovllm_extras.models.") for name in extras.split()} <= {
         "gated_mlp",
+        "groups",
         "masking",
         "network_config",
+        "rope",
     }
 
 
