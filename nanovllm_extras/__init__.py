@@ -1,8 +1,9 @@
 """Everything beyond the engine in `nanovllm/`: the same names with all options, and more. The folder can be deleted.
 
 The core's classes have one subclass each. An extra is an object that one of these holds, or a function that replaces
-one of theirs, and an option chooses it. The composition root is here: `all_options.py` and `request_params.py` have the
-options, `full_engine.py` and `full_runner.py` make the parts, and `assembly.py` and `execution/choices.py` choose them.
+one of theirs, and an option chooses it. `options/all_options.py` and `options/request_params.py` have the options,
+`engine/full_engine.py` and `execution/full_runner.py` make the parts, and `engine/assembly.py` and
+`execution/chooser.py` choose them.
 """
 
 from importlib import import_module

@@ -39,8 +39,7 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     check_combinations(config, shape)
     config = with_own_cache_dtype(config, shape.dtype)
-    drafts = config.speculative_config or {}
-    if drafts.get("method") == "mtp":
+    if config.has_mtp_head:
         from nanovllm_extras.execution.mtp_head import check_head
 
         check_head(config, folder, shape)
@@ -53,7 +52,7 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
             from nanovllm_extras.weights.gguf import GgufFile
 
             GgufFile(folder, shape)
-    if drafts.get("model") is not None:
+    if config.has_draft_model:
         from nanovllm_extras.speculation.draft_needs import measure_draft
 
         kind = partial(kind, measure_draft=measure_draft)

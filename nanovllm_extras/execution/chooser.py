@@ -3,6 +3,8 @@
 `self_check/core_on_cuda.py` has a subclass, with which a runner computes as the core does.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from nanovllm.layers.attention import TorchAttention
@@ -11,6 +13,9 @@ from nanovllm_extras.execution.device_setup import Device
 from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
+
+if TYPE_CHECKING:
+    from nanovllm_extras.execution.cuda_startup import CudaDevice
 
 
 class Chooser:
@@ -33,26 +38,17 @@ class Chooser:
         if device.type != "cuda" and not config.enable_cuda_graphs:
             return Device()
         sizes = (runner.max_num_batched_tokens, runner.max_rows)
-        setup = make_cuda_device(config, device, runner.slowest_backend, runner.shape, *sizes)
+        setup = cuda_device()(config, device, runner.slowest_backend, runner.shape, *sizes)
         if setup.replayed == "step" and (reason := runner.layout.why_no_steps):
             setup.replayed, setup.note = "forward", f"{setup.note} of the forward pass only ({reason})"
         return setup
 
 
-def make_cuda_device(
-    config: Config,
-    device: torch.device,
-    backend: TorchAttention,
-    shape: NetworkConfig,
-    max_num_batched_tokens: int,
-    max_rows: int | None = None,
-    *,
-    has_kernel: bool = True,
-) -> Device:
-    """Return a `CudaDevice` of these arguments. Its modules are large, and only CUDA needs them."""
+def cuda_device() -> "type[CudaDevice]":
+    """Import `CudaDevice`, whose modules are large: only CUDA needs them."""
     from nanovllm_extras.execution.cuda_startup import CudaDevice
 
-    return CudaDevice(config, device, backend, shape, max_num_batched_tokens, max_rows, has_kernel=has_kernel)
+    return CudaDevice
 
 
 def make_cores_backend(

@@ -19,7 +19,7 @@ from nanovllm_extras.sampling.runner_hooks import Draw, untouched_zeros
 
 
 class Device:
-    """What a kind of device adds to the start: by default nothing. `execution/cuda_startup.py` has a subclass."""
+    """What a kind of device adds to the start: by default nothing. `cuda_startup.py` has a subclass."""
 
     note = ""  # for the log
     memory_knob = "kv_cache_memory_bytes"

@@ -28,7 +28,7 @@ from nanovllm_extras.execution.chooser import Chooser
 from nanovllm_extras.execution.device_setup import Device, Unchecked, sample_with
 from nanovllm_extras.execution.forward_graphs import ForwardGraphs
 from nanovllm_extras.execution.graph_inputs import MoreInputs
-from nanovllm_extras.execution.layout import Layout, Network, has_head
+from nanovllm_extras.execution.layout import Layout, Network
 from nanovllm_extras.execution.runner_protocol import Record
 from nanovllm_extras.machine.one_thread import on_one_thread
 from nanovllm_extras.models.network_config import NetworkConfig
@@ -68,7 +68,7 @@ class Follower(Protocol):
 
 
 class StepGraphs(Protocol):
-    """CUDA graphs of whole steps (`execution/step_graphs.py`)."""
+    """CUDA graphs of whole steps (`step_graphs.py`)."""
 
     def can_replay(self, batch: Batch, newest_ids: Tensor) -> bool: ...
 
@@ -308,7 +308,7 @@ class ModelRunner(model_runner.ModelRunner):
         model_class, shape = read_model_config(self.folder, self.config.hf_overrides, self.config.max_model_len)
         if self.config.load_format not in ("gguf", "dummy"):
             shape = with_stored_head(shape, self.folder)
-        return model_class, replace(shape, has_mtp=True) if has_head(self.config) else shape
+        return model_class, replace(shape, has_mtp=True) if self.config.has_mtp_head else shape
 
     def make_device(self) -> Device:
         """Return the device setup. Raises ValueError if `enable_cuda_graphs=True` and the device is not CUDA."""

@@ -135,7 +135,7 @@ def why_one_table(config: Config, shape: NetworkConfig) -> str | None:
     """Return why all layers of a model that `mixes_windows` have one block table, or None if each group has its own."""
     if config.disable_hybrid_kv_cache_manager:
         return "disable_hybrid_kv_cache_manager is set"
-    if (config.speculative_config or {}).get("model") is not None:
+    if config.has_draft_model:
         return "a draft model reads one"
     if config.kv_cache_dtype == "int8" and shape.kv_groups:  # (head_dim + 4 bytes) of two sizes have no small multiple
         return "the scales of int8 leave no blocks of equal size"

@@ -4,7 +4,7 @@ There is one class for all models. What differs is in its parts:
 
     layers    K and V of tokens: their tensors, and one block table or one for each group     `cached_layers.py`
     pool      states, which do not grow with a sequence; None if no layer keeps any           `state_pool.py`
-    a head    its K and V are in a cache of its own, with the same block ids                  `execution/mtp_head.py`
+    a head    its K and V are in a cache of its own, with the same block ids                  `mtp_head.py`
 
     model                          block tables     KV caches                             states
     Qwen3, Llama                   1                [:, layer]                            -
@@ -50,7 +50,7 @@ class Layout:
         self.layers = CachedLayers(config, shape)
         self.pool: StatePool | None = None  # if layers keep states
         if shape.state_shape is not None:
-            hidden_size = shape.hidden_size if has_head(config) else 0
+            hidden_size = shape.hidden_size if config.has_mtp_head else 0
             self.pool = StatePool(replace(shape.state_shape, hidden_size=hidden_size), dtype, device)
 
     @property
@@ -63,13 +63,12 @@ class Layout:
         """How many tokens the layers of each block table see, None for all. A draft model sees all tokens."""
         if self.layer_groups is not None:
             return [None] + [self.layer_groups.window] * (self.layer_groups.num_groups - 1)
-        has_draft_model = (self.config.speculative_config or {}).get("model") is not None
-        return [None if has_draft_model else self.shape.widest_window]
+        return [None if self.config.has_draft_model else self.shape.widest_window]
 
     @property
     def why_no_steps(self) -> str | None:
         """Why CUDA graphs have only the model's forward pass, and not whole steps, if that is so."""
-        return "without the head" if has_head(self.config) else None  # which reads lengths on the host
+        return "without the head" if self.config.has_mtp_head else None  # which reads lengths on the host
 
     # ---- the start, in this order
 
@@ -87,7 +86,7 @@ class Layout:
     def make_kv_caches(self, backends: tuple[TorchAttention, ...]) -> list[KVCache]:
         """Return the KV caches, which have the same block ids. That of a head is the last one."""
         caches = self.layers.make_caches(backends, self.dtype, self.device)
-        if has_head(self.config):
+        if self.config.has_mtp_head:
             one = backends[0]
             attention = TorchAttention(one.num_heads, one.num_kv_heads, one.head_dim, one.block_size)
             caches.append(KVCache(attention, 1, self.dtype, self.device))
@@ -104,7 +103,7 @@ class Layout:
 
     def make_followers(self, model: nn.Module, caches: list[KVCache]) -> "tuple[MtpHead, ...]":
         """Return what else computes each step: the head, if the options ask for it."""
-        if not has_head(self.config):
+        if not self.config.has_mtp_head:
             return ()
         from nanovllm_extras.execution.mtp_head import MtpHead
 
@@ -158,8 +157,3 @@ class Network:
         """Run the model -> [num_tokens, hidden_size]"""
         hidden: Tensor = self._model(input_ids, positions, *self._layout.inputs_of(metadata, kv_cache))
         return hidden
-
-
-def has_head(config: Config) -> bool:
-    """Return whether the model's own head for multi-token prediction makes drafts."""
-    return (config.speculative_config or {}).get("method") == "mtp"

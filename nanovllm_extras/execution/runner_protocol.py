@@ -51,7 +51,7 @@ class Runner(Protocol):
     part: Whole
     ranks: Alone
     graphs: CudaGraphs | None
-    step_graphs: Any  # of `execution/step_graphs.py`
+    step_graphs: Any  # of `step_graphs.py`
     newest_ids: Tensor
     followers: tuple[Any, ...]
 

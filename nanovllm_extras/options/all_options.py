@@ -114,6 +114,16 @@ class Config(config.Config):
         check_combinations(self)
 
     @property
+    def has_draft_model(self) -> bool:
+        """Return whether a draft model makes drafts."""
+        return (self.speculative_config or {}).get("model") is not None
+
+    @property
+    def has_mtp_head(self) -> bool:
+        """Return whether the model's own head for multi-token prediction makes drafts."""
+        return (self.speculative_config or {}).get("method") == "mtp"
+
+    @property
     def has_kv_store(self) -> bool:
         """Return whether blocks are kept outside of the KV cache (`kv_store/`)."""
         return self.kv_offloading_size is not None or self.kv_transfer_config is not None

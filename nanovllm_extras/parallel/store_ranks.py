@@ -69,7 +69,7 @@ class RankShare(Share):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        self._name = f"rank {runner.part.communicator.rank}".encode()
+        self._name = f"rank {runner.part.rank}".encode()
         self._loaded: dict[BlockName, torch.Tensor] = {}  # for the next step
 
     def answer(self, kind: int, values: np.ndarray, block_size: int) -> int:

@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.flash_attention import FlashAttention
-from nanovllm_extras.execution.chooser import Chooser, make_cores_backend, make_cuda_device
+from nanovllm_extras.execution.chooser import Chooser, cuda_device, make_cores_backend
 from nanovllm_extras.execution.device_setup import Device
 from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.machine.own_process import NotAvailableError
@@ -28,7 +28,7 @@ class CoreChooser(Chooser):
     def make_device(self, runner: Runner) -> Device:
         config, shape = runner.config, runner.shape
         most = runner.max_num_batched_tokens
-        device = make_cuda_device(config, runner.device, runner.backend, shape, most, has_kernel=False)
+        device = cuda_device()(config, runner.device, runner.backend, shape, most, has_kernel=False)
         has_graphs = not config.enforce_eager and config.enable_cuda_graphs is not False
         device.replayed = "forward" if has_graphs and not shape.num_experts else None
         device.note = ", with CUDA graphs of the forward pass" if device.replayed else ", no CUDA graphs"
