@@ -17,9 +17,8 @@ from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import BackendError, LoadedModel, TorchAttention
 from nanovllm.loader import allocate, init_dummy_weights, load_weights, read_json
-from nanovllm.models import find_architecture
 from nanovllm.models.qwen3 import ModelConfig, Qwen3ForCausalLM
-from nanovllm.plugins import choose_backends
+from nanovllm.plugins import choose_backends, find_architecture
 from nanovllm.sampler import sample_tokens
 
 logger = logging.getLogger(__name__)

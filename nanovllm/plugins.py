@@ -13,7 +13,7 @@ architectures. A backend has the methods of `TorchAttention`, a network those of
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -23,10 +23,13 @@ import torch
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.flash_attention import FlashAttention
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 logger = logging.getLogger(__name__)
 
 OWN_BACKENDS = {"flash_attn": FlashAttention, "torch": TorchAttention}
+OWN_NETWORKS = {"Qwen3ForCausalLM": Qwen3ForCausalLM}
+"""The name in `architectures` of config.json -> the class of the network."""
 
 
 def find_plugins(group: str) -> dict[str, EntryPoint]:
@@ -119,15 +122,23 @@ def load_object(module: str, path: str) -> Any:
 # ---- networks
 
 
-def load_network(name: str) -> Any:
-    """Return the network that other packages register for an architecture, or None. Raises what its import raises."""
-    plugin = find_plugins("models").get(name)
-    if plugin is None:
-        return None
-    try:
-        return plugin.load()
-    except ModuleNotFoundError as error:
-        if not is_missing(plugin, error):
-            raise
-        logger.debug("the architecture %s is registered, but not installed: %s", name, error)
-        return None
+def find_architecture(raw: Mapping[str, Any]) -> Any:
+    """Return the class of the network that `raw`, the content of config.json, describes.
+
+    Raises ValueError if it is none of `OWN_NETWORKS` and no package registers it, and what the import of one raises.
+    """
+    for name in raw.get("architectures") or ():
+        if name in OWN_NETWORKS:
+            return OWN_NETWORKS[name]
+        if plugin := find_plugins("models").get(name):
+            try:
+                return plugin.load()
+            except ModuleNotFoundError as error:
+                if not is_missing(plugin, error):
+                    raise
+                logger.debug("the architecture %s is registered, but not installed: %s", name, error)
+    known = ", ".join(sorted({*OWN_NETWORKS, *find_plugins("models")}))
+    raise ValueError(
+        f"architectures must name one of {known}, got {raw.get('architectures')}; "
+        f"nanovllm_extras.LLM serves more models"
+    )

@@ -28,7 +28,7 @@ from nanovllm.loader import (
     read_eos_token_ids,
     read_json,
 )
-from nanovllm.models import find_architecture
+from nanovllm.plugins import find_architecture
 from tests.conftest import examples
 
 

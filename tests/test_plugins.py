@@ -12,8 +12,8 @@ import torch
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams, plugins
 from nanovllm.layers.attention import BackendError, TorchAttention
-from nanovllm.models import find_architecture
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.plugins import find_architecture
 
 PROMPT = [5, 6, 7, 8, 9]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)

@@ -11,8 +11,8 @@ import transformers
 from transformers.models.qwen3 import modeling_qwen3 as oracle
 
 from nanovllm.layers.basic import ApplyRotary, Embedding, FusedLinear, GatedMLP, Linear, RMSNorm, Rotary
-from nanovllm.models import find_architecture
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, read_qwen3_config
+from nanovllm.plugins import find_architecture
 
 SHAPE = {
     "vocab_size": 100,

@@ -269,9 +269,10 @@ def import_figures(files: Mapping[str, File]) -> list[Figure]:
         found = find_circles(graph_of(folders.values() if of == "folders" else files, pairs))
         return Figure(name, meaning, len(found), [f"{len(one)}: {' '.join(one)}" for one in found])
 
-    at_module_level = graph_of(files, [one[:2] for one in imports if one.kind == "module"])
-    floors = find_floors(at_module_level)
-    back = sorted({one for one in imports if one.kind != "module" and floors[one.target] >= floors[one.source]})
+    # What a package exports lies below it, also if it is imported only when somebody uses it.
+    at_once = [one for one in imports if one.kind == "module" or files[one.source].path.endswith("__init__.py")]
+    floors = find_floors(graph_of(files, [one[:2] for one in at_once]))
+    back = sorted({one for one in imports if floors[one.target] >= floors[one.source] and one not in at_once})
     arrows = [f"{one.source} ({floors[one.source]}) -> {one.target} ({floors[one.target]}), {one.kind}" for one in back]
     outer, inner = ("module", "types"), ("module", "types", "function")
     return [

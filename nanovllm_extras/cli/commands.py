@@ -80,9 +80,7 @@ def run_words(arguments: list[str]) -> int:
         if arguments[: len(words)] == words:
             return run(name, command, arguments[len(words) :])
     if arguments and " " in arguments[0]:
-        from nanovllm.__main__ import ask
-
-        return ask(arguments)
+        return importlib.import_module("nanovllm.__main__").ask(arguments)
     if arguments and arguments[0] in ("-h", "--help"):
         print(usage())
         return 0

@@ -3,7 +3,7 @@
 `self_check/core_on_cuda.py` has a subclass, with which a runner computes as the core does.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
@@ -13,9 +13,6 @@ from nanovllm_extras.execution.device_setup import Device
 from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
-
-if TYPE_CHECKING:
-    from nanovllm_extras.execution.cuda_startup import CudaDevice
 
 
 class Chooser:
@@ -44,7 +41,7 @@ class Chooser:
         return setup
 
 
-def cuda_device() -> "type[CudaDevice]":
+def cuda_device() -> Callable[..., Device]:
     """Import `CudaDevice`, whose modules are large: only CUDA needs them."""
     from nanovllm_extras.execution.cuda_startup import CudaDevice
 

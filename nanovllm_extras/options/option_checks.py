@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanovllm_extras.options.vllm_options import translate
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -66,17 +68,10 @@ def translate_options(options: Mapping[str, object], known: Collection[str], kin
     """
     if not options:
         return options
-    options = translate_known(options, known, kind)
+    options = translate(options, known, kind)
     if unknown := sorted(str(name) for name in options if name not in known):
         raise TypeError(f"unknown argument {', '.join(unknown)}; allowed are {', '.join(known)}")
     return options
-
-
-def translate_known(options: Mapping[str, Any], known: Collection[str], kind: str) -> dict[str, Any]:
-    """Translate options as `translate_options` does, but keep names that neither vLLM nor `known` has."""
-    from nanovllm_extras.options.vllm_options import translate  # here: few programs need vLLM's tables
-
-    return translate(options, known, kind)
 
 
 def first_given(*values: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanovllm import sampling_params
 from nanovllm.checks import check_bool, check_int, check_number, checked, checks_of
+from nanovllm_extras.options import structured_params
 from nanovllm_extras.options.option_checks import LazyMethod, check_in, takes_vllm_options
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from nanovllm_extras.options.structured_params import StructuredOutputsParams
 
     Logits = torch.Tensor
-else:  # imported late; a name that `typing.get_type_hints` and pydantic resolve
+else:  # torch is imported late, and a mapping stays one: names that `typing.get_type_hints` and pydantic resolve
     Logits = StructuredOutputsParams = Any
 
 LogitsProcessor = Callable[[list[int], Logits], Logits]
@@ -116,9 +117,7 @@ class SamplingParams(sampling_params.SamplingParams):
         for name in FIELD_CHECKS:
             setattr(clone, name, copy_of(getattr(self, name)))
         if self.structured_outputs is not None:
-            from nanovllm_extras.options.structured_params import StructuredOutputsParams
-
-            clone.structured_outputs = StructuredOutputsParams.of(self.structured_outputs).clone()
+            clone.structured_outputs = structured_params.StructuredOutputsParams.of(self.structured_outputs).clone()
         clone.__post_init__()
         return clone
 

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from nanovllm.checks import check_bool
-from nanovllm_extras.options.option_checks import takes_vllm_options, translate_known
+from nanovllm_extras.options.option_checks import takes_vllm_options
+from nanovllm_extras.options.vllm_options import translate
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -89,7 +90,7 @@ class StructuredOutputsParams:
             raise TypeError(f"structured_outputs must be a StructuredOutputsParams, a dict or None, got {value!r}")
         known = [field.name for field in fields(cls)]
         if not value.keys() <= set(known):
-            value = translate_known(value, known, "structured outputs")
+            value = translate(value, known, "structured outputs")
         if unknown := sorted(set(map(str, value)) - set(known)):
             raise ValueError(f"structured_outputs has the fields {', '.join(known)}, got {', '.join(unknown)}")
         return cls(**value)

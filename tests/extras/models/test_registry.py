@@ -22,7 +22,7 @@ SHAPE = {
 
 def test_the_core_imports_no_other_architecture_and_no_extra():
     """Nor do the kernels after it, which do not import triton either."""
-    find = f"from nanovllm.models import find_architecture; find_architecture({SHAPE}).read_config({SHAPE})"
+    find = f"from nanovllm.plugins import find_architecture; find_architecture({SHAPE}).read_config({SHAPE})"
     kernels = "import nanovllm_extras.kernels.cpu.cpu_attention"
     listed = "print(*(name for name in sys.modules if name.startswith('nanovllm.models.')))"
     groups = ("nanovllm_extras.models.", "nanovllm_extras.kernels.cuda.", "triton")
