@@ -162,7 +162,7 @@ class Costs:
         size = scheduler.block_manager.block_size
         stored: dict[int, int] = {}  # block id -> tokens in it
         for seq in scheduler.running:
-            for i, block_id in enumerate(seq.block_table.view().tolist()):
+            for i, block_id in enumerate(seq.block_table):
                 stored[block_id] = max(0, min(size, seq.num_computed_tokens - i * size))
         self.num_stored += sum(stored.values())
         self.num_slots += size * len(stored)

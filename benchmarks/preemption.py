@@ -62,7 +62,7 @@ def measure(engine: LLMEngine, context_len: int, rounds: int) -> tuple[float, fl
         engine.add_request("r", [1] * context_len, SamplingParams(max_tokens=1))
         scheduled = engine.scheduler.schedule()
         computing = time.perf_counter()
-        engine.runner.run(build_batch(scheduled, engine.scheduler.block_manager.block_tables)).wait()
+        engine.runner.run(build_batch(scheduled, engine.scheduler.block_manager.block_size)).wait()
         synchronize(engine)
         if round_:  # the first warms up
             swaps.append(swapped - start)

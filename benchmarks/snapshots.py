@@ -173,7 +173,7 @@ def answer(scheduler: Scheduler, rng: random.Random, prompt: list[int], num_toke
         step = scheduler.schedule()
         num_copies += len(step.copies.state_copies)  # type: ignore[attr-defined]
         scheduler.update(step, [rng.randrange(NUM_IDS) for _ in step.samples])
-    return seq.token_ids.view().tolist(), num_copies
+    return seq.token_ids.tolist(), num_copies
 
 
 def conversations(scheduler: Scheduler, rng: random.Random, num_rounds: int) -> int:

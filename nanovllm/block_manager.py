@@ -22,7 +22,6 @@ When A ends, block 2 returns to the free queue, and only B owns block 7.
 
 from collections import OrderedDict
 
-from nanovllm.block_tables import BlockTables
 from nanovllm.observer import Observer
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm.sequence import Sequence
@@ -42,7 +41,6 @@ class BlockManager:
         self.block_size = block_size
         self.observer = observer or Observer()
         self.prefix_cache = PrefixCache(block_size, self.observer, enable_prefix_caching)
-        self.block_tables = BlockTables(block_size)
         self._ref_counts = [0] * (num_blocks + 1)
         # in the order in which they will be allocated again
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
@@ -63,7 +61,7 @@ class BlockManager:
 
     def num_missing_blocks(self, seq: Sequence) -> int:
         """Return the number of blocks that `seq` still needs for all of its tokens."""
-        return -(-seq.num_tokens // self.block_size) - seq.block_table.length
+        return -(-seq.num_tokens // self.block_size) - len(seq.block_table)
 
     def try_admit(self, seq: Sequence, num_reserved: int = 0) -> bool:
         """Give `seq`, which owns no blocks, the cached blocks of its prefix, if there is room for all of its tokens.
@@ -75,7 +73,7 @@ class BlockManager:
         A prompt of 10 tokens whose first 4 are cached needs 3 blocks of 4: 1 is found, and `try_allocate` will take 2
         free ones.
         """
-        assert not seq.block_table.length, "a sequence that is admitted owns no blocks"
+        assert not seq.block_table, "a sequence that is admitted owns no blocks"
         num_free = self.num_free_blocks - num_reserved
         if num_free <= 0:
             return False
@@ -104,8 +102,8 @@ class BlockManager:
         # first of a new block. nano-vllm's `may_append` does the same for decodes: if `len(seq) % block_size == 1`, it
         # takes a block for the newest token, whose K and V are not stored yet; if `== 0`, it hashes the full block.
         size = self.block_size
-        if num_tokens > seq.block_table.length * size or seq.has_shared_tail:
-            num_new_blocks = max(0, -(-num_tokens // size) - seq.block_table.length)
+        if num_tokens > len(seq.block_table) * size or seq.has_shared_tail:
+            num_new_blocks = max(0, -(-num_tokens // size) - len(seq.block_table))
             needs_copy = seq.has_shared_tail and self._ref_counts[self._tail(seq)] > 1
             if num_new_blocks + needs_copy > self.num_free_blocks:
                 return False
@@ -121,17 +119,16 @@ class BlockManager:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child`, which owns no blocks, share all blocks of `parent`."""
         parent.has_shared_tail = child.has_shared_tail = parent.num_computed_tokens % self.block_size > 0
-        for block_id in parent.block_table.view().tolist():
+        for block_id in parent.block_table:
             self._share(child, block_id)
         child.num_computed_tokens = parent.num_computed_tokens
         child.cached_blocks = parent.cached_blocks.copy()
 
     def free(self, seq: Sequence) -> None:
         """Free all blocks of `seq`, the last one first, so that the ends of prefixes are evicted first."""
-        if seq.block_table.length:  # a waiting sequence has none
-            for block_id in seq.block_table.view()[::-1].tolist():
-                self._disown(block_id)
-            self.block_tables.clear(seq.block_table)
+        for block_id in reversed(seq.block_table):
+            self._disown(block_id)
+        del seq.block_table[:]
         seq.has_shared_tail = False
         seq.cached_blocks = []
         seq.num_computed_tokens = 0
@@ -144,7 +141,7 @@ class BlockManager:
 
     def _append(self, seq: Sequence, block_id: int) -> None:
         self._ref_counts[block_id] += 1
-        self.block_tables.append(seq.block_table, block_id)
+        seq.block_table.append(block_id)
 
     def _share(self, seq: Sequence, block_id: int) -> None:
         """Add an owner to a block with contents. The block may be free until now."""
@@ -168,12 +165,12 @@ class BlockManager:
 
     def _tail(self, seq: Sequence) -> int:
         """Return the block that the K and V of the next token are written to."""
-        return int(seq.block_table.data[seq.num_computed_tokens // self.block_size])
+        return seq.block_table[seq.num_computed_tokens // self.block_size]
 
     def _copy_tail(self, seq: Sequence) -> None:
         source, destination = self._tail(seq), self._take(seq)
         self._copies.append((source, destination))
         self._ref_counts[destination] = 1
-        seq.block_table.data[seq.num_computed_tokens // self.block_size] = destination
+        seq.block_table[seq.num_computed_tokens // self.block_size] = destination
         self._disown(source)
         self.observer.on_copy_block(seq, source, destination)

@@ -71,7 +71,7 @@ class LLMEngine:
 
     def compute(self, step: Step) -> Any:
         """Return the tokens that the step samples. On CUDA they may not be ready yet: `tolist` waits for them."""
-        batch = build_batch(step, self.scheduler.block_manager.block_tables)  # the step as tensors
+        batch = build_batch(step, self.scheduler.block_manager.block_size)  # the step as tensors
         return self.runner.run(batch)  # the model computes, the sampler samples
 
     def complete(self, step: Step, tokens: Any) -> list[RequestOutput]:

@@ -66,7 +66,7 @@ class PrefixCache:
             if cached is None:
                 if block_hash in self._by_hash:  # a different block with the same hash: the newer one wins
                     self.forget(self._by_hash[block_hash].block_id)
-                block_id = int(seq.block_table.data[i])
+                block_id = seq.block_table[i]
                 cached = CachedBlock(block_id, block_hash, next(self._serials), parent_serial, tokens)
                 self._by_hash[block_hash] = self._by_id[block_id] = cached
                 self.observer.on_register_block(seq, block_id, block_hash, cached.serial)
@@ -82,7 +82,7 @@ class PrefixCache:
     def key(self, seq: Sequence, before: list[CachedBlock]) -> tuple[int, int, bytes]:
         """Return hash, serial number of the parent, and tokens of the full block of `seq` after the blocks `before`."""
         start = len(before) * self.block_size
-        tokens = seq.token_ids.view(start, start + self.block_size).tobytes()
+        tokens = seq.token_ids[start : start + self.block_size].tobytes()
         parent_hash, parent_serial = (before[-1].block_hash, before[-1].serial) if before else (seq.root_serial,) * 2
         return hash_block(parent_hash, tokens), parent_serial, tokens
 

@@ -55,7 +55,7 @@ class Completion:
     def read_tokens(self) -> None:
         """Make text of the new tokens. The token that ended the sequence gives none, as in vLLM."""
         seq, detokenizer = self.seq, self.detokenizer
-        new = seq.token_ids.view(seq.num_prompt_tokens + len(self.token_ids)).tolist()
+        new = seq.token_ids[seq.num_prompt_tokens + len(self.token_ids) :].tolist()
         self.token_ids += new
         if detokenizer is None:
             return
@@ -87,7 +87,7 @@ class Request:
     def __init__(self, prompt: str | None, seqs: list[Sequence], stream: bool, tokenizer: Any) -> None:
         self.request_id = seqs[0].request_id
         self.prompt = prompt
-        self.prompt_token_ids: list[int] = seqs[0].token_ids.view().tolist()
+        self.prompt_token_ids: list[int] = seqs[0].token_ids.tolist()
         self.seqs = seqs
         self.stream = stream
         stops = seqs[0].sampling_params.stop_strings

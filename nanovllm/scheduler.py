@@ -120,7 +120,7 @@ class Scheduler:
             seq.append_token(token_id)
             if token_id in seq.stop_token_ids:
                 self.finish(seq, "stop", seq.stop_token_ids[token_id])
-            elif seq.token_ids.length >= seq.max_num_tokens:
+            elif len(seq.token_ids) >= seq.max_num_tokens:
                 self.finish(seq, "length", seq.limit_reason)
         self.observer.on_update(step, new_token_ids)
         return advanced

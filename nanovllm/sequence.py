@@ -13,10 +13,11 @@ A sequence has *caught up* when `num_computed_tokens == num_tokens`. The step th
 next one.
 """
 
+from array import array
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from typing import NamedTuple
 
-from nanovllm.block_tables import BlockTable, IntArray
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -53,7 +54,7 @@ class Sequence:
     root_serial: int = field(default=0, init=False)  # parent of the first block: only equal roots share blocks
     children: list["Sequence"] = field(default_factory=list, init=False)  # the other samples, until they start
 
-    token_ids: IntArray = field(init=False)
+    token_ids: "array[int]" = field(init=False)  # int32, as the block table
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
     num_computed_tokens: int = field(default=0, init=False)
@@ -67,13 +68,13 @@ class Sequence:
     stop_reason: int | str | None = field(default=None, init=False)
 
     # written only by the block manager and the prefix cache
-    block_table: BlockTable = field(default_factory=BlockTable, init=False)
+    block_table: "array[int]" = field(default_factory=partial(array, "i"), init=False)
     has_shared_tail: bool = field(default=False, init=False)  # others may own the block of its next token
     cached_blocks: list[CachedBlock] = field(default_factory=list, init=False)  # its first full blocks, as found later
 
     def __post_init__(self, prompt_token_ids: list[int], eos_token_ids: frozenset[int]) -> None:
         params = self.sampling_params
-        self.token_ids = IntArray(prompt_token_ids)
+        self.token_ids = array("i", prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
         self.stop_token_ids = {i: i for i in params.stop_token_ids or ()}
         self.stop_token_ids.update(dict.fromkeys(() if params.ignore_eos else eos_token_ids))
@@ -89,4 +90,4 @@ class Sequence:
     def append_token(self, token_id: int) -> None:
         """Append a sampled token. The step that computes it allocates its block (`BlockManager.try_allocate`)."""
         self.token_ids.append(token_id)
-        self.num_tokens = self.token_ids.length
+        self.num_tokens = len(self.token_ids)

@@ -11,11 +11,11 @@ GARBAGE = "garbage"
 
 
 def tokens_of(seq):
-    return seq.token_ids.view().tolist()
+    return seq.token_ids.tolist()
 
 
 def table_of(seq):
-    return seq.block_table.view().tolist()
+    return seq.block_table.tolist()
 
 
 class FakeKVCache:

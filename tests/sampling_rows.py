@@ -138,7 +138,7 @@ class Rows:
         for _ in range(100):
             uniforms.append(self.sampling_of(draws).uniforms)
             for drawn in draws:
-                drawn.token_ids.length += 1
+                drawn.token_ids.append(0)
         batch = replace(self.sampling_of([seq] * 10_000), uniforms=torch.cat(uniforms))
         token_ids = self.draw(raw.expand(10_000, -1), batch)
         counts = torch.bincount(token_ids, minlength=VOCAB_SIZE).double()

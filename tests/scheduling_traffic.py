@@ -261,7 +261,7 @@ class Run:
         check_cached_blocks(self.manager, self.cache)
 
     def check_tokens(self):
-        assert all(seq.num_tokens == seq.token_ids.length for seq in self.seqs)
+        assert all(seq.num_tokens == len(seq.token_ids) for seq in self.seqs)
 
     def check_end(self):
         for seq in self.seqs:

@@ -3,33 +3,18 @@
 import numpy as np
 
 from nanovllm.batch import build_batch, build_sampling_batch, draw_uniforms
-from nanovllm.block_tables import BlockTable, BlockTables
 from nanovllm.scheduler import make_step
 
 
 def batch_of(chunks, block_size):
     """The batch of `chunks`, (sequence, start, num_new_tokens) each, which have the decodes in front."""
-    return build_step(step_of(chunks), block_size)
+    return build_batch(step_of(chunks), block_size)
 
 
 def step_of(chunks):
     """The scheduler's `Step` of `chunks`."""
     num_tokens = sum(num_new for _, _, num_new in chunks)
     return make_step(chunks, num_tokens)
-
-
-def build_step(step, block_size):
-    """As `build_batch`; block tables get rows of a pool of their own."""
-    tables = BlockTables(block_size)
-    filled = [(seq, seq.block_table) for seq, _, _ in step.chunks]
-    for seq, own in filled:
-        seq.block_table = BlockTable()
-        for block_id in own.view().tolist():
-            tables.append(seq.block_table, block_id)
-    batch = build_batch(step, tables)
-    for seq, own in filled:
-        seq.block_table = own
-    return batch
 
 
 def sampling_of(samples):
@@ -43,4 +28,4 @@ def uniforms_of(samples):
 
 
 def positions_of(samples):
-    return np.array([seq.token_ids.length for seq in samples], dtype=np.int32)
+    return np.array([len(seq.token_ids) for seq in samples], dtype=np.int32)

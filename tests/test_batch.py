@@ -1,14 +1,16 @@
 """A step's arrays, against a loop over its tokens in plain Python and against the example in `batch.py`'s docstring."""
 
+from array import array
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.batch import largest_batch
+from nanovllm.batch import build_batch, largest_batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
-from tests.steps import build_step, step_of
+from tests.steps import step_of
 
 
 def make_seq(token_ids, num_computed_tokens, block_table, temperature=1.0):
@@ -30,9 +32,9 @@ def expected_batch(chunks, block_size):
     want |= {"temperatures": [], "block_tables": [], "cu_seqlens_q": [0]}
     want |= {"prefill_cu_seqlens_q": [0], "prefill_cu_seqlens_k": [0]}
     want |= {"max_seqlen_q": 0, "max_seqlen_k": 0, "num_decodes": 0, "num_prefix_tokens": 0}
-    width = max(len(seq.block_table.view()) for seq, _ in chunks)
+    width = max(len(seq.block_table) for seq, _ in chunks)
     for seq, num_new_tokens in chunks:
-        tokens, table = seq.token_ids.view().tolist(), seq.block_table.view().tolist()
+        tokens, table = seq.token_ids.tolist(), seq.block_table.tolist()
         stop = seq.num_computed_tokens + num_new_tokens
         for position in range(seq.num_computed_tokens, stop):
             want["input_ids"].append(tokens[position])
@@ -90,13 +92,13 @@ def steps(draw):
 @given(steps())
 def test_batch_equals_a_loop_over_tokens(step):
     chunks, block_size = step
-    check_batch(build_step(schedule(chunks), block_size), expected_batch(chunks, block_size))
+    check_batch(build_batch(schedule(chunks), block_size), expected_batch(chunks, block_size))
 
 
 def test_example_of_the_docstring():
     a = make_seq([10, 11, 12, 13, 14, 15], 5, [7, 2])
     b = make_seq([20, 21, 22, 23, 24, 25, 26], 4, [3, 5])
-    batch = build_step(schedule([(a, 1), (b, 3)]), 4)
+    batch = build_batch(schedule([(a, 1), (b, 3)]), 4)
     assert batch.input_ids.tolist() == [15, 24, 25, 26]
     assert batch.positions.tolist() == [5, 4, 5, 6]
     assert batch.metadata.slot_mapping.tolist() == [9, 20, 21, 22]
@@ -115,27 +117,33 @@ def test_example_of_the_docstring():
 def test_decode_slot_at_a_block_border(num_tokens, slot):
     """Block table [7, 2, 9] and four tokens a block: the newest token's slot at the end of a block and behind it."""
     seq = make_seq(list(range(num_tokens)), num_tokens - 1, [7, 2, 9][: -(-num_tokens // 4)])
-    batch = build_step(schedule([(seq, 1)]), 4)
+    batch = build_batch(schedule([(seq, 1)]), 4)
     assert batch.positions.tolist() == [num_tokens - 1]
     assert batch.metadata.slot_mapping.tolist() == [slot]
 
 
 def test_short_block_tables_are_filled_up_with_the_null_block():
     short, long = make_seq([1], 0, [5]), make_seq(list(range(10)), 0, [4, 3, 2])
-    batch = build_step(schedule([(short, 1), (long, 10)]), 4)
+    batch = build_batch(schedule([(short, 1), (long, 10)]), 4)
     assert batch.metadata.block_tables.tolist() == [[5, 0, 0], [4, 3, 2]]
+
+
+def test_blocks_behind_the_longest_context_are_left_out():
+    """A draft model reserves blocks before the step that fills them."""
+    batch = build_batch(schedule([(make_seq([1], 0, [5, 6, 7]), 1), (make_seq(list(range(8)), 0, [4, 3]), 8)]), 4)
+    assert batch.metadata.block_tables.tolist() == [[5, 6], [4, 3]]
 
 
 def test_chunk_that_does_not_catch_up_gets_no_token():
     done, cut = make_seq([1, 2, 3], 0, [1], temperature=0.0), make_seq([1] * 9, 2, [2, 3], temperature=0.7)
-    batch = build_step(schedule([(cut, 4), (done, 3)]), 4)
+    batch = build_batch(schedule([(cut, 4), (done, 3)]), 4)
     assert batch.logits_indices.tolist() == [6]
     assert batch.sampling.temperatures.tolist() == [0.0]
     assert batch.sampling.uniforms is None, "what is not sampled does not count"
 
 
 def test_step_in_which_nobody_catches_up_samples_nothing():
-    batch = build_step(schedule([(make_seq([1] * 9, 0, [2]), 4)]), 4)
+    batch = build_batch(schedule([(make_seq([1] * 9, 0, [2]), 4)]), 4)
     assert batch.logits_indices.shape == batch.sampling.temperatures.shape == (0,)
     assert (batch.logits_indices.dtype, batch.sampling.temperatures.dtype) == (torch.int32, torch.float32)
 
@@ -144,11 +152,11 @@ def test_batch_does_not_change_when_its_sequences_go_on():
     """A step may still be in flight when the next one is planned: no array shares memory with a sequence."""
     seqs = [make_seq([1, 2, 3], 2, [1]), make_seq([4, 5, 6], 0, [2])]
     for chunks in ([(seqs[0], 1), (seqs[1], 3)], [(seqs[1], 3)], [(seqs[0], 1)]):
-        batch = build_step(schedule(chunks), 4)
+        batch = build_batch(schedule(chunks), 4)
         want = expected_batch(chunks, 4)
         for seq, _ in chunks:
-            seq.token_ids.view()[:] += 50
-            seq.block_table.view()[:] += 1
+            seq.token_ids[:] = array("i", [token_id + 50 for token_id in seq.token_ids])
+            seq.block_table[:] = array("i", [block_id + 1 for block_id in seq.block_table])
         check_batch(batch, want)
 
 

@@ -23,7 +23,7 @@ sequence = Rows().sequence
 def at(seed, sample_index, position):
     """A sequence before its `position`-th output token."""
     seq = sequence(seed=seed, sample_index=sample_index)
-    seq.token_ids.length += position
+    seq.token_ids.extend([0] * position)
     return seq
 
 

@@ -127,7 +127,7 @@ def serve(chat: Chat, num_blocks: int, block_size: int, max_num_seqs: int) -> Ev
         for _, seq in scheduler.update(scheduled, [ANSWER_TOKEN] * len(scheduled.samples)):
             if seq.finish_reason:
                 user = int(seq.request_id)
-                conversations[user] = seq.token_ids.view().tolist()
+                conversations[user] = seq.token_ids.tolist()
                 turns[user] += 1
                 if turns[user] < chat.num_turns:
                     heapq.heappush(sends, (step + rng.randint(0, 2 * chat.think_steps), user))

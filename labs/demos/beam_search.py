@@ -41,7 +41,7 @@ def search(llm: LLM, prompt: Any, is_shown: bool) -> None:
         for beam in request.answer.beams:
             index = beam.seq.sample_index
             text = tokenizer.decode(beam.token_ids[num_prompt_tokens:])
-            blocks = " ".join(map(str, beam.seq.block_table.view().tolist()))
+            blocks = " ".join(map(str, beam.seq.block_table))
             print(f"  S.{index:<2} {beam.cum_logprob:6.2f}  {text!r:40} blocks {blocks}")
     if is_shown:
         print("\nfinished, best first")

@@ -71,8 +71,8 @@ def show(engine: LLMEngine) -> None:
     for seq in seqs:
         cells = []
         for position in range(first, first + NUM_SHOWN):
-            text = engine.tokenizer.decode(seq.token_ids.view(position, position + 1).tolist())
-            slot = int(seq.block_table.data[position // size]) * size + position % size
+            text = engine.tokenizer.decode([seq.token_ids[position]])
+            slot = seq.block_table[position // size] * size + position % size
             cells.append(f"{text!r} in slot {slot}")
         print(f"C.{seq.sample_index}      {', '.join(cells)}")
     print()

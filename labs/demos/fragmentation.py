@@ -67,9 +67,9 @@ def watch_engine(prompts: list[list[int]], trace: Path | None) -> tuple[list[Not
 
         def schedule_and_note() -> Step:
             step, running = schedule(), scheduler.running
-            notes.append([(s, s.num_computed_tokens, s.block_table.length * BLOCK_SIZE) for s in running])
+            notes.append([(s, s.num_computed_tokens, len(s.block_table) * BLOCK_SIZE) for s in running])
             if len(notes) == STEP_OF_TABLES:
-                tables.extend((s.num_computed_tokens, s.block_table.view().tolist()) for s in running)
+                tables.extend((s.num_computed_tokens, s.block_table.tolist()) for s in running)
             return step
 
         scheduler.schedule = schedule_and_note  # type: ignore[method-assign]

@@ -62,10 +62,10 @@ def play(llm: LLM, recording: Path) -> None:
 def step(engine: LLMEngine) -> None:
     """Run a step, and print the blocks that each sequence owns after it."""
     engine.step()
-    owners = Counter(block for seq in engine.scheduler.running for block in seq.block_table.view().tolist())
+    owners = Counter(block for seq in engine.scheduler.running for block in seq.block_table)
     for seq in engine.scheduler.running:
         name = f"{seq.request_id}.{seq.sample_index}" if seq.request_id == "C" else seq.request_id
-        blocks = [f"{block}x{owners[block]}" if owners[block] > 1 else f"{block}" for block in seq.block_table.view()]
+        blocks = [f"{block}x{owners[block]}" if owners[block] > 1 else f"{block}" for block in seq.block_table]
         found = f"{seq.num_cached_tokens:>2} of {seq.num_prompt_tokens} prompt tokens found"
         print(f"  {name:4}{found}, {seq.num_computed_tokens} stored in blocks", " ".join(blocks))
     print()

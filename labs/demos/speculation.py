@@ -62,9 +62,9 @@ class Passes(SchedulingStats):
 
     def on_schedule(self, step: Step, running: list[Sequence], blocks: BlockManager) -> None:
         super().on_schedule(step, running, blocks)
-        seq, start, num_new_tokens = step.chunks[0]
+        seq = step.chunks[0][0]
         self.number, self.num_accepted = self.number + 1, 0
-        self.drafts = seq.token_ids.data[seq.token_ids.length : start + num_new_tokens].tolist()
+        self.drafts = seq.unknown_token_ids.tolist()
 
     def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
         super().on_verify(seq, num_drafts, num_accepted, block_ids)

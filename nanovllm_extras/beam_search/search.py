@@ -62,7 +62,7 @@ class Beam:
 
     @property
     def token_ids(self) -> list[int]:
-        return self.seq.token_ids.view(0, self.num_tokens).tolist()
+        return self.seq.token_ids[: self.num_tokens].tolist()
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class BeamSearch:
             seq = beam.seq
             for i, (cum_logprob, token_id) in enumerate(chosen[id(beam)]):
                 if i == 0 and seq in scheduler.running:
-                    seq.token_ids.data[beam.num_tokens] = token_id  # no step has computed its K and V yet
+                    seq.token_ids[beam.num_tokens] = token_id  # no step has computed its K and V yet
                     request.completions[seq.sample_index] = own = Beam(seq, beam.num_tokens + 1, cum_logprob)
                     beams.append(own)
                 else:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import engine
-from nanovllm.batch import Batch, build_batch
+from nanovllm.batch import Batch
 from nanovllm.block_manager import BlockManager
-from nanovllm.block_tables import BlockTables
 from nanovllm.loader import read_json
 from nanovllm.prompts import Prompt
 from nanovllm.scheduler import Scheduler, Step
@@ -37,7 +36,7 @@ from nanovllm_extras.records.full_observer import Observer, SchedulingStats
 from nanovllm_extras.records.full_sequence import own_chunks, own_sequences
 from nanovllm_extras.requests.full_request import Request, note_scheduled
 from nanovllm_extras.requests.lazy_outputs import StepOutput
-from nanovllm_extras.sampling import processed_batch
+from nanovllm_extras.sampling.processed_batch import build_batch
 from nanovllm_extras.sampling.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock, StepTokens, plain_defaults
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache, roll_back
 from nanovllm_extras.weights.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
@@ -157,11 +156,7 @@ class LLMEngine(engine.LLMEngine):
 
     def build(self, step: Step) -> Batch:
         """Return the tensors of a step."""
-        build, tables = build_batch, self.scheduler.block_manager.block_tables
-        # the core's, unless a sequence asks for more, or groups of layers have tables of their own
-        if type(tables) is not BlockTables or not all([seq.is_plain for seq, _, _ in own_chunks(step.chunks)]):
-            build = processed_batch.build_batch
-        return build(step, tables)
+        return build_batch(step, self.scheduler.block_manager.block_size)
 
     def complete(self, step: Step, tokens: ArrivingTokens) -> StepOutput:
         """Wait for the tokens, append them to their sequences, and give them to their requests."""

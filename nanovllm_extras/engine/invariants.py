@@ -49,7 +49,6 @@ def check_invariants(engine_or_scheduler: LLMEngine | Scheduler) -> None:
     swapped = {owner for pool in host_pools for owner, _ in pool.owned}
     check_queues(scheduler, swapped)
     tables = {seq: tables_of(blocks, seq) for seq in scheduler.running}
-    check_rows(scheduler)
     for seq in scheduler.running:
         check_tables(blocks, seq, tables[seq])
     owned = [
@@ -134,8 +133,8 @@ def check_queues(scheduler: Scheduler, swapped: Collection[object]) -> None:
     if len(running) + sum([len(seq.children) for seq in running]) > scheduler.max_num_seqs:
         fail(f"more than max_num_seqs {scheduler.max_num_seqs} sequences run")
     for seq in (*waiting, *unborn):
-        if seq.block_table.length:
-            fail("a sequence that waits owns blocks", seq.block_table.data[0], seq)
+        if seq.block_table:
+            fail("a sequence that waits owns blocks", seq.block_table[0], seq)
         if seq.num_computed_tokens and seq not in swapped:
             fail(f"a sequence that waits has {seq.num_computed_tokens} computed tokens, but no K and V", owner=seq)
         if seq.cached_blocks or seq.has_shared_tail:
@@ -145,32 +144,7 @@ def check_queues(scheduler: Scheduler, swapped: Collection[object]) -> None:
 def tables_of(blocks: BlockManager, seq: Sequence) -> list[Table]:
     """Return the block tables of a sequence: as the block manager says, or the one that the core knows."""
     own = getattr(blocks, "tables_of", None)
-    return [Table(seq.block_table.view().tolist())] if own is None else own(seq)
-
-
-def check_rows(scheduler: Scheduler) -> None:
-    """The rows of sequences that own blocks are theirs, and all others are empty."""
-    blocks = scheduler.block_manager
-    tables, rows = blocks.block_tables, {}
-    for seq in scheduler.running:
-        table = seq.block_table
-        if not table.length:
-            continue
-        if table.row in rows:
-            fail(f"two sequences have row {table.row} of the block tables", owner=seq)
-        rows[table.row] = seq
-        if tables._owners[table.row] is not table:
-            fail(f"row {table.row} of the block tables is not the sequence's", owner=seq)
-        row = tables.rows[table.row].tolist()
-        if row[: table.length] != table.view().tolist():
-            fail(f"row {table.row} of the block tables has other blocks than the sequence", owner=seq)
-        if any(row[table.length :]):
-            fail(f"row {table.row} of the block tables goes on behind the table's end", owner=seq)
-    free = tables._free_rows
-    if len(set(free)) < len(free) or len(free) + len(rows) != len(tables.rows) or not rows.keys().isdisjoint(free):
-        fail(f"rows {sorted(free)} of the block tables are free, rows {sorted(rows)} are in use, of {len(tables.rows)}")
-    if free and tables.rows[free].any():
-        fail("a free row of the block tables is not empty", tables.rows[free].max())
+    return [Table(seq.block_table.tolist())] if own is None else own(seq)
 
 
 def check_tables(blocks: BlockManager, seq: Sequence, tables: list[Table]) -> None:
@@ -237,7 +211,6 @@ def check_contents(
     size: int, seq: Sequence, tables: list[Table], serial_of: Mapping[int, int], by_serial: Mapping[int, CachedBlock]
 ) -> None:
     """Cached blocks that a sequence owns are cached for its tokens at their place, after those before them."""
-    data = seq.token_ids.data
     right: dict[int, int] = {}  # serial -> place, of cached blocks that hold the tokens of `seq` there
 
     for entries, _, _ in tables:
@@ -245,9 +218,9 @@ def check_contents(
             serial, at = serial_of.get(block_id, ROOT_SERIAL), place
             while serial in by_serial and serial not in right:  # the block, and its parents that are not checked yet
                 known, stop = by_serial[serial], (at + 1) * size
-                if stop > min(seq.token_ids.length, seq.num_computed_tokens):
+                if stop > min(len(seq.token_ids), seq.num_computed_tokens):
                     fail(f"block {at} of a sequence is cached before its tokens are known and computed", block_id, seq)
-                if known.tokens != data[at * size : stop].tobytes():
+                if known.tokens != seq.token_ids[at * size : stop].tobytes():
                     fail(f"block {at} of a sequence is cached for other tokens", block_id, seq)
                 if (known.parent_serial == seq.root_serial) != (at == 0):
                     fail(f"block {at} of a sequence is cached after serial {known.parent_serial}", block_id, seq)

@@ -85,7 +85,7 @@ class Isolation:
 
 
 def build(engine: HasRequests, step: Step) -> Batch:
-    return build_batch(step, engine.scheduler.block_manager.block_tables)
+    return build_batch(step, engine.scheduler.block_manager.block_size)
 
 
 @torch.inference_mode()

@@ -20,11 +20,11 @@ class NoTokenError(ValueError):
 
 def end_without_token(scheduler: Scheduler, advanced: list[tuple[int, Sequence]]) -> list[str]:
     """End sequences whose newest token is `NO_TOKEN`, and remove this token. Return the ids of their requests."""
-    ended = [seq for _, seq in advanced if seq.token_ids.view()[-1] == NO_TOKEN]
+    ended = [seq for _, seq in advanced if seq.token_ids[-1] == NO_TOKEN]
     seqs = list(dict.fromkeys(ended))  # with drafts, a sequence may have advanced several times
     for seq in seqs:
-        seq.token_ids.length -= 1
-        seq.num_tokens = seq.token_ids.length
+        del seq.token_ids[-1]
+        seq.num_tokens = len(seq.token_ids)
         if seq.finish_reason is None:
             scheduler.finish(seq, "abort")
         seq.finish_reason, seq.stop_reason = "abort", NO_TOKEN_REASON

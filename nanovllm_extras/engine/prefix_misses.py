@@ -171,7 +171,7 @@ class PrefixMisses:
 
     def _tokens_of(self, seq: Sequence, i: int) -> bytes:
         """Return the tokens of full block `i`."""
-        return seq.token_ids.view(i * self.cache.block_size, (i + 1) * self.cache.block_size).tobytes()
+        return seq.token_ids[i * self.cache.block_size : (i + 1) * self.cache.block_size].tobytes()
 
     def _compare(self, seq: Sequence, i: int, stop: int, parent_serial: int) -> list[PrefixMiss]:
         """Compare block `i` of `seq` with the cached block that has the most first tokens in common with it.

@@ -35,9 +35,9 @@ from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm_extras.execution.equal_blocks import BlockLayout, lay_out
 from nanovllm_extras.execution.layer_groups import LayerPlace, group_layers, has_groups
 from nanovllm_extras.machine.one_thread import on_one_thread
-from nanovllm_extras.memory.grouped_tables import GroupedMetadata
 from nanovllm_extras.models.layer_inputs import LayerCaches
 from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.records.grouped_metadata import GroupedMetadata
 
 
 class CachedLayers:

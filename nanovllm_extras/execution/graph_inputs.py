@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.execution.state_pool import with_states
-from nanovllm_extras.memory.grouped_tables import GroupedMetadata, with_windows
 from nanovllm_extras.models.layer_inputs import StateMetadata
+from nanovllm_extras.records.grouped_metadata import GroupedMetadata, with_windows
 from nanovllm_extras.records.moves import Moves
 
 OF_STATES = {

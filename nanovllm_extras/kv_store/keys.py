@@ -15,6 +15,7 @@ from hashlib import blake2b
 from os.path import relpath
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from nanovllm.loader import INDEX_FILE, checkpoint_files
@@ -32,7 +33,7 @@ def names_of(seq: Sequence, start: int, stop: int, root_key: bytes, block_size: 
     keys: list[bytes] = seq.block_keys  # of its first full blocks
     first = min(start, len(keys))
     size = 4 * block_size  # bytes
-    data = seq.token_ids.view(first * block_size, stop * block_size).astype("<i4", copy=False).tobytes()
+    data = np.array(seq.token_ids[first * block_size : stop * block_size], dtype="<i4").tobytes()
     tokens = [data[i : i + size] for i in range(0, len(data), size)]  # of the blocks [first, stop)
     for i in range(len(keys), stop):
         parent = keys[-1] if keys else salt_key(root_key, seq.cache_salt)

@@ -25,15 +25,14 @@ registers what has become known, and `rewind` gives up what was computed in vain
 """
 
 import sys
+from array import array
 from collections.abc import Collection, Iterable, Mapping
+from itertools import takewhile
 from typing import Protocol
-
-import numpy as np
 
 from nanovllm import block_manager
 from nanovllm.scheduler import Step
 from nanovllm.sequence import CachedBlock
-from nanovllm_extras.memory.grouped_tables import GroupedBlockTables
 from nanovllm_extras.memory.kinds import NULL_BLOCK, AllTokens, Kind
 from nanovllm_extras.memory.prefix_cache import OtherGroups, Part, PrefixCache
 from nanovllm_extras.memory.slots import Slots, StateStats
@@ -73,7 +72,6 @@ class BlockManager(block_manager.BlockManager):
 
     observer: Observer
     prefix_cache: PrefixCache
-    tables: GroupedBlockTables  # if there are several groups
 
     def __init__(
         self,
@@ -99,10 +97,8 @@ class BlockManager(block_manager.BlockManager):
         self.prefix_cache = PrefixCache(block_size, self.observer, enable_prefix_caching)
         parts: list[Part] = []
         if num_groups > 1:
-            self.tables = self.block_tables = GroupedBlockTables(block_size, num_groups - 1)
-            others = OtherGroups(self.tables, self.other_kind, block_size, self.observer)
-            self.prefix_cache.others = others
-            parts.append(others)
+            self.prefix_cache.others = OtherGroups(self.other_kind, block_size, self.observer)
+            parts.append(self.prefix_cache.others)
         parts += [part for part in (states, store) if part is not None]
         self.prefix_cache.parts = tuple(parts)
         self._has_windows = self.kind.max_held is not None or num_groups > 1
@@ -136,10 +132,10 @@ class BlockManager(block_manager.BlockManager):
             return num_missing
         num_missing_of_one, others = num_missing, self.num_groups - 1
         if (max_held := self.kind.max_held) is not None:
-            num_missing = min(num_missing, max_held - self._count_unshared(seq.block_table.view()))
+            num_missing = min(num_missing, max_held - self._count_unshared(seq.block_table))
         if others and (max_held := self.other_kind.max_held) is not None:
             # the blocks at one place of all other groups have the same owners
-            num_unshared = self._count_unshared(self.tables.windows_of(seq.block_table)[0])
+            num_unshared = sum(map(self._count_unshared, seq.window_tables[:1]))
             num_missing += others * min(num_missing_of_one, max_held - num_unshared)
         return num_missing
 
@@ -155,9 +151,10 @@ class BlockManager(block_manager.BlockManager):
             num_needed += (self.num_groups - 1) * at_most(num_missing + num_revived, self.other_kind)
         return num_needed
 
-    def _count_unshared(self, entries: np.ndarray) -> int:
-        """Count the blocks with one owner in entries of a block table: [num_entries]"""
-        return sum([self._ref_counts[block_id] == 1 for block_id in entries[entries != NULL_BLOCK].tolist()])
+    def _count_unshared(self, table: "array[int]") -> int:
+        """Count the blocks with one owner in a block table, in which no block comes before a null block."""
+        held = takewhile(lambda block_id: block_id != NULL_BLOCK, reversed(table))
+        return sum([self._ref_counts[block_id] == 1 for block_id in held])
 
     # ---- sequences come and go
 
@@ -199,7 +196,7 @@ class BlockManager(block_manager.BlockManager):
         """Let `child` share all blocks of `parent`, and give it a copy of its state."""
         super().fork(parent, child)
         if self.num_groups > 1:
-            for i, blocks in enumerate(self.tables.windows_of(parent.block_table).T.tolist()):
+            for i, blocks in enumerate(zip(*parent.window_tables, strict=True)):
                 if blocks[0] != NULL_BLOCK:
                     self._share_in_groups(child, i, blocks)
         if self.states is not None:
@@ -225,10 +222,7 @@ class BlockManager(block_manager.BlockManager):
     def computed_blocks(self, seq: Sequence) -> list[list[int]]:
         """Return the blocks of the computed tokens of `seq`, for each group."""
         num_blocks = -(-seq.num_computed_tokens // self.block_size)
-        tables = [seq.block_table.view(0, num_blocks).tolist()]
-        if self.num_groups > 1:
-            tables += self.tables.windows_of(seq.block_table)[:, :num_blocks].tolist()
-        return tables
+        return [table[:num_blocks].tolist() for table in (seq.block_table, *seq.window_tables)]
 
     def _try_swap_in(self, seq: Sequence, space: SwapSpace, num_free: int) -> bool:
         if self.num_missing_blocks(seq) > num_free:
@@ -246,11 +240,11 @@ class BlockManager(block_manager.BlockManager):
         Returns (index, group, block id) for each free block that was taken, whose contents the caller loads. `index`
         counts from the first appended block. In groups with a window, cached blocks are not shared, but loaded.
         """
-        first, taken = seq.block_table.length, []
+        first, taken = len(seq.block_table), []
         stop = first + len(shared) + num_loaded
         num_tokens = stop * self.block_size
         self.give_back(seq, num_tokens)  # what the pool has found and the next token does not see
-        for i in range(seq.block_table.length, stop):
+        for i in range(len(seq.block_table), stop):
             if i - first < len(shared):
                 self._share(seq, shared[i - first].block_id)
             else:
@@ -269,10 +263,9 @@ class BlockManager(block_manager.BlockManager):
 
     def _free_all(self, seq: Sequence) -> None:
         owned: list[int] = []
-        if seq.block_table.length:
+        if seq.block_table:
             self.prefix_cache.register(seq, seq.num_computed_tokens)  # what has become known
-            if self.num_groups > 1:
-                owned = last_first(self.tables.windows_of(seq.block_table))
+            owned, seq.window_tables = last_first(seq.window_tables), []
         super().free(seq)
         for block_id in owned:
             self._disown(block_id)
@@ -296,7 +289,7 @@ class BlockManager(block_manager.BlockManager):
         """
         assert not seq.has_shared_tail
         assert not self._has_windows
-        while seq.block_table.length * self.block_size < num_tokens:
+        while len(seq.block_table) * self.block_size < num_tokens:
             self._append(seq, self._take(seq))
 
     def rewind(self, seq: Sequence, num_tokens: int) -> list[int]:
@@ -305,13 +298,12 @@ class BlockManager(block_manager.BlockManager):
         No other sequence owns them, and the prefix cache does not know them: they were for drafts.
         """
         table, num_blocks = seq.block_table, -(-num_tokens // self.block_size)
-        given_back = table.view(num_blocks)[::-1].tolist()
-        if self.num_groups > 1:
-            given_back += self._take_from_groups(seq, num_blocks)
+        given_back = last_first([table[num_blocks:]])
+        given_back += last_first([table[num_blocks:] for table in seq.window_tables])
         for block_id in given_back:
             self._disown(block_id)
-        table.data[num_blocks : table.length] = 0  # rows are zero behind their tables' ends
-        table.length = num_blocks
+        for table in (seq.block_table, *seq.window_tables):
+            del table[num_blocks:]
         return given_back
 
     def has_room_for_drafts(self, running: Iterable[Sequence], counts: dict[Sequence, int]) -> bool:
@@ -319,7 +311,7 @@ class BlockManager(block_manager.BlockManager):
         num_needed = 0
         for seq in running:
             num_blocks = -(-(seq.num_known_tokens + counts.get(seq, 0)) // self.block_size)
-            num_needed += max(0, num_blocks - seq.block_table.length) + seq.has_shared_tail
+            num_needed += max(0, num_blocks - len(seq.block_table)) + seq.has_shared_tail
         return self.num_groups * num_needed <= self.num_free_blocks
 
     # ---- a step
@@ -391,20 +383,19 @@ class BlockManager(block_manager.BlockManager):
         """Replace the blocks behind the window of the token at `position` by the null block, in all groups."""
         table, given_back = seq.block_table, []
         num_behind = self.kind.num_behind(position)
-        num_held = min(num_behind, table.length)
-        if num_held and table.data[num_held - 1] != NULL_BLOCK:
+        num_held = min(num_behind, len(table))
+        if num_held and table[num_held - 1] != NULL_BLOCK:
             self.prefix_cache.register(seq, num_held * self.block_size)  # while they are known
-            given_back = last_first(table.view(0, num_held)[None])
-            table.view(0, num_held)[:] = NULL_BLOCK
-        num_held = min(self.other_kind.num_behind(position), table.length)
-        if self.num_groups > 1 and num_held and self.tables.windows_of(table)[0, num_held - 1] != NULL_BLOCK:
+            given_back = take_before([table], num_held)
+        num_held = min(self.other_kind.num_behind(position), len(table))
+        if self.num_groups > 1 and num_held and seq.window_tables[0][num_held - 1] != NULL_BLOCK:
             self.prefix_cache.register(seq, num_held * self.block_size)
-            given_back += self._take_from_groups(seq, 0, num_held)
+            given_back += take_before(seq.window_tables, num_held)
         if given_back:
             for block_id in given_back:
                 self._disown(block_id)
             self.observer.on_give_back(seq, given_back)
-        while table.length < num_behind:  # it comes back from host memory, where there are no blocks for these entries
+        while len(table) < num_behind:  # it comes back from host memory, where there are no blocks for these entries
             self._share(seq, NULL_BLOCK)
 
     def _take_in_groups(self, seq: Sequence, i: int) -> tuple[int, ...]:
@@ -421,15 +412,15 @@ class BlockManager(block_manager.BlockManager):
         table, num_blocks = seq.block_table, -(-num_tokens // self.block_size)
         num_behind = self.other_kind.num_behind(seq.num_computed_tokens)
         needs_copy = seq.has_shared_tail and self._ref_counts[self._tail(seq)] > 1
-        num_new = max(0, num_blocks - table.length)
-        num_new_windows = max(0, num_blocks - max(table.length, num_behind))
+        num_new = max(0, num_blocks - len(table))
+        num_new_windows = max(0, num_blocks - max(len(table), num_behind))
         num_of_windows = (self.num_groups - 1) * (num_new_windows + needs_copy)
         if num_new + needs_copy + num_of_windows > len(self._free):
             return False
         if needs_copy:
             self._copy_tail(seq)
         seq.has_shared_tail = False
-        for i in range(table.length, num_blocks):
+        for i in range(len(table), num_blocks):
             self._append(seq, self._take(seq))
             if i >= num_behind:
                 self._set_in_groups(seq, i, self._take_in_groups(seq, i))
@@ -449,25 +440,18 @@ class BlockManager(block_manager.BlockManager):
 
     def _set_in_groups(self, seq: Sequence, i: int, blocks: tuple[int, ...]) -> None:
         """Let `seq` own `blocks` as block `i` of the other groups, one for each. They may be free until now."""
-        self.tables.windows_of(seq.block_table)[:, i] = blocks
-        for block_id in blocks:
+        for table, block_id in zip(seq.window_tables, blocks, strict=True):
+            table[i] = block_id
             self._free.pop(block_id, None)
             self._ref_counts[block_id] += 1
-
-    def _take_from_groups(self, seq: Sequence, first: int, stop: int | None = None) -> list[int]:
-        """Take the blocks [first, stop) of `seq` in all other groups, and return them, the last ones first."""
-        entries = self.tables.windows_of(seq.block_table)[:, first:stop]
-        taken = last_first(entries)
-        entries[:] = NULL_BLOCK
-        return taken
 
     def _copy_tail(self, seq: Sequence) -> None:
         super()._copy_tail(seq)
         if self.num_groups == 1:
             return
         i = seq.num_computed_tokens // self.block_size
-        sources = self.tables.windows_of(seq.block_table)[:, i].tolist()
-        destinations = self._take_in_groups(seq, seq.block_table.length)
+        sources = [table[i] for table in seq.window_tables]
+        destinations = self._take_in_groups(seq, len(seq.block_table))
         self._set_in_groups(seq, i, destinations)
         self._copies += zip(sources, destinations, strict=True)
         for group, (source, destination) in enumerate(zip(sources, destinations, strict=True), 1):
@@ -478,8 +462,20 @@ class BlockManager(block_manager.BlockManager):
         if block_id != NULL_BLOCK:
             super()._share(seq, block_id)
             return
-        self.block_tables.append(seq.block_table, NULL_BLOCK)
+        seq.block_table.append(NULL_BLOCK)
+        self._append_null_in_groups(seq)
         self.observer.on_share_block(seq, NULL_BLOCK)
+
+    def _append(self, seq: Sequence, block_id: int) -> None:
+        super()._append(seq, block_id)
+        self._append_null_in_groups(seq)
+
+    def _append_null_in_groups(self, seq: Sequence) -> None:
+        """Let the tables of the other groups be as long as the first. With its first block a sequence gets tables."""
+        if self.num_groups > 1:
+            seq.window_tables = seq.window_tables or [array("i") for _ in range(self.num_groups - 1)]
+            for table in seq.window_tables:
+                table.append(NULL_BLOCK)
 
     def _disown(self, block_id: int) -> None:
         if block_id != NULL_BLOCK:
@@ -493,12 +489,11 @@ class BlockManager(block_manager.BlockManager):
 
     def tables_of(self, seq: Sequence) -> list[Table]:
         """Return the block tables of `seq`, one of each group."""
-        position, entries = seq.num_computed_tokens, [seq.block_table.view().tolist()]
-        if self.num_groups > 1:
-            entries += self.tables.windows_of(seq.block_table).tolist()
+        position, windows = seq.num_computed_tokens, seq.window_tables or [array("i")] * (self.num_groups - 1)
         kinds = [self.kind] + [self.other_kind] * (self.num_groups - 1)
         return [
-            Table(table, kind.num_behind(position), kind.max_held) for table, kind in zip(entries, kinds, strict=True)
+            Table(table.tolist(), kind.num_behind(position), kind.max_held)
+            for table, kind in zip([seq.block_table, *windows], kinds, strict=True)
         ]
 
     def slot_pools(self) -> list[Pool]:
@@ -528,7 +523,18 @@ def at_most(num_blocks: int, kind: Kind) -> int:
     return num_blocks if kind.max_held is None else min(num_blocks, kind.max_held)
 
 
-def last_first(entries: np.ndarray) -> list[int]:
-    """Return the blocks of entries: [num_groups, length], without null blocks, the last ones first."""
-    by_block = entries.T
-    return by_block[by_block != NULL_BLOCK][::-1].tolist()
+def last_first(tables: Collection["array[int]"]) -> list[int]:
+    """Return the blocks of tables, one of each group, without null blocks, the last ones first."""
+    by_place = zip(*tables, strict=False)  # an interrupt may have left one longer than another
+    return [block_id for blocks in by_place for block_id in blocks if block_id != NULL_BLOCK][::-1]
+
+
+def take_before(tables: list["array[int]"], stop: int) -> list[int]:
+    """Replace the blocks before place `stop` by the null block, and return them, the last ones first."""
+    first = stop
+    while first and tables[0][first - 1] != NULL_BLOCK:  # only null blocks come before a null block
+        first -= 1
+    taken = last_first([table[first:stop] for table in tables])
+    for table in tables:
+        table[first:stop] = array("i", [NULL_BLOCK] * (stop - first))
+    return taken

@@ -10,11 +10,8 @@ which it has all that is needed. A part may also only take note (`store_link.py`
 
 from typing import Protocol
 
-import numpy as np
-
 from nanovllm import prefix_cache
 from nanovllm.sequence import CachedBlock
-from nanovllm_extras.memory.grouped_tables import GroupedBlockTables
 from nanovllm_extras.memory.kinds import NULL_BLOCK, Kind
 from nanovllm_extras.records.full_observer import Observer
 from nanovllm_extras.records.full_sequence import Sequence
@@ -64,9 +61,9 @@ class PrefixCache(prefix_cache.PrefixCache):
     def register(self, seq: Sequence, num_tokens: int) -> None:
         if not self.is_enabled:
             return
-        for i in range(seq.num_registered_blocks, min(num_tokens, seq.token_ids.length) // self.block_size):
+        for i in range(seq.num_registered_blocks, min(num_tokens, len(seq.token_ids)) // self.block_size):
             # behind a window a block may have been given back, and evicted since
-            if seq.block_table.data[i] == NULL_BLOCK and self.look_up(*self.key(seq, seq.cached_blocks)) is None:
+            if seq.block_table[i] == NULL_BLOCK and self.look_up(*self.key(seq, seq.cached_blocks)) is None:
                 return
             super().register(seq, (i + 1) * self.block_size)
             for part in self.parts:
@@ -111,8 +108,7 @@ class OtherGroups:
     without contents then.
     """
 
-    def __init__(self, tables: GroupedBlockTables, kind: Kind, block_size: int, observer: Observer) -> None:
-        self.tables = tables
+    def __init__(self, kind: Kind, block_size: int, observer: Observer) -> None:
         self.kind = kind
         self.block_size = block_size
         self.observer = observer
@@ -133,7 +129,7 @@ class OtherGroups:
         return [hit.serial for hit in hits[num_behind:num_blocks] if hit.serial not in self.blocks_of]
 
     def registered(self, cache: PrefixCache, seq: Sequence, i: int) -> None:
-        blocks = tuple(self.entries_of(seq)[:, i].tolist())
+        blocks = tuple([table[i] for table in seq.window_tables])
         if NULL_BLOCK not in blocks and seq.parent_serial not in self.blocks_of:
             self.blocks_of[seq.parent_serial] = blocks
             self.serial_of.update(dict.fromkeys(blocks, seq.parent_serial))
@@ -154,7 +150,3 @@ class OtherGroups:
             self.observer.on_forget_in_group(block_id)
         self.blocks_of.clear()
         self.serial_of.clear()
-
-    def entries_of(self, seq: Sequence) -> np.ndarray:
-        """Return the block tables of `seq` in these groups: [num_groups - 1, table length], a view."""
-        return self.tables.windows_of(seq.block_table)

@@ -70,9 +70,7 @@ class StoreLink:
         """Note that block `i` of `seq` is to be saved, in each group."""
         if self._is_loading or not self._store.can_save:
             return
-        block_ids = [int(seq.block_table.data[i])]
-        if cache.others is not None:
-            block_ids += cache.others.entries_of(seq)[:, i].tolist()
+        block_ids = [table[i] for table in (seq.block_table, *seq.window_tables)]
         name = None
         for group, block_id in enumerate(block_ids):
             if block_id in cache:  # else another block with the same contents is
@@ -131,7 +129,7 @@ class StoreLink:
 
         With states, that is a snapshot, and all blocks up to it that the pool does not have.
         """
-        store, first, stop = self._store, seq.block_table.length, seq.max_cached_tokens // blocks.block_size
+        store, first, stop = self._store, len(seq.block_table), seq.max_cached_tokens // blocks.block_size
         if not store.can_load or first >= stop:
             return
         names = store.names(seq, first, stop)

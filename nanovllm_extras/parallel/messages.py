@@ -28,7 +28,7 @@ import torch
 
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm_extras.memory.grouped_tables import with_windows
+from nanovllm_extras.records.grouped_metadata import with_windows
 from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.records.tier import BlockName
 from nanovllm_extras.sampling.processed_batch import ProcessedSampling

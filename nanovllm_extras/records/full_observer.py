@@ -236,5 +236,5 @@ def count_empty_slots(running: Collection[sequence.Sequence], block_size: int) -
     """
     num_empty = sum([-seq.num_computed_tokens % block_size for seq in running])
     sharing = [seq for seq in running if seq.has_shared_tail]
-    shared_tails = {int(seq.block_table.view()[-1]): -seq.num_computed_tokens % block_size for seq in sharing}
+    shared_tails = {seq.block_table[-1]: -seq.num_computed_tokens % block_size for seq in sharing}
     return num_empty - sum([-seq.num_computed_tokens % block_size for seq in sharing]) + sum(shared_tails.values())

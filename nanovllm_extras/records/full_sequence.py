@@ -1,6 +1,8 @@
 """A sequence with all that extras keep of it. `InputProcessor` makes sequences of this class."""
 
+from array import array
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from nanovllm import sequence
@@ -11,14 +13,17 @@ from nanovllm_extras.records.prefix_miss import PrefixMiss
 class Sequence(sequence.Sequence):
     """The core's sequence, whose newest tokens may not be known yet.
 
-    `num_tokens` may count tokens that a step in flight samples, or drafts (`scheduling/pending.py`). `num_known_tokens`
-    does not.
+    `unknown_token_ids` are tokens that a step in flight samples, or drafts (`scheduling/pending.py`). `num_tokens`
+    counts them, and `num_known_tokens` does not.
     """
 
     priority: int = 0
     processors: tuple[Any, ...] = ()  # what changes its logits before sampling (`logits_processors.py`)
     readers: tuple[Any, ...] = ()  # what reads the hidden states of its prompt (`logits_processors.py`)
 
+    unknown_token_ids: "array[int]" = field(default_factory=partial(array, "i"), init=False)
+    # of the groups of layers with a window, beside `block_table`; empty without blocks (`memory/block_manager.py`)
+    window_tables: list["array[int]"] = field(default_factory=list, init=False)
     arrival: int = field(default=0, init=False)  # number of sequences that arrived before
     order: tuple[float, ...] = field(default=(), init=False)  # its place in the queues (`scheduling/ordered_queues.py`)
     num_preemptions: int = field(default=0, init=False)
@@ -41,15 +46,15 @@ class Sequence(sequence.Sequence):
 
     @property
     def num_known_tokens(self) -> int:
-        return self.token_ids.length
+        return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        return self.token_ids.length - self.num_prompt_tokens
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids.view(self.num_prompt_tokens).tolist()
+        return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
     def num_registered_blocks(self) -> int:
@@ -62,16 +67,17 @@ class Sequence(sequence.Sequence):
 
     @property
     def max_cached_tokens(self) -> int:
-        return 0 if self.reads_prompt else self.token_ids.length - 1
+        return 0 if self.reads_prompt else len(self.token_ids) - 1
 
     def append_token(self, token_id: int) -> None:
-        ids = self.token_ids
-        ids.append(token_id)
-        if self.num_tokens < ids.length:  # otherwise `num_tokens` has counted this token already
-            self.num_tokens = ids.length
+        self.token_ids.append(token_id)
+        if self.unknown_token_ids:  # `num_tokens` has counted this token already
+            del self.unknown_token_ids[0]
+        else:
+            self.num_tokens = len(self.token_ids)
         if self.stop_token_ids is not self.all_stop_token_ids:
             params: Any = self.sampling_params
-            if ids.length - self.num_prompt_tokens > params.min_tokens:
+            if self.num_output_tokens > params.min_tokens:
                 self.stop_token_ids = self.all_stop_token_ids
 
 

@@ -50,7 +50,7 @@ class Completion(request.Completion):
     def read_token(self, token_id: int) -> None:
         """Read the tokens of one step: usually one that is not the last."""
         seq = self.seq
-        if seq.finish_reason is None and seq.token_ids.length - seq.num_prompt_tokens == len(self.token_ids) + 1:
+        if seq.finish_reason is None and len(seq.token_ids) - seq.num_prompt_tokens == len(self.token_ids) + 1:
             self.token_ids.append(token_id)
             if self.detokenizer is not None:
                 self.detokenizer.append(token_id)
@@ -210,7 +210,7 @@ class Request(request.Request):
         seqs = self.seqs
         first = seqs[0]
         # not by the property: each stream needs this in each step
-        num_output_tokens, num_preemptions = first.token_ids.length - first.num_prompt_tokens, first.num_preemptions
+        num_output_tokens, num_preemptions = len(first.token_ids) - first.num_prompt_tokens, first.num_preemptions
         if len(seqs) > 1:
             num_output_tokens = max(seq.num_output_tokens for seq in seqs)
             num_preemptions = sum(seq.num_preemptions for seq in seqs)

@@ -41,7 +41,7 @@ class PromptLogprobs:
         rows, targets, wanted = [], [], []
         for i, seq, positions, reader in chunks_with_targets(scheduled):
             rows.append(np.arange(len(positions)) + cu_seqlens_q[i])
-            targets.append(seq.token_ids.view(positions.start, positions.stop))
+            targets.append(seq.token_ids[positions.start : positions.stop])
             wanted.append(reader.num_logprobs)
         if not rows:
             return None
@@ -99,5 +99,5 @@ class TargetLogprobs(NamedTuple):
             for position in positions:
                 row = next(rows)
                 if position >= len(reader.found):
-                    token_id = int(seq.token_ids.data[position])
+                    token_id = seq.token_ids[position]
                     reader.found.append(PositionLogprobs(row, token_id, reader.num_logprobs, reader.decoder))

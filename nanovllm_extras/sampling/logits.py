@@ -5,6 +5,7 @@ Each is a `Processor` of a sequence, and they run in vLLM's order: a class below
 does to the logits. `processors_of` says which ones a request asks for; `input_processor.py` calls it.
 """
 
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -132,7 +133,7 @@ class BadWords:
 
     def last_tokens(self, seq: Sequence, position: int) -> Iterator[int]:
         """Yield the last token of each bad word whose other tokens end the output before `position`."""
-        end = seq.token_ids.view(max(seq.num_prompt_tokens, position - self.longest), position).tolist()
+        end = seq.token_ids[max(seq.num_prompt_tokens, position - self.longest) : position].tolist()
         for _, last in self.words.get(None, ()):
             yield last
         for first, last in self.words.get(end[-1], ()) if end else ():
@@ -209,8 +210,8 @@ class Penalties:
             frequency=column(params, "frequency_penalty", torch.float32)[:, None],
             # beyond these, float32 would give 0 and infinity, and then NaN
             repetition=column(params, "repetition_penalty", torch.float64).clamp(1e-30, 1e30).float()[:, None],
-            prompt_ids=pad([seq.token_ids.view(0, seq.num_prompt_tokens) for seq in seqs]),
-            output_ids=pad([seq.token_ids.view(seq.num_prompt_tokens) for seq in seqs]),
+            prompt_ids=pad([seq.token_ids[: seq.num_prompt_tokens] for seq in seqs]),
+            output_ids=pad([seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]),
         )
 
 
@@ -250,7 +251,7 @@ def column(params: Iterable[object], name: str, dtype: torch.dtype) -> torch.Ten
     return torch.tensor([getattr(p, name) for p in params], dtype=dtype)
 
 
-def pad(rows: list[np.ndarray]) -> torch.Tensor:
+def pad(rows: list["array[int]"]) -> torch.Tensor:
     """Stack arrays as rows, padded with -1: [len(rows), longest] int64"""
     padded = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int64)
     for line, row in zip(padded, rows, strict=True):

@@ -1,9 +1,10 @@
 """The batch of a step in which some sequence asks for more than the core's sampler does.
 
 Log-probabilities, changes of logits and readers of hidden states are added to the core's `Batch`. If no sequence of a
-step asks for any, the batch is the core's own. `LLMEngine.compute` calls `build_batch`.
+step asks for any, the batch is the core's own. `LLMEngine.build` calls `build_batch`.
 """
 
+from array import array
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,9 @@ import numpy as np
 
 from nanovllm import batch
 from nanovllm.batch import Batch, build_sampling_batch
-from nanovllm.block_tables import BlockTables
 from nanovllm.scheduler import Step
-from nanovllm_extras.records.full_sequence import own_chunks
+from nanovllm_extras.records.full_sequence import Sequence, own_chunks
+from nanovllm_extras.records.grouped_metadata import add_groups
 from nanovllm_extras.sampling.logits_processors import ProcessorRows, ReaderRows, build_processors, build_readers
 
 if TYPE_CHECKING:
@@ -31,19 +32,27 @@ class ReadBatch(Batch):
     readers: tuple[ReaderRows, ...] = ()  # what is read of the hidden states of prompts
 
 
-def build_batch(step: Step, block_tables: BlockTables) -> Batch:
+def build_batch(step: Step, block_size: int) -> Batch:
     """Return the tensors of a step, as the core's `build_batch` does, with all that its sequences ask for."""
-    built = batch.build_batch(step, block_tables)
-    add_groups = getattr(block_tables, "add_groups", None)  # of `GroupedBlockTables`
-    if add_groups is not None:
-        built = add_groups(step, built)
     chunks = own_chunks(step.chunks)
+    built = batch.build_batch(step, block_size, gather_token_ids(chunks, step.num_decodes))
+    if chunks[0][0].window_tables:
+        built = add_groups(chunks, built, block_size)
     if all([seq.is_plain for seq, _, _ in chunks]):
         return built
     positions = [chunks[i][1] + chunks[i][2] for i in step.sampled_chunks]
     sampling = add_processors(built.sampling, step.samples, positions)
     readers = build_readers(step, built.metadata.cu_seqlens_q.numpy())
     return ReadBatch(**{**values_of(built), "sampling": sampling}, readers=readers)
+
+
+def gather_token_ids(chunks: list[tuple[Sequence, int, int]], num_decodes: int) -> "array[int]":
+    """Return the new tokens of every sequence, as the core does. Those of decodes may not be known yet."""
+    ids = [
+        known[start] if start < len(known := seq.token_ids) else seq.unknown_token_ids[start - len(known)]
+        for seq, start, _ in chunks[:num_decodes]
+    ]
+    return array("i", ids) + batch.gather_token_ids([], chunks[num_decodes:])
 
 
 def build_sampling(samples: list[Any], positions: list[int]) -> batch.SamplingBatch:

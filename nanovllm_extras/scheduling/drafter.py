@@ -85,7 +85,7 @@ class Drafter:
                 drafts[seq] = allowed
                 if blocks.states is not None:
                     blocks.states.take_for_drafts(seq, len(allowed))
-            num_slots = seq.block_table.length * blocks.block_size
+            num_slots = len(seq.block_table) * blocks.block_size
             if num_slots - seq.num_tokens >= blocks.block_size:  # a draft model has reserved too many
                 blocks.observer.on_verify(seq, 0, 0, blocks.rewind(seq, seq.num_tokens))
         return drafts

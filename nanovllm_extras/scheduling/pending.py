@@ -1,6 +1,6 @@
 """Tokens that are not known yet: a step in flight samples them, or they are drafts.
 
-Both are places behind the known tokens of a sequence, whose tokens may still change. `num_tokens` counts them, and
+Both follow the known tokens of a sequence, and may still change: `unknown_token_ids`. `num_tokens` counts them, and
 `num_known_tokens` does not. The steps that are scheduled compute their K and V, but the prefix cache learns only known
 tokens (`memory/prefix_cache.py`).
 
@@ -26,15 +26,13 @@ nothing new. When the step has run, the drafts are compared with what the rows h
 `BlockManager.rewind` gives up what was computed in vain.
 """
 
+from array import array
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from nanovllm import sequence
-from nanovllm.block_tables import IntArray
 from nanovllm.scheduler import Chunk, Step
 from nanovllm_extras.records.full_sequence import Sequence, own_sequences
 
@@ -106,43 +104,26 @@ class Pending:
 
 def expect_token(seq: Sequence, row: int) -> None:
     """Append a placeholder for the token that a step in flight samples in `row`."""
-    num_tokens, ids = seq.num_tokens, seq.token_ids
-    if num_tokens == len(ids.data):
-        grow(ids)
-    ids.data[num_tokens] = -1 - row
-    seq.num_tokens = num_tokens + 1
+    seq.unknown_token_ids.append(-1 - row)
+    seq.num_tokens += 1
 
 
 def place_drafts(seq: Sequence, token_ids: list[int]) -> None:
-    """Put drafts after the known tokens, so that `num_tokens` counts them."""
-    seq.num_tokens = write_after(seq, token_ids)
+    """Let drafts follow the known tokens, so that `num_tokens` counts them."""
+    seq.unknown_token_ids = array("i", token_ids)
+    seq.num_tokens = seq.num_known_tokens + len(token_ids)
 
 
 def forget_unknown(seq: Sequence) -> None:
-    """Let `num_tokens` count neither placeholders nor drafts."""
-    seq.num_tokens = seq.token_ids.length
+    """Remove placeholders and drafts."""
+    del seq.unknown_token_ids[:]
+    seq.num_tokens = seq.num_known_tokens
 
 
-def write_after(seq: Sequence, token_ids: list[int]) -> int:
-    """Write tokens behind the known ones, and return how many there are together."""
-    ids = seq.token_ids
-    stop: int = ids.length + len(token_ids)
-    while stop > len(ids.data):
-        grow(ids)
-    ids.data[ids.length : stop] = token_ids
-    return stop
-
-
-def grow(ids: IntArray) -> None:
-    """Double the capacity of a sequence's tokens, so that there is room for tokens that are not known yet."""
-    ids.data = np.concatenate([ids.data, np.zeros_like(ids.data)])
-
-
-def as_if(seq: Sequence, num_known_tokens: int) -> Sequence:
-    """Return a view of `seq` with its first `num_known_tokens` tokens, drafts included, for logits processors."""
+def as_if(seq: Sequence, token_ids: list[int]) -> Sequence:
+    """Return a copy of `seq` in which `token_ids` follow its known tokens."""
     seen: Sequence = copy(seq)
-    seen.token_ids = IntArray.__new__(IntArray)
-    seen.token_ids.data, seen.token_ids.length = seq.token_ids.data, num_known_tokens
+    seen.token_ids = seq.token_ids + array("i", token_ids)
     return seen
 
 
@@ -175,7 +156,7 @@ def one_row_each(planned: Step, drafts: Drafts) -> tuple[Step, list[range]]:
     for one, i in zip(own_sequences(planned.samples), planned.sampled_chunks, strict=True):
         num_rows = planned.chunks[i][2]
         rows.append(range(len(samples), len(samples) + num_rows))
-        samples += [one, *(as_if(one, one.num_known_tokens + j) if one.processors else one for j in range(1, num_rows))]
+        samples += [one, *(as_if(one, drafts[one][:j]) if one.processors else one for j in range(1, num_rows))]
         sampled_chunks += range(firsts[i], firsts[i] + num_rows)
     step = replace(planned, chunks=chunks, num_decodes=len(chunks), samples=samples, sampled_chunks=sampled_chunks)
     return step, rows

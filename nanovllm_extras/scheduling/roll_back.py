@@ -9,6 +9,8 @@ from typing import Any
 
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm.scheduler import Scheduler
+from nanovllm_extras.records.full_sequence import own_sequences
+from nanovllm_extras.scheduling.pending import forget_unknown
 
 
 def roll_back(scheduler: Scheduler) -> None:
@@ -21,7 +23,7 @@ def roll_back(scheduler: Scheduler) -> None:
         blocks.prefix_cache.forget(block_id)
     forget_beside(blocks.prefix_cache)
     for seq in [*scheduler.running, *scheduler.waiting]:
-        if seq.block_table.length:
+        if seq.block_table:
             seq.num_computed_tokens = 0  # so that `free` registers no block that may not have been filled
             blocks.free(seq)
     # if scheduling was interrupted, a sequence may be in two places, or may have ended and still be in a queue
@@ -30,9 +32,9 @@ def roll_back(scheduler: Scheduler) -> None:
         if seq not in scheduler.waiting:
             scheduler.waiting.insert(0, seq)
     scheduler.running.clear()
-    for seq in [*scheduler.waiting]:
+    for seq in own_sequences([*scheduler.waiting]):
         seq.children = [child for child in seq.children if child not in started]
-        seq.num_tokens = seq.token_ids.length  # without placeholders and drafts
+        forget_unknown(seq)
         if seq.finish_reason is not None:
             scheduler.waiting.remove(seq)
     observer.on_roll_back()

@@ -90,7 +90,7 @@ class Scheduler(scheduler.Scheduler):
         return advanced
 
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None = None) -> None:
-        if self._settles and seq.block_table.length and not self.pending.has_drafts(seq):  # it is not swapped out
+        if self._settles and seq.block_table and not self.pending.has_drafts(seq):  # it is not swapped out
             self.block_manager.settle(seq)
         super().finish(seq, finish_reason, stop_reason)
         forget_unknown(seq)

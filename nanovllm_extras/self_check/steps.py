@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch, SamplingBatch, build_batch
-from nanovllm.block_tables import BlockTables
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.scheduler import Chunk, make_step
 from nanovllm_extras.options.request_params import SamplingParams
@@ -29,18 +28,18 @@ def make_steps(block_size: int, max_model_len: int, token_ids: list[int]) -> tup
 
     Their tokens are drawn from `token_ids`. No sequence is longer than `max_model_len`, at least `MIN_MODEL_LEN`.
     """
-    tables, new_block, tokens = BlockTables(block_size), count(1), draw_from(token_ids)
+    new_block, tokens = count(1), draw_from(token_ids)
     num_long = min(block_size + 5, max_model_len - 2)  # tokens of A after step 1
     num_shared = block_size if block_size < num_long - 2 else 0
 
     def make(num_tokens: int, like: Sequence | None = None) -> Sequence:
         """Return a sequence with blocks. The first block and its tokens are those of the sequence `like`."""
-        ids = [] if like is None else like.token_ids.view(0, block_size).tolist()
+        ids = [] if like is None else like.token_ids[:block_size].tolist()
         seq = Sequence("check", ids + [next(tokens) for _ in range(num_tokens)], SamplingParams(temperature=0))
         if like is not None:
-            tables.append(seq.block_table, int(like.block_table.data[0]))
-        while seq.block_table.length * block_size < seq.num_tokens:
-            tables.append(seq.block_table, next(new_block))
+            seq.block_table.append(like.block_table[0])
+        while len(seq.block_table) * block_size < seq.num_tokens:
+            seq.block_table.append(next(new_block))
         return seq
 
     a, b, d = make(num_long + 2), make(11), make(1)
@@ -55,7 +54,7 @@ def make_steps(block_size: int, max_model_len: int, token_ids: list[int]) -> tup
         for seq, start, num_new_tokens in chunks:
             seq.num_tokens = start + num_new_tokens  # each sequence has caught up, so each gets logits
         num_tokens = sum(num_new_tokens for _, _, num_new_tokens in chunks)
-        batches.append(build_batch(make_step(chunks, num_tokens), tables))
+        batches.append(build_batch(make_step(chunks, num_tokens), block_size))
     return batches, next(new_block)
 
 
@@ -64,15 +63,14 @@ def make_long_steps(block_size: int, max_model_len: int) -> tuple[list[Batch], i
 
     The context is long enough for kernels to split it among processors.
     """
-    tables, num_tokens = BlockTables(block_size), min(LONG_CONTEXT, max_model_len - 4)
+    num_tokens = min(LONG_CONTEXT, max_model_len - 4)
     seq = Sequence("check", [0] * (num_tokens + 4), SamplingParams(temperature=0))
     num_blocks = -(-seq.num_tokens // block_size)
-    for block_id in range(1, num_blocks + 1):
-        tables.append(seq.block_table, block_id)
+    seq.block_table.extend(range(1, num_blocks + 1))
     batches = []
     for start, num_new_tokens in ((0, num_tokens), (num_tokens, 1), (num_tokens + 1, 3)):
         seq.num_tokens = start + num_new_tokens
-        batches.append(build_batch(make_step([(seq, start, num_new_tokens)], num_new_tokens), tables))
+        batches.append(build_batch(make_step([(seq, start, num_new_tokens)], num_new_tokens), block_size))
     return batches, num_blocks + 1
 
 

@@ -32,7 +32,7 @@ from nanovllm_extras.options.speculation_options import Speculation
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.sampling.processed_batch import build_batch
 from nanovllm_extras.sampling.runner_hooks import NO_TOKEN, Computed
-from nanovllm_extras.scheduling.pending import as_if, write_after
+from nanovllm_extras.scheduling.pending import as_if
 from nanovllm_extras.weights.checkpoint import read_model_config, resolve_model
 
 StartDraft = Callable[[Config, Path], Runner]
@@ -67,10 +67,10 @@ class DraftModel:
 
     def _make_batch(self, growing: list[tuple[int, Sequence]], drafts: list[list[int]]) -> Batch:
         """Return a batch with the newest token of each sequence. Copies of the sequences hold their drafts so far."""
-        seqs = [with_tokens(seq, drafts[i]) for i, seq in growing]
+        seqs = [as_if(seq, drafts[i]) for i, seq in growing]
         count = len(seqs)
         step = Step([(seq, seq.num_known_tokens - 1, 1) for seq in seqs], count, count, [*seqs], [*range(count)])
-        return build_batch(step, self.blocks.block_tables)
+        return build_batch(step, self.blocks.block_size)
 
 
 class Following:
@@ -85,11 +85,6 @@ class Following:
         greedy = SamplingBatch(torch.zeros(len(batch.logits_indices)))  # a graph of whole steps samples, too
         batch = replace(batch, sampling=greedy, copies=[])  # the large model's runner has done them for both
         self.runner.compute_hidden(batch, self.runner.can_replay(batch))
-
-
-def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
-    """Return a copy of `seq` that includes these tokens. They are written after those of `seq`, as drafts are."""
-    return as_if(seq, write_after(seq, token_ids))
 
 
 def load_draft_model(runner: Runner, options: Speculation, start: StartDraft) -> Runner:

@@ -25,7 +25,7 @@ class NGrams:
         return [self._look_up(seq, count) for seq, count in wanted]
 
     def _look_up(self, seq: Sequence, count: int) -> list[int]:
-        known = seq.token_ids.view()  # [num_known_tokens] int32
+        known = seq.token_ids
         if len(known) <= self.shortest:
             return []
         text = known.tobytes()

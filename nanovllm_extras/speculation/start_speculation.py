@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nanovllm.batch import build_batch
-from nanovllm.block_tables import BlockTables
 from nanovllm.scheduler import Chunk, Step
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.parts import Parts
@@ -73,7 +72,7 @@ def get_ready(parts: Parts, start_draft: StartDraft) -> Ready:
     if options.disable_by_batch_size is not None:
         max_rows = options.disable_by_batch_size * (1 + options.num_speculative_tokens)
         if parts.model_config.state_shape is not None:  # on a GPU, its kernels for steps with drafts are compiled
-            parts.runner.run(build_batch(*make_measured_step(parts.runner, 2))).wait()
+            run(parts.runner, make_measured_step(parts.runner, 2))
     else:
         max_rows = measure_rows(parts.runner, min(MAX_MEASURED_ROWS, parts.max_num_batched_tokens))
         logger.info("speculation: up to %d tokens a step are nearly free, drafts included", max_rows)
@@ -113,44 +112,45 @@ def measure_rows(runner: ModelRunner, most: int) -> int:
 
 def cost_of_doubling(runner: ModelRunner, num_rows: int) -> float:
     """Return the time of a step with `2 * num_rows` rows divided by that with `num_rows`, from the fastest runs."""
-    batches = [make_measured_step(runner, count) for count in (num_rows, 2 * num_rows)]
-    for step, tables in batches:
-        runner.run(build_batch(step, tables)).wait()  # kernels may be compiled, memory touched
+    steps = [make_measured_step(runner, count) for count in (num_rows, 2 * num_rows)]
+    for step in steps:
+        run(runner, step)  # kernels may be compiled, memory touched
     times: tuple[list[float], list[float]] = ([], [])
     while len(times[0]) < MIN_RUNS or sum(times[0]) < MIN_SECONDS:
-        for (step, tables), taken in zip(batches, times, strict=True):
+        for step, taken in zip(steps, times, strict=True):
             start = time.perf_counter()
-            runner.run(build_batch(step, tables)).wait()
+            run(runner, step)
             taken.append(time.perf_counter() - start)
     return min(times[1]) / min(times[0])
 
 
-def make_measured_step(runner: ModelRunner, num_rows: int) -> tuple[Step, BlockTables]:
+def run(runner: ModelRunner, step: Step) -> None:
+    runner.run(build_batch(step, runner.backend.block_size)).wait()
+
+
+def make_measured_step(runner: ModelRunner, num_rows: int) -> Step:
     """Return a step with `num_rows` decodes, which read and write only the null block.
 
     The rows of a model with recurrent states are decodes with as many drafts as the options allow: each draft waits for
     the row before it, which plain decodes do not. Their states are in slots that no sequence owns yet.
     """
-    step, tables = decodes_of_nobody(num_rows, runner.backend.block_size)
+    step = decodes_of_nobody(num_rows)
     pool = runner.layout.pool
     if pool is None:
-        return step, tables
+        return step
     assert runner.config.speculative_config is not None
     most_drafts = read_options(runner.config.speculative_config).num_speculative_tokens
     moves = drafts_of_nobody(num_rows, most_drafts, pool.num_slots)
     for slot in moves.slots:
         pool.copy(0, slot)  # zeros of the null slot: memory that nobody has written may slow arithmetic down
-    return replace(step, copies=moves), tables
+    return replace(step, copies=moves)
 
 
-def decodes_of_nobody(num_rows: int, block_size: int) -> tuple[Step, BlockTables]:
+def decodes_of_nobody(num_rows: int) -> Step:
     """Return a step with `num_rows` decodes over the null block. None of them begins a sequence."""
-    tables = BlockTables(block_size)
     seq = Sequence("measured", [0] * (num_rows + 1), SamplingParams(temperature=0))
-    for _ in range(-(-(num_rows + 1) // block_size)):
-        tables.append(seq.block_table, 0)
     chunks: list[Chunk] = [(seq, max(1, row), 1) for row in range(num_rows)]
-    return Step(chunks, num_rows, num_rows, [seq] * num_rows, [*range(num_rows)]), tables
+    return Step(chunks, num_rows, num_rows, [seq] * num_rows, [*range(num_rows)])
 
 
 def drafts_of_nobody(num_rows: int, most_drafts: int, num_slots: int) -> Moves:

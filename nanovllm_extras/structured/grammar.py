@@ -75,7 +75,7 @@ class Grammar:
         """Start to compute the masks of the rows in the worker's thread."""
         grammars: list[Grammar] = [row.processor for row in rows]
         worker = grammars[0].worker
-        new_tokens = [seq.token_ids.view(seq.num_prompt_tokens + one.num_sent).tolist() for _, seq, _, one in rows]
+        new_tokens = [seq.token_ids[seq.num_prompt_tokens + one.num_sent :].tolist() for _, seq, _, one in rows]
         stop_token_ids = [frozenset(seq.all_stop_token_ids) for _, seq, _, _ in rows]
         masks = np.zeros((len(rows), worker.num_words), dtype=np.int32)
         filled = worker.pool.submit(fill_masks, worker, grammars, new_tokens, stop_token_ids, masks)

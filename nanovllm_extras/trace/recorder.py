@@ -177,7 +177,7 @@ class Recorder(Observer):
                 "arrived": self._arrivals[number],
                 "status": "running" if seq in running else "waiting",
                 "num_computed_tokens": seq.num_computed_tokens,
-                "block_table": seq.block_table.view().tolist(),
+                "block_table": seq.block_table.tolist(),
                 "host_block_ids": list(self._host_block_ids.get(seq, [])),
                 "misses": describe_misses(seq.prefix_misses or []),
             }
@@ -193,10 +193,13 @@ class Recorder(Observer):
             state["snapshots"] = [[slot, *about] for slot, about in self._snapshots.items()]
             state["state_copies"] = [list(copy) for copy in self._states.copies_for_next]
         if has_groups(blocks):
-            owners, windows_of = [seq for seq in numbers if seq.block_table.length], blocks.tables.windows_of
             others = blocks.prefix_cache.others
             assert others is not None
-            state["window_tables"] = [(numbers[seq], windows_of(seq.block_table).tolist()) for seq in owners]
+            state["window_tables"] = [
+                (number, [table.tolist() for table in seq.window_tables])
+                for seq, number in numbers.items()
+                if seq.window_tables
+            ]
             state["window_cached"] = [(serial, list(block_ids)) for serial, block_ids in others.blocks_of.items()]
         self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
         self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
@@ -226,7 +229,7 @@ class Recorder(Observer):
         about: NewSequence = {
             "request": seq.request_id,
             "sample": seq.sample_index,
-            "tokens": seq.token_ids.view().tolist(),
+            "tokens": seq.token_ids.tolist(),
             "num_prompt_tokens": seq.num_prompt_tokens,
             "max_num_tokens": seq.max_num_tokens,
             "params": describe_params(seq.sampling_params),
@@ -245,7 +248,7 @@ class Recorder(Observer):
     def _note_replaced(self) -> None:
         """Record the tokens with which a beam search has replaced those that the newest step sampled for its beams."""
         for i, (seq, place, token_id) in enumerate(self._drawn):
-            chosen = int(seq.token_ids.data[place])
+            chosen = seq.token_ids[place]
             if chosen != token_id and seq in self._seqs:
                 self._note_tokens(seq, place, [chosen])
                 self._drawn[i] = seq, place, chosen
@@ -289,8 +292,8 @@ class Recorder(Observer):
         num_known = child.num_known_tokens
         place = [child.sample_index, num_known, parent.num_computed_tokens if is_shared else 0]
         self._events.append(["fork", number, of_child, *place, self._now()])
-        newest = int(child.token_ids.data[num_known - 1])
-        if newest != parent.token_ids.data[num_known - 1]:
+        newest = child.token_ids[num_known - 1]
+        if newest != parent.token_ids[num_known - 1]:
             self._note_tokens(child, num_known - 1, [newest])
 
     def on_finish(self, seq: Sequence) -> None:
@@ -376,7 +379,7 @@ class Recorder(Observer):
         """Record drafts: tokens after the known ones that a chunk computes. (Others belong to steps in flight.)"""
         chunks: list[Chunk] = [*step.chunks[step.num_decodes :]]
         for seq, start, num_new_tokens in chunks:
-            drafts = seq.token_ids.data[seq.num_known_tokens : start + num_new_tokens].tolist()
+            drafts = seq.unknown_token_ids[: max(0, start + num_new_tokens - seq.num_known_tokens)].tolist()
             if drafts:
                 self._new_ids.update(drafts)
                 self._events.append(["draft", self._number(seq), drafts])

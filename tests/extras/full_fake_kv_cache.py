@@ -20,7 +20,7 @@ class FullFakeKVCache(FakeKVCache):
 
     def tokens_of(self, seq, stop):
         """The first `stop`, with those that are under way."""
-        tokens = seq.token_ids.data[:stop].tolist()
+        tokens = (seq.token_ids + seq.unknown_token_ids)[:stop]
         return [self.newest[-1 - token] if token < 0 else token for token in tokens]
 
     def move(self, swap_outs=(), swap_ins=(), copies=()):

@@ -97,7 +97,7 @@ class Search:
         for beam, before, tokens in zip(old, beams, going_on, strict=True):
             for i, token in enumerate(tokens):
                 if i == 0 and self.run.is_running(beam):
-                    beam.token_ids.data[len(before)] = token
+                    beam.token_ids[len(before)] = token
                     self.beams.append(beam)
                 else:
                     self.beams.append(self.fork(beam, [*before, token]))

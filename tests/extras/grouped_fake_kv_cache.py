@@ -10,18 +10,18 @@ from tests.fake_kv_cache import stored_slots, table_of
 
 
 class GroupedFakeKVCache(FullFakeKVCache):
-    """Group 0 sees all tokens, and the other groups see `window` tokens. `tables` are the block manager's."""
+    """Group 0 sees all tokens, and the other groups, `num_others`, see `window` tokens."""
 
-    def __init__(self, block_size, window, tables):
+    def __init__(self, block_size, window, num_others):
         super().__init__(block_size)
         self.window_of_groups = window
-        self.tables = tables
+        self.num_others = num_others
 
     def write(self, seq, start, stop):
         """Returns what `spoil` needs."""
         journal = super().write(seq, start, stop)
         tokens = self.tokens_of(seq, stop)
-        for group, table in enumerate(window_tables(self.tables, seq), 1):
+        for group, table in enumerate(window_tables(seq), 1):
             for position in range(start, stop):
                 slot = table[position // self.block_size], position % self.block_size
                 assert slot[0], f"group {group} has no block for position {position}"
@@ -34,7 +34,7 @@ class GroupedFakeKVCache(FullFakeKVCache):
         super().check(seq, num_tokens)
         reader = min(num_tokens, self.starts.get(seq, num_tokens))
         tokens = self.tokens_of(seq, num_tokens)
-        for group, table in enumerate(window_tables(self.tables, seq), 1):
+        for group, table in enumerate(window_tables(seq), 1):
             for position in range(max(0, reader - self.window_of_groups + 1), num_tokens):
                 held = self.slots.get((table[position // self.block_size], position % self.block_size))
                 assert held == (-group, *tokens[: position + 1]), (
@@ -43,7 +43,7 @@ class GroupedFakeKVCache(FullFakeKVCache):
 
     def check_host(self, seq, num_tokens, host_block_ids):
         """The same for what is kept of `seq` in the swap space: blocks of group 0, then those of each other group."""
-        num_blocks, num_groups = -(-num_tokens // self.block_size), len(self.tables.window_rows)
+        num_blocks, num_groups = -(-num_tokens // self.block_size), self.num_others
         super().check_host(seq, num_tokens, host_block_ids[:num_blocks])
         windows, tokens = host_block_ids[num_blocks:], self.tokens_of(seq, num_tokens)
         size = len(windows) // num_groups
@@ -54,13 +54,13 @@ class GroupedFakeKVCache(FullFakeKVCache):
                 assert held == (-group, *tokens[: position + 1]), f"group {group} would get other K and V back"
 
 
-def window_tables(tables, seq):
-    return tables.windows_of(seq.block_table).tolist()
+def window_tables(seq):
+    return [table.tolist() for table in seq.window_tables]
 
 
-def all_blocks(tables, seq):
+def all_blocks(seq):
     """The blocks that `seq` owns, in all groups."""
-    return [*table_of(seq), *[block_id for table in window_tables(tables, seq) for block_id in table if block_id]]
+    return [*table_of(seq), *[block_id for table in window_tables(seq) for block_id in table if block_id]]
 
 
 def check_cached_windows(manager, cache):
@@ -78,8 +78,8 @@ def check_cached_windows(manager, cache):
 
 def grouped_slots(manager, seqs):
     """The slots that hold a computed token of `seqs`, in all groups."""
-    size, tables = manager.block_size, manager.block_tables
-    windows = {(table[position // size], position % size) for seq in seqs for table in window_tables(tables, seq)
+    size = manager.block_size
+    windows = {(table[position // size], position % size) for seq in seqs for table in window_tables(seq)
                for position in range(seq.num_computed_tokens) if table[position // size]}  # fmt: skip
     return stored_slots(seqs, size) | windows
 

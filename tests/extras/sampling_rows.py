@@ -43,14 +43,14 @@ class FullRows(Rows):
 
     def sampling_of(self, rows):
         """The `ProcessedSampling` of sequences whose next token comes after all that they have."""
-        return build_sampling(rows, [seq.token_ids.length for seq in rows])
+        return build_sampling(rows, [len(seq.token_ids) for seq in rows])
 
     def draw(self, raw, batch):
         return sample(raw, batch)[0]
 
     def changed(self, x, seq):
         p = seq.sampling_params
-        prompt, output = seq.token_ids.view(0, seq.num_prompt_tokens).tolist(), seq.output_token_ids
+        prompt, output = seq.token_ids[: seq.num_prompt_tokens].tolist(), seq.output_token_ids
         if p.allowed_token_ids is not None:
             x = [value if t in p.allowed_token_ids else -math.inf for t, value in enumerate(x)]
         for *first, last in BAD_WORDS.values() if p.bad_words else ():

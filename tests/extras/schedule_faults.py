@@ -4,6 +4,8 @@ A fault is a function that replaces methods by wrong ones, with pytest's `monkey
 the test says where each must be found, and after how many actions.
 """
 
+from array import array
+
 from nanovllm import prefix_cache
 from nanovllm.block_manager import BlockManager as CoreBlockManager
 from nanovllm.prefix_cache import PrefixCache as CorePrefixCache
@@ -90,7 +92,7 @@ def a_block_is_known_by_its_own_tokens_only(replace):
 
 def a_whole_prompt_is_found(replace):
     """No token is left whose computation would give the logits."""
-    replace(Sequence, "max_cached_tokens", property(lambda self: self.token_ids.length))
+    replace(Sequence, "max_cached_tokens", property(lambda self: len(self.token_ids)))
 
 
 def found_blocks_need_no_room(replace):
@@ -148,9 +150,9 @@ def the_window_is_one_token_too_short(replace):
 
 def blocks_behind_the_window_are_not_freed(replace):
     def give_back(self, seq, position):
-        num_behind = min(self.kind.num_behind(position), seq.block_table.length)
+        num_behind = min(self.kind.num_behind(position), len(seq.block_table))
         self.prefix_cache.register(seq, num_behind * self.block_size)
-        seq.block_table.view(0, num_behind)[:] = NULL_BLOCK
+        seq.block_table[:num_behind] = array("i", [NULL_BLOCK] * num_behind)
 
     replace(BlockManager, "give_back", give_back)
 
@@ -282,12 +284,7 @@ def a_group_gives_back_what_only_the_last_token_of_a_chunk_does_not_see(replace)
 
 
 def a_group_gives_nothing_back(replace):
-    right = BlockManager._take_from_groups
-
-    def take_from_groups(self, seq, first, stop=None):
-        return right(self, seq, first, stop) if first else []
-
-    replace(BlockManager, "_take_from_groups", take_from_groups)
+    replace(block_manager, "take_before", lambda tables, stop: [])
 
 
 def blocks_of_one_group_are_not_freed(replace):
@@ -333,13 +330,13 @@ def a_copy_in_groups_needs_no_room(replace):
 def blocks_behind_the_window_are_given_back_in_all_tables_but_one(replace):
     """They are free blocks, which the sequence still owns in the table of the last group."""
 
-    def take_from_groups(self, seq, first, stop=None):
-        entries = self.tables.windows_of(seq.block_table)[:, first:stop]
-        taken = block_manager.last_first(entries)
-        entries[:-1] = NULL_BLOCK
+    def take_before(tables, stop):
+        taken = block_manager.last_first([table[:stop] for table in tables])
+        for table in tables[:-1]:
+            table[:stop] = array("i", [NULL_BLOCK] * stop)
         return taken
 
-    replace(BlockManager, "_take_from_groups", take_from_groups)
+    replace(block_manager, "take_before", take_before)
 
 
 def a_hit_needs_only_the_last_block_of_its_window(replace):
@@ -375,7 +372,7 @@ def blocks_of_a_group_replace_those_that_are_found(replace):
     """A prefix that is computed again gives its blocks the serial number of those that are still known."""
 
     def registered(self, cache, seq, i):
-        blocks = tuple(self.entries_of(seq)[:, i].tolist())
+        blocks = tuple([table[i] for table in seq.window_tables])
         if NULL_BLOCK not in blocks:
             self.blocks_of[seq.parent_serial] = blocks
             self.serial_of.update(dict.fromkeys(blocks, seq.parent_serial))
@@ -387,7 +384,7 @@ def null_blocks_of_groups_are_found(replace):
     """Blocks behind the window of a prefix that was loaded."""
 
     def registered(self, cache, seq, i):
-        blocks = tuple(self.entries_of(seq)[:, i].tolist())
+        blocks = tuple([table[i] for table in seq.window_tables])
         if seq.parent_serial not in self.blocks_of:
             self.blocks_of[seq.parent_serial] = blocks
             self.serial_of.update(dict.fromkeys(blocks, seq.parent_serial))
@@ -411,8 +408,8 @@ def room_is_counted_for_one_group(replace):
 
 def found_blocks_of_windows_stay_in_the_free_queue(replace):
     def set_in_groups(self, seq, i, blocks):
-        self.tables.windows_of(seq.block_table)[:, i] = blocks
-        for block_id in blocks:
+        for table, block_id in zip(seq.window_tables, blocks, strict=True):
+            table[i] = block_id
             self._ref_counts[block_id] += 1
 
     replace(BlockManager, "_set_in_groups", set_in_groups)
@@ -422,9 +419,9 @@ def rejected_drafts_keep_the_blocks_of_groups(replace):
     right = BlockManager.rewind
 
     def rewind(self, seq, num_tokens):
-        num_groups, self.num_groups = self.num_groups, 1
+        windows, seq.window_tables = seq.window_tables, []
         given_back = right(self, seq, num_tokens)
-        self.num_groups = num_groups
+        seq.window_tables = windows
         return given_back
 
     replace(BlockManager, "rewind", rewind)
@@ -460,7 +457,7 @@ def all_groups_are_saved_under_one_name(replace):
 def a_block_that_is_not_full_is_not_copied_out(replace):
     def computed_blocks(self, seq):
         num_blocks = seq.num_computed_tokens // self.block_size
-        return [seq.block_table.view(0, num_blocks).tolist()]
+        return [seq.block_table[:num_blocks].tolist()]
 
     replace(BlockManager, "computed_blocks", computed_blocks)
 

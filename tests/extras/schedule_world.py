@@ -269,7 +269,7 @@ class World:
         self.manager: Any = self.scheduler.block_manager
         observer.on_start(self.manager)
         if setting.parts.has_groups:
-            self.cache: FullFakeKVCache = GroupedFakeKVCache(BLOCK_SIZE, WINDOW_OF_GROUPS, self.manager.block_tables)
+            self.cache: FullFakeKVCache = GroupedFakeKVCache(BLOCK_SIZE, WINDOW_OF_GROUPS, self.manager.num_groups - 1)
         else:
             self.cache = FullFakeKVCache(BLOCK_SIZE, WINDOW if setting.parts.has_window else None)
         self.pool: dict[int, Any] = {}  # slot -> the tokens that its state has read
@@ -299,8 +299,6 @@ class World:
     def thaw(cls, frozen: bytes, setting: Setting) -> "World":
         world = cls.__new__(cls)
         vars(world).update(pickle.loads(frozen), setting=setting)
-        tables = world.manager.block_tables
-        tables._replace(tables.rows)  # so that each block table is a view of its row again
         return world
 
     # ---- actions
@@ -327,7 +325,7 @@ class World:
         name, *arguments = action
         getattr(self, name)(*arguments)
         for seq in self.seqs:
-            assert not seq.finish_reason or seq.num_tokens == seq.token_ids.length, "it counts tokens that never come"
+            assert not seq.finish_reason or seq.num_tokens == len(seq.token_ids), "it counts tokens that never come"
         self.seqs = [seq for seq in self.seqs if seq.finish_reason is None]
         self.drop_unused()
         self.check()
@@ -543,7 +541,7 @@ class World:
             kept.update((table[i // size], i % size) for i in range(min(seq.num_computed_tokens, len(table) * size)))
         if self.setting.parts.has_groups:
             cached = self.manager.prefix_cache.others.serial_of
-            blocks = blocks.union(cached, *[all_blocks(self.manager.block_tables, seq) for seq in running])
+            blocks = blocks.union(cached, *[all_blocks(seq) for seq in running])
         if self.space is not None:
             blocks.update(source for source, _ in self.space._outs)
             held = {block_id for seq in self.space._held for block_id in self.space.host_block_ids(seq)}
@@ -574,9 +572,9 @@ class World:
             self.check_given_back(seq)
         expecting = {seq for flight in self.flights for seq in flight.samples}
         for seq in self.seqs:
-            ids = seq.token_ids.data[: seq.num_tokens].tolist()
+            ids = seq.token_ids + seq.unknown_token_ids
             assert -min(ids) <= len(self.cache.newest), "a placeholder of a row that is not there"
-            assert seq in expecting or seq.num_tokens == seq.token_ids.length, "a token that no step brings"
+            assert seq in expecting or seq.num_tokens == len(seq.token_ids), "a token that no step brings"
         if self.states is not None:
             self.check_states(self.states)
         if self.space is not None:
@@ -655,7 +653,7 @@ class World:
     def describe(self, seq: Sequence, request: int, names: "Names") -> tuple:
         return (
             request, seq.sample_index, len(seq.children), tuple(self.cache.tokens_of(seq, seq.num_tokens)),
-            seq.token_ids.length, seq.num_computed_tokens,
+            len(seq.token_ids), seq.num_computed_tokens,
             seq.num_prompt_tokens if self.setting.parts.has_states else 0, seq.has_shared_tail,
             tuple(map(names.block, table_of(seq))), seq.num_registered_blocks, names.serial(seq.parent_serial),
             self.describe_swapped(seq, names), self.describe_patience(seq), self.describe_snapshots(seq, names),
@@ -678,7 +676,7 @@ class World:
         return states._branches.get(seq, 0), names.serial(states._regular.get(seq, 0))
 
     def tables_of_windows(self, seq: Sequence) -> list[list[int]]:
-        return window_tables(self.manager.block_tables, seq) if self.setting.parts.has_groups else []
+        return window_tables(seq) if self.setting.parts.has_groups else []
 
     def describe_flight(self, flight: Flight, request: dict[str, int]) -> tuple:
         samples = [(request[seq.request_id], seq.sample_index) if seq.finish_reason is None else ()

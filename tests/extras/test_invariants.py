@@ -4,7 +4,6 @@ A fault changes the state of one object directly, as a mistake in a method would
 `schedule_search.py`; one of them, and the option, are tested in engines.
 """
 
-import numpy as np
 import pytest
 
 import nanovllm
@@ -96,7 +95,7 @@ def the_null_block_is_free(world):
 def a_table_begins_with_the_null_block(world):
     seq = first(world)
     world.manager._ref_counts[table_of(seq)[0]] -= 1
-    seq.block_table.data[0] = 0
+    seq.block_table[0] = 0
     return "block table 0 has 1 null blocks, but only 0 are behind the window; sample 0 of request '0'"
 
 
@@ -109,24 +108,11 @@ def a_table_is_too_long(world):
 def a_sequence_owns_a_block_twice(world):
     manager, seq = world.manager, first(world)
     kept, lost = table_of(seq)
-    seq.block_table.data[1] = kept
+    seq.block_table[1] = kept
     seq.has_shared_tail = True
     manager._ref_counts[lost] -= 1
     manager._ref_counts[kept] += 1
     return f"owns it twice; block {kept}; sample 0 of request '0'"
-
-
-def two_sequences_have_one_row(world):
-    parent, child = world.scheduler.running
-    child.block_table.row, child.block_table.data = parent.block_table.row, parent.block_table.data
-    return "two sequences have row"
-
-
-def a_row_goes_on_behind_its_table(world):
-    seq, tables = first(world), world.manager.block_tables
-    tables._replace(np.pad(tables.rows, ((0, 0), (0, 1))))
-    seq.block_table.data[seq.block_table.length] = 3
-    return "goes on behind the table's end; sample 0 of request '0'"
 
 
 def a_shared_block_is_not_marked(world):
@@ -167,7 +153,7 @@ def a_stale_hash_is_found(world):
 
 def a_block_that_is_not_full_is_cached(world):
     cache, seq, parent = world.manager.prefix_cache, first(world), entry(world)
-    tokens = seq.token_ids.data[2:4].tobytes()
+    tokens = seq.token_ids[2:4].tobytes()
     block_hash = hash_block(parent.block_hash, tokens)
     known = parent._replace(block_id=table_of(seq)[1], block_hash=block_hash, serial=9, parent_serial=parent.serial)
     cache._by_id[known.block_id] = cache._by_hash[block_hash] = known._replace(tokens=tokens)
@@ -200,15 +186,13 @@ def a_block_that_the_window_sees_is_given_back(world):
 def blocks_behind_the_window_are_kept(world):
     manager, seq = world.manager, first(world)
     for i in range(table_of(seq).count(0)):
-        seq.block_table.data[i] = block_id = manager._take(seq)
+        seq.block_table[i] = block_id = manager._take(seq)
         manager._ref_counts[block_id] = 1
     return f"keeps more than {manager.kind.max_held} blocks of a window; block {table_of(seq)[0]}"
 
 
 def a_block_of_one_group_is_not_freed(world):
-    manager, seq = world.manager, first(world)
-    windows = manager.tables.windows_of(seq.block_table)
-    windows[1, -1] = 0
+    first(world).window_tables[1][-1] = 0
     return "block table 2 has a null block behind other blocks; block 0"
 
 
@@ -228,7 +212,7 @@ def a_block_is_found_in_two_groups(world):
 def a_block_of_a_window_is_cached_at_another_place(world):
     others = world.manager.prefix_cache.others
     one, other = entry(world, 0), entry(world, 1)
-    block_id = int(world.manager.tables.windows_of(first(world).block_table)[0, 1])
+    block_id = first(world).window_tables[0][1]
     assert others.serial_of[block_id] == other.serial
     others.serial_of[block_id] = one.serial
     return f"cached for place 0 and for place 1; block {block_id}; sample 0 of request '0'"
@@ -290,9 +274,9 @@ FAULTS = {
     "core": [
         a_block_is_leaked, a_block_has_a_reference_too_many, a_free_block_has_a_reference, the_null_block_is_free,
         a_table_begins_with_the_null_block, a_table_is_too_long, a_sequence_owns_a_block_twice,
-        two_sequences_have_one_row, a_row_goes_on_behind_its_table, a_shared_block_is_not_marked,
-        a_copy_is_left_behind, a_cached_block_has_other_tokens, a_cached_block_has_the_hash_of_others,
-        a_cached_block_has_another_parent, a_stale_hash_is_found, a_block_that_is_not_full_is_cached,
+        a_shared_block_is_not_marked, a_copy_is_left_behind, a_cached_block_has_other_tokens,
+        a_cached_block_has_the_hash_of_others, a_cached_block_has_another_parent, a_stale_hash_is_found,
+        a_block_that_is_not_full_is_cached,
         a_sequence_that_waits_counts_as_computed, a_sequence_is_in_both_queues, a_sequence_that_has_ended_runs,
         a_block_is_freed_twice,
     ],

@@ -18,6 +18,7 @@ from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.records.full_observer import SchedulingStats, count_empty_slots
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.moves import Moves
+from nanovllm_extras.scheduling.pending import expect_token, place_drafts
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from tests import test_block_manager
 from tests.conftest import examples
@@ -246,8 +247,7 @@ def test_the_oracle_notes_each_block_that_is_registered_again():
 def test_a_block_is_registered_when_its_tokens_are_known():
     manager, cache = BlockManager(8, 2, observer=SchedulingStats()), FullFakeKVCache(2)
     seq = start(manager, cache, [1])
-    seq.token_ids.data[1] = -1  # a placeholder
-    seq.num_tokens = 2
+    expect_token(seq, 0)
     assert manager.try_allocate(seq, 2)
     seq.num_computed_tokens = 2
     assert (seq.cached_blocks, list(manager.prefix_cache._by_id)) == ([], [])
@@ -260,8 +260,7 @@ def test_a_block_is_registered_when_its_tokens_are_known():
 def test_a_block_whose_tokens_stay_unknown_is_not_registered():
     manager, cache = BlockManager(8, 2, observer=SchedulingStats()), FullFakeKVCache(2)
     seq = start(manager, cache, [1])
-    seq.token_ids.data[1] = 5  # a draft
-    seq.num_tokens = 2
+    place_drafts(seq, [5])
     assert manager.try_allocate(seq, 2)
     seq.num_computed_tokens = 2
     manager.free(seq)

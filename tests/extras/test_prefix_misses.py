@@ -24,7 +24,6 @@ from nanovllm_extras.scheduling import scheduler as full
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache, roll_back
 from nanovllm_extras.serve.metrics_route import Metrics
 from tests.conftest import examples
-from tests.extras.grouped_fake_kv_cache import window_tables
 
 ANY_TOKEN = 0
 
@@ -46,8 +45,8 @@ class NaiveModel(PrefixMisses):
 
     def on_register_block(self, seq, block_id, block_hash, serial):
         super().on_register_block(seq, block_id, block_hash, serial)
-        place = seq.block_table.view().tolist().index(block_id)
-        self.prefixes[block_id] = tuple(seq.token_ids.view(0, (place + 1) * self.size).tolist())
+        place = seq.block_table.index(block_id)
+        self.prefixes[block_id] = tuple(seq.token_ids[: (place + 1) * self.size])
 
     def on_forget_block(self, block_id):
         super().on_forget_block(block_id)
@@ -76,8 +75,8 @@ class NaiveModel(PrefixMisses):
 
     def on_register_in_group(self, seq, group, block_id, block_hash, serial):
         super().on_register_in_group(seq, group, block_id, block_hash, serial)
-        place = window_tables(self.blocks.block_tables, seq)[group - 1].index(block_id)
-        prefix = tuple(seq.token_ids.view(0, (place + 1) * self.size).tolist())
+        place = seq.window_tables[group - 1].index(block_id)
+        prefix = tuple(seq.token_ids[: (place + 1) * self.size])
         self.window_prefixes[block_id] = group, prefix
         self.window_evictions.pop(prefix, None)
 
@@ -89,7 +88,7 @@ class NaiveModel(PrefixMisses):
         self.prefixes, self.evictions, self.window_evictions = {}, {}, {}
 
     def on_miss(self, seq, misses):
-        prompt = seq.token_ids.view().tolist()
+        prompt = seq.token_ids.tolist()
         said = ["hit"] * seq.num_computed_tokens
         for miss in misses:
             assert miss.start == len(said) < miss.end
@@ -211,7 +210,7 @@ class Traffic:
 
     def ask_again(self, i, length, max_tokens):
         """The beginning of an earlier request, which may include its output, as in a conversation."""
-        tokens = self.seqs[i % len(self.seqs)].token_ids.view().tolist() if self.seqs else [0]
+        tokens = self.seqs[i % len(self.seqs)].token_ids.tolist() if self.seqs else [0]
         self.add(tokens[:length], max_tokens)
 
     def step(self, is_done=True):
@@ -220,7 +219,7 @@ class Traffic:
         if not is_done:
             roll_back(self.scheduler)
         elif step.chunks:
-            self.scheduler.update(step, [sum(seq.token_ids.view().tolist()) % 2 for seq in step.samples])
+            self.scheduler.update(step, [sum(seq.token_ids) % 2 for seq in step.samples])
 
     def finish(self):
         while self.scheduler.running or self.scheduler.waiting:
@@ -369,7 +368,7 @@ def test_prefix_whose_window_was_evicted_is_lost_to_the_request_that_needed_the_
     first = traffic.add([0, 1, 2, 3, 4, 5, 6, 7, 8], max_tokens=4)
     traffic.finish()  # steps 1 to 4: 18 of 27 blocks are cached, and those behind the window are free first
     explained(traffic, range(30, 39))  # step 5: takes 15, and so evicts the first three of both windows
-    found = explained(traffic, first.token_ids.view(0, 11).tolist())
+    found = explained(traffic, first.token_ids[:11].tolist())
     assert found == [PrefixMiss(10, 11, "partial_block")], "token 10 does not see the evicted blocks"
     assert explained(traffic, [0, 1, 2, 3, 9, 9, 9]) == [
         PrefixMiss(0, 4, "evicted", step=5, request_id="r1"),

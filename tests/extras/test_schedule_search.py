@@ -92,7 +92,7 @@ def test_the_search_meets_everything_that_can_happen(monkeypatch):
     watch(Observer, "on_take_block", "an eviction", lambda _, seq, block_id, is_evicted: is_evicted)
     watch(Observer, "on_give_back", "a block behind the window")
     watch(Slots, "_take_free", "a dropped snapshot", lambda slots: not slots.free_slots)
-    watch(BlockManager, "_take_from_groups", "blocks behind the window of groups", lambda _, seq, first, *__: not first)
+    watch(Observer, "on_give_back", "blocks behind the window of groups", lambda _, seq, block_ids: seq.window_tables)
     watch(OtherGroups, "num_usable", "a prefix whose window is not cached",
           lambda others, hits: any(hit.serial not in others.blocks_of for hit in hits))  # fmt: skip
     watch(World, "fork", "a fork between two steps")

@@ -497,11 +497,11 @@ def state_of(engine, request_id):
     space = space_of(engine)
     if any(seq in space for seq in seqs):
         return "swapped out"
-    if any(seq.num_preemptions and not seq.block_table.length for seq in seqs):
+    if any(seq.num_preemptions and not seq.block_table for seq in seqs):
         return "preempted"
     if any(seq.num_output_tokens for seq in seqs):
         return "decoding"
-    return "in its prefill" if seqs[0].block_table.length else "waiting"
+    return "in its prefill" if seqs[0].block_table else "waiting"
 
 
 def run(engine, requests, num_steps=None):
@@ -530,7 +530,7 @@ def abort_after(engine, requests, num_steps):
     engine.reset_prefix_cache()
     done = run(engine, requests, num_steps)
     state = state_of(engine, "target")
-    blocks = {block for seq in sequences_of(engine, "target") for block in seq.block_table.view().tolist()}
+    blocks = {block for seq in sequences_of(engine, "target") for block in seq.block_table}
     num_free_before = engine.get_stats().num_free_blocks
     output = engine.abort_request("target")
     assert engine.get_stats().num_free_blocks == num_free_before + len(blocks)

@@ -301,14 +301,14 @@ class Witness(hit_rate.Evictions):
 
     def on_admit(self, seq):
         super().on_admit(seq)
-        tokens = seq.token_ids.view().tolist()
+        tokens = seq.token_ids.tolist()
         sizes = range(self.block_size, len(tokens), self.block_size)  # short of the last token
         self.num_hit += max([size for size in sizes if tuple(tokens[:size]) in self.prefixes], default=0)
         self.num_query += len(tokens)
         self.remember(tokens)
 
     def on_finish(self, seq):
-        self.remember(seq.token_ids.view().tolist()[:-1])  # the last token's K and V were never computed
+        self.remember(seq.token_ids[:-1].tolist())  # the last token's K and V were never computed
 
     def remember(self, tokens):
         ends = range(self.block_size, len(tokens) + 1, self.block_size)

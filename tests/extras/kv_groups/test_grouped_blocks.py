@@ -42,18 +42,18 @@ class GroupedRun(Run):
         return super().held(block_size) | kinds
 
     def make_cache(self, block_size):
-        return GroupedFakeKVCache(block_size, self.group_window, self.manager.block_tables)
+        return GroupedFakeKVCache(block_size, self.group_window, self.manager.num_groups - 1)
 
     def tables(self, seq):
         """The block tables of the groups with a window."""
-        return window_tables(self.manager.block_tables, seq)
+        return window_tables(seq)
 
     def in_use(self):
-        running, tables = self.scheduler.running, self.manager.block_tables
-        return grouped_slots(self.manager, running), {one for seq in running for one in all_blocks(tables, seq)}
+        running = self.scheduler.running
+        return grouped_slots(self.manager, running), {one for seq in running for one in all_blocks(seq)}
 
     def owned_blocks(self, seq):
-        return set(all_blocks(self.manager.block_tables, seq))
+        return set(all_blocks(seq))
 
     def num_needed(self, seq):
         num_missing = max(0, -(-seq.num_tokens // self.manager.block_size) - len(table_of(seq)))
@@ -251,7 +251,7 @@ def test_forks_share_the_blocks_of_all_groups_and_copy_them():
     seqs = run.add(list(range(6)), n=3, max_tokens=4)
     run.step()
     assert run.manager.num_used_blocks == 6, "two blocks in each group"
-    assert len({tuple(all_blocks(run.manager.block_tables, seq)) for seq in seqs}) == 1
+    assert len({tuple(all_blocks(seq)) for seq in seqs}) == 1
     out = run.step()
     assert len(out.copies) == 6, "two of three copy their last block, in three groups"
     run.finish()

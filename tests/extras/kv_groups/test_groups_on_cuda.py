@@ -11,11 +11,11 @@ Broken by hand, and seen here: slots or tables of another group, and padding tha
 
 import itertools
 import random
+from array import array
 
 import pytest
 import torch
 
-from nanovllm.batch import build_batch
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.scheduler import make_step
 from nanovllm_extras import Config, LLMEngine, SamplingParams
@@ -27,8 +27,9 @@ from nanovllm_extras.execution.input_buffer import InputBuffer
 from nanovllm_extras.execution.layout import Layout
 from nanovllm_extras.execution.step_graphs import CudaGraphs, DecodeInputs, choose_graphs
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
-from nanovllm_extras.memory.grouped_tables import GroupedBlockTables, GroupedMetadata
 from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.grouped_metadata import GroupedMetadata
+from nanovllm_extras.sampling.processed_batch import build_batch
 from nanovllm_extras.self_check.runner_check import SelfCheck
 from nanovllm_extras.self_check.stored_results import StoredResult
 from tests.extras.cuda import test_core_graphs, test_graphs
@@ -104,18 +105,18 @@ def requests_of(grouped, name, is_default, max_tokens=MAX_TOKENS, engine=None):
 
 def grouped_batch(num_seqs, num_windows, seed):
     """Decodes of sequences with up to 36 tokens, and random blocks in all groups."""
-    rng, tables = random.Random(seed), GroupedBlockTables(4, num_windows)
+    rng = random.Random(seed)
     chunks = []
     for i in range(num_seqs):
         num_tokens = rng.randint(1, 36)
         seq = Sequence(str(i), [7] * num_tokens, SamplingParams(temperature=0))
-        for _ in range(-(-num_tokens // 4)):
-            tables.append(seq.block_table, rng.randint(1, 99))
-        windows = tables.windows_of(seq.block_table)
-        windows[:] = [[rng.randint(100 * g, 100 * g + 99) for _ in row] for g, row in enumerate(windows, 1)]
+        num_blocks = -(-num_tokens // 4)
+        seq.block_table, *seq.window_tables = [
+            array("i", [rng.randint(max(1, first), first + 99) for _ in range(num_blocks)])
+            for first in range(0, 100 * (1 + num_windows), 100)
+        ]
         chunks.append((seq, num_tokens - 1, 1))
-    step = make_step(chunks, num_seqs)
-    return tables.add_groups(step, build_batch(step, tables))
+    return build_batch(make_step(chunks, num_seqs), 4)
 
 
 @pytest.mark.parametrize("num_windows", [1, 3])

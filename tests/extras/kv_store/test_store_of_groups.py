@@ -34,7 +34,7 @@ class LoadingGroupedCache(Loading, GroupedFakeKVCache):
 
 class WithGroupedStore(WithStore):
     def make_cache(self, block_size):
-        return LoadingGroupedCache(block_size, self.group_window, self.manager.block_tables)
+        return LoadingGroupedCache(block_size, self.group_window, self.manager.num_groups - 1)
 
 
 class GroupedStoreRun(WithGroupedStore, GroupedRun):

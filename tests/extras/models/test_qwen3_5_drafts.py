@@ -41,7 +41,7 @@ class Knowing:
         return [self.guess(seq, count) for seq, count in wanted]
 
     def guess(self, seq, count):
-        tokens = seq.token_ids.view().tolist()
+        tokens = seq.token_ids.tolist()
         following = [text[len(tokens) :][:count] for text in self.texts if text[: len(tokens)] == tokens]
         right = following[seq.sample_index % len(following)] if following else []
         return [one if self.rng.random() < self.share_right else (one + 1) % QWEN35["vocab_size"] for one in right]

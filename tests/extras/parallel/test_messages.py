@@ -17,7 +17,6 @@ import nanovllm_extras.parallel
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras import LLM, SamplingParams
-from nanovllm_extras.memory.grouped_tables import GroupedMetadata
 from nanovllm_extras.parallel.messages import (
     HEADER_BYTES,
     LOGITS,
@@ -33,6 +32,7 @@ from nanovllm_extras.parallel.messages import (
     unpack_names,
     unpack_step,
 )
+from nanovllm_extras.records.grouped_metadata import GroupedMetadata
 from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.records.tier import BlockName
 from nanovllm_extras.sampling.processed_batch import ProcessedSampling

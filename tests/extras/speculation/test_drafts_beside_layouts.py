@@ -103,7 +103,7 @@ def record_draws(engine):
     draw = proposer._draw
 
     def recorded(growing, drafts):
-        before = [[*seq.token_ids.view().tolist(), *drafts[i]] for i, seq in growing]
+        before = [[*seq.token_ids, *drafts[i]] for i, seq in growing]
         token_ids = draw(growing, drafts)
         draws.extend(zip(before, token_ids, strict=True))
         return token_ids

@@ -132,7 +132,7 @@ def record_draws(engine):
     draw = proposer._draw
 
     def recorded(growing, drafts):
-        before = [(seq.token_ids.view().tolist(), list(drafts[i])) for i, seq in growing]
+        before = [(seq.token_ids.tolist(), list(drafts[i])) for i, seq in growing]
         token_ids = draw(growing, drafts)
         after = zip(token_ids, (proposer._hidden[i] for i, _ in growing), strict=True)
         draws.extend((*one, *other) for one, other in zip(before, after, strict=True))

@@ -85,10 +85,10 @@ def test_blocks_behind_wrong_drafts_are_given_back():
     seq = run.add([1] * 5, max_tokens=9)
     run.step()
     run.launch()
-    assert (seq.num_computed_tokens, seq.block_table.length, seq.num_tokens) == (8, 8, 8)
+    assert (seq.num_computed_tokens, len(seq.block_table), seq.num_tokens) == (8, 8, 8)
     flight = run.flights.pop()
     run.update(flight)
-    assert (seq.num_computed_tokens, seq.block_table.length, seq.num_tokens) == (6, 6, 7)
+    assert (seq.num_computed_tokens, len(seq.block_table), seq.num_tokens) == (6, 6, 7)
     run.check_state()
     run.finish()
 

@@ -64,7 +64,7 @@ class Guesser:
         return [self.guess(seq, count) for seq, count in wanted]
 
     def guess(self, seq, count):
-        tokens, drafts = seq.token_ids.view().tolist(), []
+        tokens, drafts = seq.token_ids.tolist(), []
         for _ in range(count):
             right = token_after(tokens + drafts, seq.sample_index)
             drafts.append(right if self.rng.random() < self.share_right else (right + 1) % VOCAB_SIZE)
@@ -77,8 +77,8 @@ def token_after(tokens, sample_index):
 
 def expected(seq):
     """The output that follows from the prompt of `seq`."""
-    tokens = seq.token_ids.view(0, seq.num_prompt_tokens).tolist()
-    while len(tokens) < seq.token_ids.length:
+    tokens = seq.token_ids[: seq.num_prompt_tokens].tolist()
+    while len(tokens) < len(seq.token_ids):
         tokens.append(token_after(tokens, seq.sample_index))
     return tokens[seq.num_prompt_tokens :]
 
@@ -166,18 +166,18 @@ class Model:
 
     def tokens_of(self, seq, num_tokens):
         """The first tokens of `seq`: known ones, drafts, and those in flight, which the device knows."""
-        ids = seq.token_ids.data[:num_tokens].tolist()
+        ids = (seq.token_ids + seq.unknown_token_ids)[:num_tokens]
         return [token_id if token_id >= 0 else self.newest[-1 - token_id] for token_id in ids]
 
     def write(self, seq, start, stop):
-        size, table, tokens = self.blocks.block_size, seq.block_table.view().tolist(), self.tokens_of(seq, stop)
+        size, table, tokens = self.blocks.block_size, seq.block_table, self.tokens_of(seq, stop)
         for i in range(start, stop):
             block = self.kv.setdefault(table[i // size], [None] * size)
             block[i % size] = tokens[: i + 1]
 
     def compute_chunk(self, seq, tokens, start, source, slot):
         """Check what the chunk reads, and write its state."""
-        size, table = self.blocks.block_size, seq.block_table.view().tolist()
+        size, table = self.blocks.block_size, seq.block_table
         assert not start or self.pool[source] == tokens[:start], "the state after the tokens before the chunk"
         for i in range(len(tokens)):
             assert self.kv[table[i // size]][i % size] == tokens[: i + 1], "K and V of the prefix"
@@ -205,7 +205,7 @@ class Model:
         check_invariants(self.scheduler)
         if self.space is not None:
             for seq, slot in self.space._slots.items():
-                assert self.pool[slot] == seq.token_ids.view(0, seq.num_computed_tokens).tolist()
+                assert self.pool[slot] == seq.token_ids[: seq.num_computed_tokens].tolist()
         pool = list(self.pool)
         for source, destination in self.states.copies_for_next:
             pool[destination] = pool[source]
@@ -283,7 +283,7 @@ class Traffic(Model):
         if not ready or is_full or self.scheduler.pending.steps:
             return
         parent = self.rng.choice(ready)
-        tokens = [*parent.token_ids.view(0, parent.num_tokens - 1).tolist(), self.rng.randrange(VOCAB_SIZE)]
+        tokens = [*parent.token_ids[: parent.num_tokens - 1], self.rng.randrange(VOCAB_SIZE)]
         child = Sequence("fork", tokens, parent.sampling_params, sample_index=100 + len(self.seqs))
         child.max_num_tokens, child.order = parent.max_num_tokens, (*parent.order[:-1], child.sample_index)
         self.seqs.append(child)

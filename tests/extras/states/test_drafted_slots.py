@@ -68,7 +68,7 @@ def test_drafts_end_where_a_snapshot_is_due():
         step = run.step()
         starts.append([start for _, start, _ in step.chunks])
     assert starts[:4] == [[6, 7], [8, 9, 10], [11], [12, 13, 14, 15]]
-    other = Sequence("b", seq.token_ids.view(0, 25).tolist(), SamplingParams(max_tokens=1))
+    other = Sequence("b", seq.token_ids[:25].tolist(), SamplingParams(max_tokens=1))
     run.scheduler.add(other)
     run.step()
     assert other.num_cached_tokens == 24
@@ -99,6 +99,6 @@ def test_a_hit_needs_the_same_snapshots_as_without_drafts(overlaps):
             while seq.finish_reason is None:
                 run.step()
             hits[proposer].append(seq.num_cached_tokens)
-            tokens = [*seq.token_ids.view().tolist(), turn]
+            tokens = [*seq.token_ids, turn]
         assert (run.num_drafts > 0) == (proposer is not None)
     assert [*hits.values()] == [[0, 8, 14]] * 2

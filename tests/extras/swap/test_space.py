@@ -39,14 +39,14 @@ def test_only_blocks_that_hold_computed_tokens_are_copied_out(num_computed, num_
     blocks, seq = BlockManager(5, 4, swap_space=space), Sequence("seq", list(range(12)), SamplingParams())
     assert blocks.try_admit(seq)
     assert blocks.try_allocate(seq, 12)
-    table, seq.num_computed_tokens = seq.block_table.view().tolist(), num_computed
+    table, seq.num_computed_tokens = seq.block_table.tolist(), num_computed
     blocks.preempt(seq)
     moves = blocks.take_copies()
     assert moves.swap_outs == list(zip(table[:num_blocks], space.host_block_ids(seq), strict=True))
     assert (seq in space, seq.num_computed_tokens, blocks.num_used_blocks) == (True, num_computed, 0)
     assert blocks.try_admit(seq)
     assert blocks.take_copies().swap_ins == [
-        (host, block_id) for (_, host), block_id in zip(moves.swap_outs, seq.block_table.view().tolist(), strict=True)
+        (host, block_id) for (_, host), block_id in zip(moves.swap_outs, seq.block_table, strict=True)
     ]
     assert space.num_free_blocks == 10
 

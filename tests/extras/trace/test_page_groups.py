@@ -118,7 +118,7 @@ def test_a_block_of_a_row_and_the_events_say_their_group(show, known):  # noqa: 
     said = page.locator(".events .is-copy .text").all_inner_texts()
     assert [one.rpartition("(")[2] for one in said] == ["group 0)", "group 1)", "group 2)"]
     check_source(page, ".events .is-copy >> nth=1", "destinations = self._take_in_groups(seq")
-    check_source(page, ".events .is-give_back >> nth=0", "self._take_from_groups(seq, 0, num_held)")
+    check_source(page, ".events .is-give_back >> nth=0", "take_before(seq.window_tables, num_held)")
 
 
 def check_source(page, selector, line):
