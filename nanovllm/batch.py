@@ -128,7 +128,7 @@ def offsets(lens: np.ndarray) -> np.ndarray:
     return cu
 
 
-def gather_token_ids(decodes: list[Chunk], prefills: list[Chunk]) -> "array[int]":
+def gather_token_ids(decodes: Iterable[Chunk], prefills: Iterable[Chunk]) -> "array[int]":
     """Return the new tokens of every sequence end to end: [num_tokens] int32."""
     ids = array("i", [seq.token_ids[start] for seq, start, _ in decodes])
     for seq, start, num_new_tokens in prefills:

@@ -20,7 +20,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Step
 from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm_extras.records.full_observer import SchedulingStats
-from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.full_sequence import Sequence, own_chunks
 from nanovllm_extras.scheduling.patience import Patience
 
 NUM_DRAFTS, NUM_ROUNDS = 4, 2
@@ -62,7 +62,7 @@ class Passes(SchedulingStats):
 
     def on_schedule(self, step: Step, running: list[Sequence], blocks: BlockManager) -> None:
         super().on_schedule(step, running, blocks)
-        seq = step.chunks[0][0]
+        [(seq, _, _), *_] = own_chunks(step.chunks)
         self.number, self.num_accepted = self.number + 1, 0
         self.drafts = seq.unknown_token_ids.tolist()
 
