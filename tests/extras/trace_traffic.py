@@ -69,7 +69,7 @@ def state_of_engine(manager, seqs, running, host_block_ids):
             (seq.request_id, seq.sample_index): (
                 "running" if seq in running else "waiting", seq.num_computed_tokens, seq.block_table.tolist(),
                 host_block_ids(seq), seq.token_ids.tolist(),
-                *(window_tables(seq) if has_groups(manager) else []),
+                *(window_tables(seq) or [[]] * (manager.num_groups - 1) if has_groups(manager) else []),
             )
             for seq in seqs if seq in living
         },

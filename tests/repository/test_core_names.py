@@ -69,8 +69,10 @@ def is_public(one: Name) -> bool:
 
 
 def is_documented(one: Name) -> bool:
-    """Return whether the name is a hook or a parameter of one, or a field that the page says others read."""
+    """Return whether the name is a hook or a parameter of one, or one that the page says others use."""
     names = documented(HOOKS) | documented(RECORDS)
+    if one.function and (one.function.name, one.name) in names:
+        return True
     method = one.function.name if one.function else one.name
     return (one.owner, method) in names or (one.function is not None and method in {name for _, name in names})
 
@@ -201,6 +203,7 @@ def test_every_name_has_a_use():
 def test_the_documented_names_exist():
     found = {(one.owner, one.name) for one in definitions()} | {(one.owner, "__init__") for one in definitions()}
     assert documented(HOOKS) - found == set()
+    found |= {(one.function.name, one.name) for one in definitions() if one.function}
     assert documented(RECORDS) - found == set()
 
 
