@@ -1,5 +1,6 @@
 """Fixtures of the tests of `cpu.c`, and the tests of Triton's kernels, which need a GPU or Triton's interpreter."""
 
+import math
 import os
 
 import pytest
@@ -9,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.extras.kernels.processors import (
     DISTINCT,
     DTYPES,
-    OF_K_AND_V,
     OF_WEIGHTS,
     WITHOUT_TILES,
+    in_sweeps,
     need_a_compiler,
     pretend,
 )
@@ -35,11 +36,6 @@ elif not torch.cuda.is_available():
     collect_ignore += KERNEL_TESTS
 
 
-def in_sweeps(names):
-    """Two processors are enough to find most faults: for the others only the sweep compiles."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("native", "no AMX", "AVX2"))) for name in names]
-
-
 @pytest.fixture(scope="module")
 def needs_a_compiler():
     need_a_compiler(torch.float32)
@@ -59,13 +55,6 @@ def processor_of_weights(request, monkeypatch):
         yield request.param
 
 
-@pytest.fixture(params=in_sweeps(OF_K_AND_V))
-def processor_of_k_and_v(request, monkeypatch):
-    """The same for K and V of 8 bits."""
-    with pretend(monkeypatch, request.param):
-        yield request.param
-
-
 @pytest.fixture(params=in_sweeps(WITHOUT_TILES))
 def processor_without_tiles(request, monkeypatch):
     """The same for code that uses no tiles."""
@@ -76,6 +65,22 @@ def processor_without_tiles(request, monkeypatch):
 @pytest.fixture(params=DTYPES, ids=str)
 def dtype(request):
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def _poison_new_memory(request, monkeypatch):
+    """In the tests of single kernels, torch.empty gives NaN, and numbers that are no ids, not zeros by luck."""
+    if request.path.name not in KERNEL_TESTS or request.path.name == "test_graph_kernels.py":
+        return
+    for function in (torch.empty, torch.empty_like):
+
+        def poisoned(*args, function=function, **kwargs):
+            new = function(*args, **kwargs)
+            if new.dtype == torch.float8_e4m3fn:
+                return new
+            return new.fill_(math.nan if new.is_floating_point() else -1)
+
+        monkeypatch.setattr(torch, function.__name__, poisoned)
 
 
 @pytest.fixture(autouse=True)

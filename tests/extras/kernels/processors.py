@@ -39,6 +39,12 @@ OF_K_AND_V = [name for name in OF_WEIGHTS if name in ("native", "AVX2", "AVX-VNN
 WITHOUT_TILES = [name for name in OF_K_AND_V if name != "AVX-VNNI"]  # for code that multiplies no matrices
 
 
+def in_sweeps(names, *first):
+    """Return parameters (*first, name). Two processors find most faults: for the others only the sweep compiles."""
+    is_slow = {name: name not in ("native", "no AMX", "AVX2") for name in names}
+    return [pytest.param(*first, name, marks=[pytest.mark.slow] * is_slow[name]) for name in names]
+
+
 def need_a_compiler(dtype):
     """Skip where there is no C compiler; where there is one, source that it refuses is a failure."""
     try:

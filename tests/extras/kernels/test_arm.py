@@ -1,10 +1,9 @@
-"""`cpu.c` for ARM: compiled by cross compilers, read in assembly, and run by qemu-user against float64.
+"""`cpu.c` for ARM: compiled by cross compilers, and run by qemu-user against float64.
 
 Debian 12's packages are used: gcc-12-aarch64-linux-gnu 12.2, libc6-dev-arm64-cross, clang 14, qemu-user 7.2. What is
 missing is skipped.
 """
 
-import re
 import shutil
 import struct
 import subprocess
@@ -13,17 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.basic import RMSNorm
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm_extras.kernels.cpu.cpu_layers import HugePages, pack
 from nanovllm_extras.kernels.cpu.library import SOURCE, masking
-from nanovllm_extras.machine.own_process import SelfCheckError
 from nanovllm_extras.models.masking import PLAIN
-from nanovllm_extras.self_check.comparison import WIDER, check_rows
-from nanovllm_extras.self_check.networks import run_attention
-from nanovllm_extras.self_check.steps import make_long_steps, make_steps
-from tests.extras.attention_options import OPTIONS, SINKS
+from tests.extras.attention_options import SINKS
 from tests.extras.attention_steps import Int8Step, Step, check_close
 
 pytestmark = pytest.mark.slow
@@ -33,10 +27,8 @@ COMPILERS = {"gcc": [GCC, "-Wno-psabi"], "clang": [CLANG, "--target=aarch64-linu
 TARGETS = [  # without and with bfloat16 arithmetic; the second has SVE as well
     ("gcc", "neoverse-n1", "float32"),
     ("gcc", "neoverse-n1", "bfloat16"),
-    ("gcc", "neoverse-v1", "float32"),
     ("gcc", "neoverse-v1", "bfloat16"),
     ("clang", "apple-m1", "float32"),
-    ("clang", "apple-m1", "bfloat16"),
 ]
 
 
@@ -48,59 +40,7 @@ def compile_with(compiler, processor, dtype, *arguments):
     return subprocess.run([*command, *(["-DBFLOAT16"] if dtype == "bfloat16" else [])], check=True, capture_output=True)
 
 
-# ---- what the compilers make of the product
-
-
-def innermost_loops(assembly):
-    """Their instructions, of each function. A loop is what lies between a label and a branch back to it."""
-    code, labels, spans = [], {}, []
-    for line in assembly.splitlines():
-        line = line.split("//")[0].strip()
-        if label := re.match(r"(\.L\w+):", line):
-            labels[label[1]] = len(code)
-        elif line and not line.startswith((".", "#")) and not line.endswith(":"):
-            code.append(line)
-            branch = re.match(r"(?:b\.?\w*|cbn?z|tbn?z)\s.*?(\.L\w+)$", line)
-            if branch and branch[1] in labels:
-                spans.append((labels[branch[1]], len(code)))
-    return [
-        code[first:last]
-        for first, last in spans
-        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in spans)
-    ]
-
-
-def is_product(instruction):
-    return bool(re.match(r"(fmla|bfdot)\s+v", instruction))
-
-
-@pytest.mark.parametrize(("compiler", "processor", "dtype"), TARGETS)
-def test_sums_stay_in_registers(tmp_path, compiler, processor, dtype):
-    """No loop of products touches the stack, and of the widest at least half of the instructions are products."""
-    source = tmp_path / "product.c"
-    source.write_text(
-        '#include "product.h"\nvoid all(const struct product *p, int rows, int panels) { multiply(p, rows, panels); }\n'
-        "void most(const struct product *p) { multiply_vectors(p, ROWS, 2); }\n"
-    )
-    compile_with(compiler, processor, dtype, "-S", str(source), "-o", str(tmp_path / "product.s"))
-    assembly = (tmp_path / "product.s").read_text()
-    loops = [loop for loop in innermost_loops(assembly) if any(map(is_product, loop))]
-    assert len(loops) >= 8
-    assert not [loop for loop in loops if re.search(r"\[(sp|x29)\b", "\n".join(loop))]
-    widest = [loop for loop in innermost_loops(assembly[assembly.index("\nmost:") :]) if any(map(is_product, loop))]
-    loop = max(widest, key=lambda loop: sum(map(is_product, loop)))
-    assert sum(map(is_product, loop)) >= len(loop) / 2
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_servers_with_sve_compute_in_vectors(tmp_path, dtype):
-    compile_with("gcc", "neoverse-v1", dtype, "-S", str(SOURCE), "-o", str(tmp_path / "cpu.s"))
-    assembly = (tmp_path / "cpu.s").read_text()
-    vectors, numbers = (len(re.findall(rf"\tf(?:mla|mls|m?add|mul|sub)\t{kind}\d", assembly)) for kind in "vs")
-    assert vectors > 20 * numbers
-
-
-# ---- what they compute
+LENS = [(15, 1), (16, 1), (170, 1), (0, 17), (33, 20), (5, 3)]
 
 
 class Arm:
@@ -178,40 +118,32 @@ def randn(*shape, dtype, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 2), (17, 6), (48, 130), (100, 1024)])
-@pytest.mark.thinned
-def test_linear_equals_float64(arm, n, k):
+def test_linear_equals_float64(arm):
     """Sums of up to 1,024 products, none of them rounded to bfloat16; and the same bits in every batch."""
-    weight = randn(n, k, dtype=arm.dtype)
-    packed = pack(weight, HugePages(1 << 20))
-    x = randn(11, k, dtype=arm.dtype, seed=2)
-    y = torch.empty(11, n)
-    arm.linear(x, packed, y, wants_floats=True)
-    torch.testing.assert_close(y.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
-    for num_rows in (1, 2, 3, 4, 5):
-        part = torch.empty(num_rows, n)
-        arm.linear(x[:num_rows].clone(), packed, part, wants_floats=True)
-        assert torch.equal(part, y[:num_rows])
+    for n, k in [(1, 2), (17, 6), (48, 130), (100, 1024)]:
+        weight = randn(n, k, dtype=arm.dtype)
+        packed = pack(weight, HugePages(1 << 20))
+        x = randn(11, k, dtype=arm.dtype, seed=2)
+        y = torch.empty(11, n)
+        arm.linear(x, packed, y, wants_floats=True)
+        torch.testing.assert_close(y.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+        for num_rows in (1, 2, 3, 4, 5):
+            part = torch.empty(num_rows, n)
+            arm.linear(x[:num_rows].clone(), packed, part, wants_floats=True)
+            assert torch.equal(part, y[:num_rows])
 
 
-@pytest.mark.parametrize("options", [PLAIN, SINKS["all and sinks"]], ids=["plain", "all"])
-@pytest.mark.parametrize("block_size", [16, 80])
+@pytest.mark.parametrize(("block_size", "options"), [(16, SINKS["all and sinks"]), (80, PLAIN)], ids=["all", "plain"])
 def test_attention_equals_the_reference(arm, block_size, options):
     backend = ArmAttention(arm, 8, 2, 64, block_size)
-    lens = [(15, 1), (16, 1), (170, 1), (0, 17), (33, 20), (5, 3)]
-    step = Step(backend, lens, dtype=arm.dtype, options=options)
+    step = Step(backend, LENS, dtype=arm.dtype, options=options)
     check_close(step.run(backend), step)
 
 
-@pytest.mark.parametrize("target", [TARGETS[1], TARGETS[4]], ids="-".join)
+@pytest.mark.parametrize("target", [TARGETS[1], TARGETS[3]], ids="-".join)
 def test_attention_over_8_bits_equals_the_reference(target, tmp_path):
     backend = ArmAttention(program_for(tmp_path, target, "-DINT8_KV"), 8, 2, 64, 16, kv_cache_dtype="int8")
-    step = Int8Step(
-        backend,
-        [(15, 1), (16, 1), (170, 1), (0, 17), (33, 20), (5, 3)],
-        dtype=backend.dtype,
-        options=SINKS["all and sinks"],
-    )
+    step = Int8Step(backend, LENS, dtype=backend.dtype, options=SINKS["all and sinks"])
     tolerance = 3e-4 if backend.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(step.run(backend).double(), step.expected, rtol=tolerance, atol=tolerance)
 
@@ -226,24 +158,3 @@ def test_norms_and_the_argmax_equal_the_definition(arm):
     logits, ids = randn(3, 1001, dtype=torch.float32), torch.empty(3, dtype=torch.int64)
     arm.call("argmax", logits, ids, *logits.shape)
     assert torch.equal(ids, logits.argmax(dim=-1))
-
-
-@pytest.mark.parametrize("steps", [make_steps(16, 300, [0]), make_long_steps(16, 300)], ids=["short", "long"])
-@pytest.mark.parametrize("options", [(), (OPTIONS["all"],)], ids=["plain", "all"])
-def test_the_self_check_finds_nothing_but_faults(arm, steps, options):
-    """Its comparison of attention, with kernels that run on ARM."""
-    backend, heads = ArmAttention(arm, 8, 2, 64, 16), (8, 2, 64, 16)
-
-    def run(one, dtype):
-        return run_attention(one, *steps, dtype, arm.dtype, torch.device("cpu"), options)
-
-    fast, plain = run(backend, arm.dtype), run(TorchAttention(*heads), arm.dtype)
-    exact = run(TorchAttention(*heads), WIDER[arm.dtype])
-    check_rows("attention", fast, plain, exact, arm.dtype)
-    for wrong in (
-        fast * 1.1,
-        fast.roll(1, 0),
-        torch.where(torch.arange(len(fast))[:, None, None] == 2, torch.nan, fast),
-    ):
-        with pytest.raises(SelfCheckError, match="wrong result: attention"):
-            check_rows("attention", wrong, plain, exact, arm.dtype)

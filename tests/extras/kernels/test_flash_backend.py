@@ -6,8 +6,8 @@ have their documented interfaces and are stricter about them: what they take, th
 
 import importlib.machinery
 import inspect
+import itertools
 import math
-import random
 import sys
 import types
 from dataclasses import replace
@@ -22,7 +22,7 @@ from nanovllm_extras.kernels.cuda import flash_backend
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm_extras.models.masking import PLAIN
 from tests.extras.attention_options import OPTIONS
-from tests.extras.attention_steps import Step, check_close, shared_step
+from tests.extras.attention_steps import Step, check_close
 
 # ---- the stand-ins
 
@@ -52,175 +52,96 @@ def gather(cache, block_row, seq_len):
     return torch.stack(rows)
 
 
-def stand_in_attend(q, k, v, softmax_scale, causal, window_size, softcap):
+def stand_in_attend(q, k, v, softmax_scale, window_size=(-1, -1), softcap=0.0, *, causal):
     """q: [n, num_heads, head_dim]; the causal mask is aligned to the bottom right corner."""
-    n, num_heads, head_dim = q.shape
+    assert causal
+    n, num_heads, _ = q.shape
     group = num_heads // k.shape[1]
     before = window_size[0]  # this many tokens before itself; what no row sees is not read
     first = max(0, len(k) - n - before) if before >= 0 else 0
     k, v = (t[first:] for t in (k, v))
     k, v = (t.double().repeat_interleave(group, dim=1) for t in (k, v))  # [seq_len, num_heads, head_dim]
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * softmax_scale
     if softcap:
         scores = softcap * (scores / softcap).tanh()
-    if causal:
-        is_hidden = torch.ones(n, len(k), dtype=torch.bool).triu(len(k) - n + 1)
-        if before >= 0:
-            is_hidden |= torch.ones(n, len(k), dtype=torch.bool).tril(len(k) - n - before - 1)
-        scores.masked_fill_(is_hidden, -math.inf)
+    is_hidden = torch.ones(n, len(k), dtype=torch.bool).triu(len(k) - n + 1)
+    if before >= 0:
+        is_hidden |= torch.ones(n, len(k), dtype=torch.bool).tril(len(k) - n - before - 1)
+    scores.masked_fill_(is_hidden, -math.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
 
 
-def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
-    return_softmax_lse=False,
-):
-    given = (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes)
-    assert all(argument is None for argument in given), "the stand-in has no use for these"
-    assert not return_softmax_lse
+def check_lengths(*columns, count):
+    for column in columns:
+        assert column.dtype == torch.int32
+        assert column.shape == (count,)
+        assert column.is_contiguous()
+
+
+def slices_of(cu_seqlens, max_seqlen, count):
+    """The rows of each sequence."""
+    check_lengths(cu_seqlens, count=count + 1)
+    borders = cu_seqlens.tolist()
+    assert borders[0] == 0
+    assert type(max_seqlen) is int
+    assert max_seqlen >= max(cu_seqlens.diff().tolist())
+    return [slice(*pair) for pair in itertools.pairwise(borders)]
+
+
+# keyword arguments only, and no more than are used: the real functions have many more
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, num_splits, **masking):
     batch_size, num_new, _, _ = q.shape
     check_paged_inputs(q, k_cache, v_cache, block_table, batch_size)
-    assert cache_seqlens.dtype == torch.int32
-    assert cache_seqlens.shape == (batch_size,)
-    assert cache_seqlens.is_contiguous()
+    check_lengths(cache_seqlens, count=batch_size)
     out = torch.empty_like(q)
     for i, seq_len in enumerate(cache_seqlens.tolist()):
         assert seq_len >= num_new
         keys, values = gather(k_cache, block_table[i], seq_len), gather(v_cache, block_table[i], seq_len)
-        out[i] = stand_in_attend(q[i], keys, values, softmax_scale, causal, window_size, softcap)
+        out[i] = stand_in_attend(q[i], keys, values, **masking)
     return out
 
 
-def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
-):
-    assert (dropout_p, alibi_slopes) == (0.0, None)
-    assert not return_attn_probs
-    total_q, _, _ = q.shape
+def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, **masking):
     batch_size = len(cu_seqlens_q) - 1
+    rows, of_k = (slices_of(cu_seqlens_q, max_seqlen_q, batch_size), slices_of(cu_seqlens_k, max_seqlen_k, batch_size))
+    assert rows[-1].stop == len(q)
     if block_table is None:
-        assert k.shape == v.shape == (int(cu_seqlens_k[-1]), *k.shape[1:])
+        assert k.shape == v.shape == (of_k[-1].stop, *k.shape[1:])
         assert all(t.stride(-1) == 1 for t in (q, k, v))
     else:
         check_paged_inputs(q, k, v, block_table, batch_size)
-    lens = []
-    for cu in (cu_seqlens_q, cu_seqlens_k):
-        assert cu.dtype == torch.int32
-        assert cu.shape == (batch_size + 1,)
-        assert cu.is_contiguous()
-        assert cu[0] == 0
-        lens.append(cu.diff().tolist())
-    assert cu_seqlens_q[-1] == total_q
-    for maximum, of in zip((max_seqlen_q, max_seqlen_k), lens, strict=True):
-        assert type(maximum) is int
-        assert maximum >= max(of)
     out = torch.empty_like(q)
-    for i, (num_new, seq_len) in enumerate(zip(*lens, strict=True)):
-        assert 1 <= num_new <= seq_len
-        rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+    for i, (own, seen) in enumerate(zip(rows, of_k, strict=True)):
+        seq_len = seen.stop - seen.start
+        assert 1 <= own.stop - own.start <= seq_len
         if block_table is None:
-            keys, values = (t[int(cu_seqlens_k[i]) : int(cu_seqlens_k[i + 1])] for t in (k, v))
+            keys, values = k[seen], v[seen]
         else:
             keys, values = gather(k, block_table[i], seq_len), gather(v, block_table[i], seq_len)
-        out[rows] = stand_in_attend(q[rows], keys, values, softmax_scale, causal, window_size, softcap)
+        out[own] = stand_in_attend(q[own], keys, values, **masking)
     return out
 
 
 def flash_attn_3_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    qv=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    page_table=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k_new=None,
-    max_seqlen_q=None,
-    rotary_seqlens=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    rotary_interleaved=True,
-    scheduler_metadata=None,
-    num_splits=0,
-    pack_gqa=None,
-    sm_margin=0,
-    return_softmax_lse=False,
+    q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q=None, max_seqlen_q=None, **masking
 ):
-    given = (k, v, qv, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, cu_seqlens_k_new, rotary_seqlens)
-    given += (q_descale, k_descale, v_descale, scheduler_metadata, pack_gqa)
-    assert all(argument is None for argument in given), "the stand-in has no use for these"
-    assert (attention_chunk, sm_margin) == (0, 0)
-    assert rotary_interleaved
-    assert not return_softmax_lse
-    is_varlen = cu_seqlens_q is not None
-    assert q.dim() == (3 if is_varlen else 4)
-    batch_size = len(cu_seqlens_q) - 1 if is_varlen else len(q)
+    batch_size = len(cache_seqlens)
     check_paged_inputs(q, k_cache, v_cache, page_table, batch_size, block_size_multiple=1)
-    assert cache_seqlens.dtype == torch.int32
-    assert cache_seqlens.shape == (batch_size,)
-    assert cache_seqlens.is_contiguous()
-    if is_varlen:
-        assert cu_seqlens_q.dtype == torch.int32
-        assert cu_seqlens_q.is_contiguous()
-        assert type(max_seqlen_q) is int, "max_seqlen_q must be provided if cu_seqlens_q is provided"
-        rows = cu_seqlens_q.tolist()
-        assert rows[0] == 0
-        assert rows[-1] == len(q)
-        assert max_seqlen_q >= max(stop - start for start, stop in zip(rows, rows[1:], strict=False))
-        parts = [slice(start, stop) for start, stop in zip(rows, rows[1:], strict=False)]
-    else:
+    check_lengths(cache_seqlens, count=batch_size)
+    if cu_seqlens_q is None:
         assert max_seqlen_q is None
+        assert q.shape[0] == batch_size
         parts = range(batch_size)
+    else:
+        parts = slices_of(cu_seqlens_q, max_seqlen_q, batch_size)
+        assert parts[-1].stop == len(q)
     out = torch.empty_like(q)
     for i, (seq_len, part) in enumerate(zip(cache_seqlens.tolist(), parts, strict=True)):
         assert 1 <= len(q[part]) <= seq_len
         keys, values = gather(k_cache, page_table[i], seq_len), gather(v_cache, page_table[i], seq_len)
-        out[part] = stand_in_attend(q[part], keys, values, softmax_scale, causal, window_size, softcap)
+        out[part] = stand_in_attend(q[part], keys, values, **masking)
     return out
 
 
@@ -294,16 +215,26 @@ STEPS = {
 }
 
 
+VERSIONS = pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
+
+
+@VERSIONS
 @pytest.mark.parametrize(("lens", "calls"), STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (8, 1)])
-def test_flash_attention_equals_the_reference(flash_attn, num_heads, num_kv_heads, lens, calls):
-    backend = FlashAttention(num_heads, num_kv_heads, 16, 256)
-    step = Step(backend, lens)
-    out = step.run(backend)
-    check_close(out, step)
-    assert flash_attn.calls == calls
-    same = TorchAttention(num_heads, num_kv_heads, 16, 256).attend(step.q, step.layer_cache, step.batch.metadata)
-    torch.testing.assert_close(out, same, rtol=2e-6, atol=2e-6)
+def test_steps_equal_the_reference(request, version, lens, calls):
+    """Version 3 has one function for both. An output of one kind is the library's own, which nobody copies."""
+    library = request.getfixturevalue(version)
+    shapes = [(4, 4, 16, 256), (8, 1, 64, 256)]
+    shapes += [(8, 1, 16, 1), (4, 2, 16, 24)] if version == "flash_attn_3" else []
+    for i, shape in enumerate(shapes):
+        library.calls.clear()
+        library.outputs.clear()
+        backend, dtype = FlashAttention(*shape), [torch.float32, torch.bfloat16][i % 2]
+        step = Step(backend, lens, dtype=dtype)
+        out = step.run(backend)
+        check_close(out, step)
+        assert library.calls == ([DECODES] * len(calls) if version == "flash_attn_3" else calls)
+        is_library_s = out.untyped_storage().data_ptr() == library.outputs[0].untyped_storage().data_ptr()
+        assert is_library_s == (len(calls) == 1)
 
 
 @pytest.mark.parametrize(
@@ -327,46 +258,6 @@ def test_block_tables_are_given_only_where_a_chunk_has_a_prefix(flash_attn, monk
     assert [table is not None for table in tables] == [is_paged]
 
 
-@pytest.mark.parametrize(("lens", "calls"), STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "block_size"), [(4, 4, 16), (8, 1, 1), (8, 2, 256), (4, 2, 24)])
-def test_flash_attention_3_equals_the_reference(flash_attn_3, num_heads, num_kv_heads, block_size, lens, calls):
-    backend = FlashAttention(num_heads, num_kv_heads, 16, block_size)
-    step = Step(backend, lens)
-    check_close(step.run(backend), step)
-    assert flash_attn_3.calls == [DECODES] * len(calls)  # one function for both
-
-
-@pytest.mark.parametrize(("lens", "calls"), STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
-def test_outputs_of_one_kind_are_not_copied(request, version, lens, calls):
-    library = request.getfixturevalue(version)
-    backend = FlashAttention(4, 2, 16, 256)
-    step = Step(backend, lens)
-    out = step.run(backend)
-    is_library_s = out.untyped_storage().data_ptr() == library.outputs[0].untyped_storage().data_ptr()
-    assert is_library_s == (len(calls) == 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(2))
-def test_flash_attention_in_half_precision(flash_attn, dtype, seed):
-    backend = FlashAttention(8, 2, 64, 256)
-    step = Step(backend, [(random.Random(seed).randrange(300), 1), (259, 1), (0, 33), (200, 60)], seed, dtype)
-    check_close(step.run(backend), step)
-
-
-def test_flash_attention_shares_blocks_within_a_step(flash_attn):
-    out, expected = shared_step(FlashAttention(2, 1, 8, 256))
-    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
-
-
-def test_flash_attention_3_in_half_precision(flash_attn_3):
-    for dtype in (torch.float16, torch.bfloat16):
-        backend = FlashAttention(8, 2, 64, 16)
-        step = Step(backend, [(59, 1), (16, 1), (0, 33), (20, 60)], dtype=dtype)
-        check_close(step.run(backend), step)
-
-
 @pytest.mark.parametrize(
     ("module", "name", "function"),
     [
@@ -376,22 +267,23 @@ def test_flash_attention_3_in_half_precision(flash_attn_3):
     ],
 )
 def test_stand_in_has_the_signatures_of_the_library(module, name, function):
-    real = inspect.signature(getattr(pytest.importorskip(module), name))
-    assert list(inspect.signature(function).parameters) == list(real.parameters)
+    real = inspect.signature(getattr(pytest.importorskip(module), name)).parameters
+    named = {*inspect.signature(function).parameters, *inspect.signature(stand_in_attend).parameters}
+    assert named - {"masking"} <= {"q", "k", "v", *real}
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
-def test_flash_attention_gets_windows_and_soft_caps_as_its_own_arguments(request, version, options):
+@VERSIONS
+def test_windows_and_soft_caps_are_arguments_of_the_library(request, version):
     request.getfixturevalue(version)
-    backend = FlashAttention(4, 2, 16, 256)
-    step = Step(backend, [(40, 1), (256, 1), (0, 30), (250, 7), (600, 3)], options=options)
-    check_close(step.run(backend), step)
-    assert FlashAttention.why_not_options(options, CPU, torch.bfloat16, 16) is None
+    for options in OPTIONS.values():
+        backend = FlashAttention(4, 2, 16, 256)
+        step = Step(backend, [(40, 1), (256, 1), (0, 30), (250, 7), (600, 3)], options=options)
+        check_close(step.run(backend), step)
+        assert FlashAttention.why_not_options(options, CPU, torch.bfloat16, 16) is None
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
+@pytest.mark.parametrize("options", [OPTIONS["window"], OPTIONS["soft-cap"]], ids=["window", "soft-cap"])
+@VERSIONS
 def test_a_build_without_windows_or_soft_caps_is_passed_by(monkeypatch, request, version, options):
     """One that ignores them, as their switches in C++ do; one that refuses them; one that has no such arguments."""
     library = request.getfixturevalue(version)
@@ -420,7 +312,7 @@ def test_a_build_without_windows_or_soft_caps_is_passed_by(monkeypatch, request,
     assert is_served, line
 
 
-@pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
+@VERSIONS
 def test_a_build_without_a_head_dim_is_passed_by(monkeypatch, request, version):
     library = request.getfixturevalue(version)
     assert FlashAttention.why_not_options(PLAIN, CPU, torch.float32, 96) is None
@@ -443,16 +335,12 @@ def choose(name, device, dtype, head_dim=64, block_size=None):
     return select_backend(name, device, dtype, head_dim, block_size)[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("device", [CPU, CUDA])
-def test_torch_can_be_chosen_everywhere(flash_attn, device, dtype):
-    assert choose("torch", device, dtype, 20, 1) is TorchAttention
-
-
-@pytest.mark.parametrize("name", ["flash_attn", "auto"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_flash_attn_is_chosen_on_cuda_where_it_is_installed(flash_attn, name, dtype):
-    assert choose(name, CUDA, dtype) is FlashAttention
+def test_what_is_chosen_where_it_is_installed(flash_attn):
+    for dtype in (torch.bfloat16, torch.float16):
+        assert choose("flash_attn", CUDA, dtype) is choose("auto", CUDA, dtype) is FlashAttention
+        assert choose("torch", CUDA, dtype, 20, 1) is choose("torch", CPU, dtype, 20, 1) is TorchAttention
+    for block_size in (FlashAttention.default_block_size, 512):
+        assert choose("flash_attn", CUDA, torch.bfloat16, 256, block_size) is FlashAttention
 
 
 def test_auto_says_why_it_passes_the_better_ones_by(monkeypatch):
@@ -470,7 +358,6 @@ def test_auto_says_why_it_passes_the_better_ones_by(monkeypatch):
         ({"dtype": torch.float32}, "needs a CUDA device and float16 or bfloat16, got cuda:0 and torch.float32"),
         ({"head_dim": 20}, "head_dim must be a multiple of 8 up to 256, it is 20"),
         ({"head_dim": 264}, "head_dim must be a multiple of 8 up to 256, it is 264"),
-        ({"block_size": 16}, "block_size must be a multiple of 256, got 16"),
         ({"block_size": 384}, "block_size must be a multiple of 256, got 384"),
     ],
 )
@@ -497,15 +384,9 @@ def test_version_3_is_taken_on_hopper_alone(flash_attn, flash_attn_3, monkeypatc
     assert is_taken == (instructions == "flash-attn 3")
 
 
-@pytest.mark.parametrize("block_size", [None, 1, 16, 24, 256])
-def test_version_3_takes_any_block_size(flash_attn_3, block_size):
-    for name in ("flash_attn", "auto"):
-        assert choose(name, CUDA, torch.bfloat16, 64, block_size) is FlashAttention
-    with pytest.raises(ValueError, match="head_dim must be a multiple of 8 up to 256, it is 20"):
-        choose("flash_attn", CUDA, torch.bfloat16, 20, block_size)
-
-
-def test_version_3_alone_is_refused_on_other_gpus(flash_attn_3, monkeypatch):
+def test_version_3_takes_any_block_size_on_hopper_only(flash_attn_3, monkeypatch):
+    for block_size in (None, 1, 24, 256):
+        assert choose("auto", CUDA, torch.bfloat16, 64, block_size) is FlashAttention
     set_capability(monkeypatch, (8, 0))
     with pytest.raises(ValueError, match="needs the package flash-attn: pip install"):
         choose("flash_attn", CUDA, torch.bfloat16)
@@ -515,11 +396,6 @@ def test_version_2_is_refused_on_older_gpus(flash_attn, monkeypatch):
     set_capability(monkeypatch, (7, 5))
     with pytest.raises(ValueError, match=r"capability 8.0 or later \(Ampere\), this one has 7.5"):
         choose("flash_attn", CUDA, torch.bfloat16)
-
-
-@pytest.mark.parametrize("block_size", [256, 512])
-def test_flash_attn_takes_multiples_of_256(flash_attn, block_size):
-    assert choose("flash_attn", CUDA, torch.bfloat16, 256, block_size) is FlashAttention
 
 
 def test_flash_attn_is_refused_where_it_is_not_installed(monkeypatch):
@@ -549,9 +425,3 @@ def test_a_version_3_that_cannot_be_imported_is_passed_by(flash_attn, monkeypatc
     assert "flash-attn 2, not 3: it cannot be imported: undefined symbol" in caplog.text
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     assert choose("auto", CUDA, torch.bfloat16) is not FlashAttention
-
-
-def test_default_block_size_is_one_that_the_backend_takes(flash_attn):
-    for name, device in (("torch", CPU), ("flash_attn", CUDA)):
-        backend_class = choose(name, device, torch.bfloat16)
-        assert choose(name, device, torch.bfloat16, block_size=backend_class.default_block_size) is backend_class
