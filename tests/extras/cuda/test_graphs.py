@@ -17,7 +17,6 @@ import random
 import pytest
 import torch
 
-from nanovllm.batch import SamplingBatch
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.plugins import OWN_BACKENDS
 from nanovllm.sampler import sample_tokens
@@ -36,10 +35,8 @@ from nanovllm_extras.execution.step_graphs import (
 )
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.requests.prompt_logprobs import TargetRows
-from nanovllm_extras.sampling.logits_processors import ForbiddenTokens
-from nanovllm_extras.sampling.processed_batch import ProcessedSampling, ReadBatch, values_of
+from nanovllm_extras.sampling.processed_batch import ReadBatch, values_of
 from nanovllm_extras.sampling.runner_hooks import wants_only_tokens
-from tests.conftest import every_second
 from tests.extras.late_runner import LateRunner
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids, run, tokens_of
@@ -51,21 +48,16 @@ CPU = torch.device("cpu")
 # ---- sizes
 
 
-@pytest.mark.parametrize("largest", [*range(1, 70), 100, 255, 256, 257, 500, 1024, 4096])
-def test_sizes_end_with_the_largest_and_waste_little(largest):
-    sizes = graph_sizes(largest)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == largest
-    for n in range(1, largest + 1):
-        padded = min(size for size in sizes if size >= n)
-        assert padded - n < max(8, n / 8)
-    assert len(sizes) <= 11 + 8 * max(0, largest.bit_length() - 6)
-
-
-def test_sizes_of_the_default():
-    sizes = graph_sizes(256)
-    assert sizes[:6] == [1, 2, 4, 8, 16, 24]
-    assert len(sizes) == 27
+def test_sizes_end_with_the_largest_and_waste_little():
+    for largest in [*range(1, 70), 255, 256, 257, 500, 1024]:
+        sizes = graph_sizes(largest)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == largest
+        for n in range(1, largest + 1):
+            padded = min(size for size in sizes if size >= n)
+            assert padded - n < max(8, n / 8)
+        assert len(sizes) <= 11 + 8 * max(0, largest.bit_length() - 6)
+    assert graph_sizes(256)[:6] == [1, 2, 4, 8, 16, 24]
 
 
 # ---- what is sent
@@ -242,20 +234,26 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 @pytest.mark.parametrize(
-    "kind", every_second(["greedy", "seeded", "samples", "logprobs", "all kinds", "penalties", "biases"])
+    ("configuration", "kind"),
+    [
+        ("length that is no multiple of the block size", "logprobs"),
+        ("overlap, chunked prefill", "penalties"),
+        ("overlap, swap", "all kinds"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("one at a time", "seeded"), ("overlap", "samples"), ("overlap, preemption", "biases"))
+        ),
+    ],
 )
-@pytest.mark.sparse
-@pytest.mark.thinned
-def test_outputs_are_those_of_eager_steps(monkeypatch, with_tokenizer, kind, options):
+def test_outputs_are_those_of_eager_steps(monkeypatch, with_tokenizer, configuration, kind):
     rng, stem = random.Random(1), ids(20)
     requests = []
     for i in range(9):
         prompt = stem[: rng.choice([0, 7, 16])] + ids(rng.randint(1, 16), seed=i)
         fields = KINDS[rng.choice(list(KINDS)) if kind == "all kinds" else kind](i)
         requests.append((prompt, SamplingParams(**{"max_tokens": rng.randint(2, 16), "ignore_eos": True, **fields})))
-    eager, graphs = make_engines(monkeypatch, with_tokenizer, **options)
+    eager, graphs = make_engines(monkeypatch, with_tokenizer, **CONFIGURATIONS[configuration])
     assert serve(graphs, requests) == serve(eager, requests)
     assert graphs.recorder.num_recorded == 4  # 1, 2, 4, 6
     assert graphs.recorder.num_replays > 5
@@ -340,40 +338,26 @@ def test_they_are_refused_where_they_cannot_be(tiny_checkpoint):
         LLMEngine(Config(tiny_checkpoint[0], device="cpu", enable_cuda_graphs=True))
 
 
-@pytest.mark.parametrize(
-    ("options", "backend", "has_draw_kernel", "expected"),
-    [
-        ({}, GatherAttention, True, ", with CUDA graphs"),
-        ({"enable_cuda_graphs": True}, GatherAttention, True, ", with CUDA graphs"),
-        (
-            {"enable_cuda_graphs": False},
-            GatherAttention,
-            True,
-            ", no CUDA graphs (enable_cuda_graphs=False)",
-        ),
-        ({"enforce_eager": True}, GatherAttention, True, ", no CUDA graphs (enforce_eager=True)"),
-        (
-            {},
-            TorchAttention,
-            True,
-            ", no CUDA graphs (this attention backend reads lengths back to the host)",
-        ),
-        (
-            {},
-            GatherAttention,
-            False,
-            ", with CUDA graphs of the forward pass only (without triton, drawing tokens makes the host wait)",
-        ),
-        ({"enable_cuda_graphs": False}, GatherAttention, False, ", no CUDA graphs (enable_cuda_graphs=False)"),
-        ({}, TorchAttention, False, ", no CUDA graphs (this attention backend reads lengths back to the host)"),
-        ({"enforce_eager": True}, GatherAttention, False, ", no CUDA graphs (enforce_eager=True)"),
-    ],
-)
-def test_who_has_them_on_cuda(options, backend, has_draw_kernel, expected):
-    config = Config("model", **options)
-    chosen = choose_graphs(config, backend(4, 2, 16, 16), has_draw_kernel, torch.device("cuda", 0))
-    replayed = "forward" if "forward" in expected else None if "no CUDA" in expected else "step"
-    assert chosen == (replayed, expected)
+NONE, FORWARD = ", no CUDA graphs (", ", with CUDA graphs of the forward pass only ("
+CHOICES = [
+    ({}, GatherAttention, True, ", with CUDA graphs"),
+    ({"enable_cuda_graphs": True}, GatherAttention, True, ", with CUDA graphs"),
+    ({"enable_cuda_graphs": False}, GatherAttention, True, f"{NONE}enable_cuda_graphs=False)"),
+    ({"enforce_eager": True}, GatherAttention, True, f"{NONE}enforce_eager=True)"),
+    ({}, TorchAttention, True, f"{NONE}this attention backend reads lengths back to the host)"),
+    ({}, GatherAttention, False, f"{FORWARD}without triton, drawing tokens makes the host wait)"),
+    ({"enable_cuda_graphs": False}, GatherAttention, False, f"{NONE}enable_cuda_graphs=False)"),
+    ({}, TorchAttention, False, f"{NONE}this attention backend reads lengths back to the host)"),
+    ({"enforce_eager": True}, GatherAttention, False, f"{NONE}enforce_eager=True)"),
+]
+
+
+def test_who_has_them_on_cuda():
+    for options, backend, has_draw_kernel, expected in CHOICES:
+        config = Config("model", **options)
+        chosen = choose_graphs(config, backend(4, 2, 16, 16), has_draw_kernel, torch.device("cuda", 0))
+        replayed = "forward" if expected.startswith(FORWARD) else None if expected.startswith(NONE) else "step"
+        assert chosen == (replayed, expected)
 
 
 def test_graphs_that_must_be_are_whole_steps():
@@ -392,13 +376,3 @@ def test_experts_are_not_replayed():
     assert choose_graphs(Config("model"), *without_draws)[0] is None
     with pytest.raises(ValueError, match=rf"enable_cuda_graphs=True is not available \({reason}\)"):
         choose_graphs(Config("model", enable_cuda_graphs=True), *choice)
-
-
-def test_sampling_rows_that_are_drawn_in_a_graph():
-    plain = SamplingBatch(torch.ones(1), torch.zeros(1, dtype=torch.float64), top_k=torch.ones(1, dtype=torch.int64))
-    assert wants_only_tokens(plain)
-    same = ProcessedSampling(**values_of(plain))
-    assert wants_only_tokens(same)
-    assert not wants_only_tokens(dataclasses.replace(same, num_logprobs=0))
-    one_row = ForbiddenTokens(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    assert not wants_only_tokens(dataclasses.replace(same, processors=(one_row,)))

@@ -32,7 +32,6 @@ from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.sampling.runner_hooks import ArrivingTokens, Computed, has_placeholders
 from nanovllm_extras.weights.quantise import quantise
-from tests.conftest import every_second
 from tests.extras.late_runner import LateRunner
 from tests.extras.test_full_engine import ids
 from tests.extras.test_overlap import KINDS
@@ -209,9 +208,10 @@ def make_backend(name):
     return TritonAttention(4, 2, 32, 16)
 
 
-@pytest.mark.parametrize("has_fast_layers", [False, True])
-@pytest.mark.parametrize("backend", ["flash_attn", "triton"])
-@pytest.mark.sparse
+@pytest.mark.parametrize(
+    ("backend", "has_fast_layers"),
+    [("triton", False), ("flash_attn", True), pytest.param("triton", True, marks=pytest.mark.slow)],
+)
 @torch.inference_mode()
 def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, backend, has_fast_layers):
     runner, buffer = make_runner(make_backend(backend), has_fast_layers)
@@ -238,10 +238,9 @@ def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, bac
     assert kernels["truncate_kernel"].num_launches > 0
 
 
-@pytest.mark.parametrize("quantization", every_second(["int4", "int8"]))
 @torch.inference_mode()
-def test_a_step_with_quantised_weights_does_not_wait_either(kernels, batches, quantization):
-    runner, buffer = make_runner(make_backend("triton"), True, quantization)
+def test_a_step_with_quantised_weights_does_not_wait_either(kernels, batches):
+    runner, buffer = make_runner(make_backend("triton"), True, "int4")
     for batch in batches:
         with DeviceCheck(buffer) as check:
             compute_eagerly(runner, batch)
@@ -307,7 +306,7 @@ def test_the_cores_graphs_wait_for_nothing_either(flash_attn, batches, monkeypat
     assert len(replays) == num_decode_steps > 10
 
 
-@pytest.mark.parametrize("quantization", [None, "int4"])
+@pytest.mark.parametrize("quantization", [None, pytest.param("int4", marks=pytest.mark.slow)])
 @torch.inference_mode()
 def test_requests_compile_nothing_that_the_warm_up_has_not(kernels, batches, monkeypatch, quantization):
     """Also where the number of blocks is given, so that no forward pass measures memory."""
