@@ -21,5 +21,10 @@ def only_on_gpu(test):
     return pytest.mark.skipif(IS_INTERPRETED, reason="needs a CUDA device")(test)
 
 
+def every_second_case(cases):
+    """As `every_second`, for parameters of several names."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]
+
+
 def randn(*shape, dtype=torch.float32, seed=0, scale=1.0):
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, dtype)

@@ -40,9 +40,12 @@ WITHOUT_TILES = [name for name in OF_K_AND_V if name != "AVX-VNNI"]  # for code 
 
 
 def in_sweeps(names, *first):
-    """Return parameters (*first, name). Two processors find most faults: for the others only the sweep compiles."""
-    is_slow = {name: name not in ("native", "no AMX", "AVX2") for name in names}
-    return [pytest.param(*first, name, marks=[pytest.mark.slow] * is_slow[name]) for name in names]
+    """Return parameters (*first, name). Two processors find most faults: for the others only the sweep compiles.
+
+    Code for quantised weights, and for K and V of 8 bits, is compiled by default for this processor alone.
+    """
+    by_default = ("native",) if names is OF_WEIGHTS or names is OF_K_AND_V else ("native", "no AMX", "AVX2")
+    return [pytest.param(*first, name, marks=[pytest.mark.slow] * (name not in by_default)) for name in names]
 
 
 def need_a_compiler(dtype):

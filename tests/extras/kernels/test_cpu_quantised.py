@@ -74,6 +74,7 @@ def test_products_equal_float64_and_have_the_same_bits_in_every_batch(
 
 
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+@pytest.mark.slow
 def test_tiles_have_the_bits_of_vectors(dtype, bits, group_size, has_zeros, monkeypatch):
     """Tiles take eight rows and more, so this holds within a model too."""
     x, found = randn(300, 464, dtype=dtype), []
@@ -169,7 +170,10 @@ def test_embedding_is_read_from_the_packed_weight(dtype, size, bits, group_size)
 
 @pytest.mark.parametrize(
     ("processor", "quantization"),
-    [("AMX, emulated", "int8"), ("native", {"method": "int4", "group_size": 64})],
+    [
+        pytest.param("AMX, emulated", "int8", marks=pytest.mark.slow),
+        ("native", {"method": "int4", "group_size": 64}),
+    ],
     indirect=["processor"],
 )
 def test_a_layer_in_one_call_has_the_bits_of_its_parts(processor, quantization, monkeypatch):

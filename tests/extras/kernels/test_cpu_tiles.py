@@ -158,10 +158,15 @@ def test_attention_equals_the_reference(tiles):
 # ---- where there are no tiles
 
 
+@pytest.fixture(scope="module")
+def hasty_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def fresh_library(monkeypatch, tmp_path):
-    """Compiled for the test, and so in a hurry."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def fresh_library(monkeypatch, hasty_cache):
+    """Compiled for these tests, and so in a hurry."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(hasty_cache))
     monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-O0"))
     cpu.load_library.cache_clear()
     yield
@@ -181,6 +186,7 @@ def test_tiles_that_a_hypervisor_hides_are_named(fresh_library, monkeypatch):
     assert "(no AMX: Linux shows no amx_tile and amx_bf16)" in load_library(torch.bfloat16).description
 
 
+@pytest.mark.slow
 def test_a_compiler_without_amx_is_named(fresh_library, monkeypatch):
     monkeypatch.setattr(cpu, "has_tiles", lambda: True)
     monkeypatch.setattr(cpu, "ask_for_tiles", lambda: None)

@@ -1,12 +1,9 @@
 """Products of few tokens in Triton: against float64, and against the PyTorch layers that they replace.
 
-Collected only where the kernels can run: on a CUDA device, or under TRITON_INTERPRET=1, which
-`test_triton_attention.py` sets for a process that runs this file. Memory that no kernel has written holds NaN, and so
-do rows behind the last token.
+Where they run, and with what in memory: `on_device.py`. Rows behind the last token hold NaN.
 """
 
 import math
-import os
 
 import pytest
 import torch
@@ -14,28 +11,13 @@ import torch.nn.functional as F
 
 from nanovllm.layers.basic import RMSNorm, SiluAndMul
 from nanovllm_extras.kernels.cuda import few_tokens
+from tests.extras.kernels.on_device import DEVICE, DTYPES, IS_INTERPRETED, randn
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
-# the interpreter's product of bfloat16 matrices is wrong
-DTYPES = [torch.float32, torch.float16] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 EPS = 1e-6
 SIZES = [(64, 16), (128, 40), (192, 33), (512, 64), (1024, 80)]  # inputs, outputs
 
-pytestmark = pytest.mark.gpu if not IS_INTERPRETED else []
-
-
-@pytest.fixture(autouse=True)
-def _poison_new_memory(monkeypatch):
-    def poisoned(*args, empty=torch.empty, **kwargs):
-        return empty(*args, **kwargs).fill_(math.nan)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
-def randn(*shape, dtype, seed, scale=1.0):
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, dtype)
+pytestmark = [] if IS_INTERPRETED else pytest.mark.gpu
 
 
 def rows_before_poison(num_tokens, size, dtype, seed, scale=1.0):
@@ -67,7 +49,8 @@ def check(out, expected, dtype):
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 16])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.sparse(2)
+@pytest.mark.sparse
+@pytest.mark.thinned
 def test_norm_linear(num_tokens, inputs, outputs, dtype, has_bias):
     x, norm_weight, weight = make(num_tokens, inputs, outputs, dtype)
     bias = randn(outputs, dtype=dtype, seed=4) if has_bias else None
@@ -81,7 +64,8 @@ def test_norm_linear(num_tokens, inputs, outputs, dtype, has_bias):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("num_tokens", [1, 3, 16])
-@pytest.mark.sparse(2)
+@pytest.mark.sparse
+@pytest.mark.thinned
 def test_norm_gate_up(num_tokens, inputs, outputs, dtype):
     x, norm_weight, weight = make(num_tokens, inputs, 2 * outputs, dtype)
     out = few_tokens.norm_gate_up(x, norm_weight, EPS, weight)
@@ -94,7 +78,8 @@ def test_norm_gate_up(num_tokens, inputs, outputs, dtype):
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("num_tokens", [1, 5, 16])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.sparse(2)
+@pytest.mark.sparse
+@pytest.mark.thinned
 def test_add_linear(num_tokens, inputs, outputs, dtype, has_bias):
     x, _, weight = make(num_tokens, inputs, outputs, dtype)
     bias = randn(outputs, dtype=dtype, seed=4) if has_bias else None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from nanovllm_extras.kernels.cpu import library, library_cache
+from nanovllm_extras.kernels.cpu import library_cache
 from nanovllm_extras.kernels.cpu.library_cache import NoLibraryError, find_or_compile
 
 COMPILER = """#!/bin/sh
@@ -64,15 +64,6 @@ def test_a_damaged_library_is_replaced_once(tmp_path, compiler, caplog, damage):
     assert list(cache.iterdir()) == [path]
 
 
-def test_the_compiler_keeps_its_own_files_in_a_folder_that_goes(tmp_path, compiler):
-    """/tmp may be full, and a compiler that is killed leaves its files behind."""
-    cache = tmp_path / "cache"
-    find_or_compile(cache, "cpu-0123", compiler)
-    used = Path((tmp_path / "log").read_text().strip())
-    assert used.parent == cache
-    assert not used.exists()
-
-
 def test_what_killed_compilers_left_is_deleted_after_an_hour(tmp_path, compiler):
     cache = tmp_path / "cache"
     for name, age in (("old", 2 * library_cache.HOUR), ("new", 60)):
@@ -84,49 +75,11 @@ def test_what_killed_compilers_left_is_deleted_after_an_hour(tmp_path, compiler)
     assert [path.name for path in cache.glob(f"{library_cache.UNFINISHED}*")] == [f"{library_cache.UNFINISHED}new"]
 
 
-def test_a_library_of_other_contents_is_not_loaded(tmp_path, monkeypatch):
-    """A library whose pages are zero ends the process with SIGSEGV: it must never reach the loader."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library_cache, "compile_to", lambda folder, name, command: folder / "compiled again")
-    monkeypatch.setattr(library, "Library", lambda path, *rest: path.name)
-    monkeypatch.setattr(library, "fingerprint", lambda *_: "0123")
-    (tmp_path / "nanovllm").mkdir(mode=0o700)
-    (tmp_path / "nanovllm" / "cpu-0123-4567.so").write_bytes(bytes(65536))
-    assert library.compile_and_load(["cc"], library.SOURCE) == "compiled again"
-
-
-# ---- compilers that fail
-
-FAILS = """#!/bin/sh
-for last; do :; done
-case "$last" in {folder}/*) echo "{text}" >&2; exit 1;; esac
-printf 'a library' > "$last"
-"""
-
-
-def test_a_full_cache_folder_is_replaced_by_a_temporary_one(tmp_path, monkeypatch, caplog):
-    folder = tmp_path / "home" / "nanovllm"
-    compiler = tmp_path / "compiler"
-    compiler.write_text(FAILS.format(folder=folder, text="ld: final link failed: No space left on device"))
-    compiler.chmod(0o755)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(library, "Library", lambda path, *rest: path.read_text())
-    monkeypatch.setattr(library, "fingerprint", lambda *_: "0123")
-    with caplog.at_level(logging.WARNING):
-        assert library.compile_and_load([str(compiler)], library.SOURCE) == "a library"
-    assert "for this process only" in caplog.text
-    assert "No space left on device" in caplog.text
-
-
 MESSAGES = {
     "clang without omp.h": (
         "warning: unknown option\n" * 100 + "In file included from cpu.c:20:\nwork.h:5:10: fatal error: 'omp.h' file "
         "not found\n#include <omp.h>\n         ^~~~~~~\n1 error generated.",
         "fatal error: 'omp.h' file not found",
-    ),
-    "a linker": (
-        "x\n" * 3000 + "/usr/bin/ld: final link failed: No space left on device",
-        "final link failed: No space",
     ),
     "a linker that warns first": ("ld: warning: w\n" * 300 + "ld: cannot find -lgomp\ncollect2: error", "find -lgomp"),
     "no word that is known": ("x\n" * 3000 + "out of cheese", "out of cheese"),
@@ -146,9 +99,10 @@ def test_the_compilers_reason_is_not_cut(tmp_path, text, reason):
 # ---- processes that are stopped
 
 STOPPED = """
-import os, runpy, sys, threading
+import os, runpy, signal, sys, threading
 from pathlib import Path
 from typing import NamedTuple
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, processes ignore it
 cache = runpy.run_path(sys.argv[1])
 folder, pid_file, thread = sys.argv[2:]
 command = ["sh", "-c", f"sleep 60 & echo $! > {pid_file}; wait"]
@@ -182,8 +136,8 @@ def pid_in(file, seconds=30):
     return int(file.read_text())
 
 
-ENDS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL, "exit"]
-STOPS = [(end, thread) for end in ENDS for thread in ("main", "another") if (end, thread) != ("exit", "main")]
+STOPS = [(signal.SIGTERM, "main"), (signal.SIGTERM, "another"), (signal.SIGHUP, "another"), (signal.SIGINT, "main"),
+         (signal.SIGKILL, "main"), ("exit", "another")]  # fmt: skip
 
 
 class Stopped(NamedTuple):
@@ -230,19 +184,18 @@ def test_a_stopped_process_leaves_neither_a_compiler_nor_a_folder(stopped, end, 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("number", "has_cache"), [(signal.SIGTERM, True), (signal.SIGKILL, False)])
-def test_a_server_that_is_stopped_while_it_compiles(tmp_path, number, has_cache):
+def test_a_server_that_is_stopped_while_it_compiles(tmp_path):
     """Without a cache folder, it compiles in a temporary one."""
     compiler, pid_file, cache, temporary = (tmp_path / name for name in ("cc", "pid", "cache", "temporary"))
     compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 300 & echo $! > {pid_file}; wait\n')
     compiler.chmod(0o755)
     temporary.mkdir()
-    cache.mkdir() if has_cache else cache.write_text("a file")
+    cache.write_text("a file")
     environment = {**os.environ, "CC": str(compiler), "XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
     command = [sys.executable, "-m", "nanovllm_extras", "serve", "--port", "0"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     pid = pid_in(pid_file, seconds=120)
-    process.send_signal(number)
-    assert process.wait(timeout=30) == (0 if number == signal.SIGTERM else -number)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0
     wait_for(lambda: not is_running(pid))
-    wait_for(lambda: not list(temporary.iterdir()) and not list(cache.glob("nanovllm/*") if has_cache else ()))
+    wait_for(lambda: not list(temporary.iterdir()))

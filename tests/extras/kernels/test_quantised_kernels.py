@@ -1,11 +1,9 @@
 """Products with weights of 8 and 4 bits in Triton: the bits of PyTorch's definition, and float64.
 
-Collected only where the kernels can run: on a CUDA device, or under TRITON_INTERPRET=1, which
-`test_triton_attention.py` sets for a process that runs this file. Memory that no kernel has written holds NaN or -1.
+Where they run, and with what in memory: `on_device.py`.
 """
 
 import math
-import os
 import sys
 
 import pytest
@@ -26,31 +24,15 @@ from nanovllm_extras.weights.quantised_linear import (
     quantise_weight,
 )
 from nanovllm_extras.weights.quantised_linear import multiply as multiply_by_definition
+from tests.conftest import every_second
+from tests.extras.kernels.on_device import DEVICE, DTYPES, IS_INTERPRETED, only_on_gpu, randn
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
-# the interpreter rounds to bfloat16 otherwise than a GPU
-DTYPES = [torch.float32, torch.float16] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 FORMATS = [(bits, size, zeros) for bits, size in ((8, 128), (4, 128), (4, 64), (4, 32)) for zeros in (False, True)]
 SIZES = [(33, 144), (64, 416), (100, 208)]  # outputs, inputs
 STEPS = [(1, False), (5, True), (16, False), (17, True), (70, False)]  # tokens, has a bias
 STEPS = [(*step, DTYPES[i % len(DTYPES)]) for i, step in enumerate(STEPS)]
 
-pytestmark = pytest.mark.gpu if not IS_INTERPRETED else []
-only_on_gpu = pytest.mark.skipif(IS_INTERPRETED, reason="needs a GPU")
-
-
-@pytest.fixture(autouse=True)
-def _poison_new_memory(monkeypatch):
-    def poisoned(*args, empty=torch.empty, **kwargs):
-        made = empty(*args, **kwargs)
-        return made.fill_(math.nan if made.is_floating_point() else -1)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
-def randn(*shape, dtype=torch.float32, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+pytestmark = [] if IS_INTERPRETED else pytest.mark.gpu
 
 
 def make_weight(bits, group_size, has_zeros, n, k, seed=0):
@@ -70,7 +52,8 @@ def multiply(x, weight, bias=None):
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
 @pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize(("num_tokens", "has_bias", "dtype"), STEPS)
-@pytest.mark.sparse(2)
+@pytest.mark.sparse
+@pytest.mark.thinned
 def test_a_product_has_the_bits_of_the_definition(num_tokens, n, k, bits, group_size, has_zeros, dtype, has_bias):
     weight = make_weight(bits, group_size, has_zeros, n, k)
     x = randn(num_tokens, k, dtype=dtype)
@@ -82,7 +65,7 @@ def test_a_product_has_the_bits_of_the_definition(num_tokens, n, k, bits, group_
     assert torch.equal(out, expected.to(dtype))
 
 
-@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS[1::2])
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), [(8, 128, False), (4, 32, True)])
 def test_a_product_is_that_of_rounded_rows(bits, group_size, has_zeros):
     """In float64, of what `round_rows` has made of x."""
     weight = make_weight(bits, group_size, has_zeros, 40, 208)
@@ -109,9 +92,8 @@ def test_what_is_no_number_stays_none_and_zeros_stay():
     assert out[3].isfinite().all()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_token_has_the_same_bits_alone_and_among_others(bits):
-    weight, x = make_weight(bits, 64, False, 33, 208), randn(70, 208)
+def test_a_token_has_the_same_bits_alone_and_among_others():
+    weight, x = make_weight(4, 64, False, 33, 208), randn(70, 208)
     together = multiply(x, weight)
     for first, last in ((0, 1), (9, 25), (40, 57), (69, 70)):
         assert torch.equal(multiply(x[first:last], weight), together[first:last])
@@ -171,7 +153,7 @@ def test_fast_layers_give_the_same_bits():
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("quantization", ["int8", {"method": "int4", "group_size": 32}])
+@pytest.mark.parametrize("quantization", every_second([{"method": "int4", "group_size": 32}, "int8"]))
 def test_a_model_gives_the_tokens_of_the_definition(tiny_checkpoint, quantization):
     options = {"device": str(DEVICE), "dtype": "float32", "quantization": quantization, "num_kv_blocks": 20}
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -197,14 +179,14 @@ def test_the_self_check_compares_packed_layers(monkeypatch, tmp_path, tiny_check
         LLM(tiny_checkpoint[0], max_num_seqs=5, **options)
 
 
-@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
-def test_a_weight_is_unpacked_as_it_was(bits, group_size, has_zeros):
-    weight = make_weight(bits, group_size, has_zeros, 33, 144)
-    packed = quantised.pack(weight.q, weight.scales, weight.zeros, bits, group_size)
-    q, scales, zeros = quantised.unpack(packed)
-    assert torch.equal(q, weight.q)
-    assert torch.equal(scales, weight.scales)
-    assert zeros is None if weight.zeros is None else torch.equal(zeros, weight.zeros)
+def test_a_weight_is_unpacked_as_it_was():
+    for bits, group_size, has_zeros in FORMATS:
+        weight = make_weight(bits, group_size, has_zeros, 33, 144)
+        packed = quantised.pack(weight.q, weight.scales, weight.zeros, bits, group_size)
+        q, scales, zeros = quantised.unpack(packed)
+        assert torch.equal(q, weight.q)
+        assert torch.equal(scales, weight.scales)
+        assert zeros is None if weight.zeros is None else torch.equal(zeros, weight.zeros)
 
 
 # ---- on a GPU: real sizes, graphs

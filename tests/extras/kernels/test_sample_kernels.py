@@ -1,10 +1,9 @@
 """`sample_tokens` in Triton against a definition in float64 that sorts nothing and adds up one number after the other.
 
-Collected only where the kernels can run: on a CUDA device, or under TRITON_INTERPRET=1, which
-`test_triton_attention.py` sets for a process that runs this file. Two correct programs may disagree where a row's
-uniform number, or a limit, falls on a border between two tokens; so the definition also tells how far the next border
-is, and tokens have to be equal where it is farther than rounding can reach. Small chunks represent a large vocabulary,
-and a small capacity sends rows through every step of the bisection. Workspaces hold NaN until they are written.
+Two correct programs may disagree where a row's uniform number, or a limit, falls on a border between two tokens; so the
+definition also tells how far the next border is, and tokens have to be equal where it is farther than rounding can
+reach. Small chunks represent a large vocabulary, and a small capacity sends rows through every step of the bisection.
+Where the tests run, and with what in memory: `on_device.py`.
 """
 
 import math
@@ -23,30 +22,16 @@ from nanovllm_extras.kernels.cuda import sample
 from nanovllm_extras.sampling.processed_batch import ProcessedSampling, values_of
 from nanovllm_extras.sampling.runner_hooks import draw_arguments
 from nanovllm_extras.sampling.runner_hooks import sample as sample_and_judge
-from tests.conftest import examples
+from tests.conftest import every_second, examples
+from tests.extras.kernels.on_device import DEVICE, IS_INTERPRETED, only_on_gpu
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers that are masked afterwards
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of numbers that are masked afterwards
+    *([] if IS_INTERPRETED else [pytest.mark.gpu]),
+]
 BORDER = 2e-6  # a share of the whole: what rounding can reach
 LAST = 1 - 2.0**-52  # the largest uniform number
-
-
-def only_on_gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(IS_INTERPRETED, reason="needs a CUDA device")(test))
-
-
-@pytest.fixture(autouse=True)
-def _poison_new_memory(monkeypatch):
-    """torch.empty gives NaN, and impossible token ids, not zeros by luck."""
-    original = torch.empty
-
-    def poisoned(*args, **kwargs):
-        new = original(*args, **kwargs)
-        return new.fill_(math.nan if new.is_floating_point() else -(10**9))
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 # ---- the definition
@@ -176,9 +161,8 @@ def batch_of(kinds, uniforms):
     ("dtype", "chunk", "group", "capacity"),
     [
         (torch.bfloat16, 128, 2, 32),
-        pytest.param(torch.bfloat16, 256, 4, 2048, marks=pytest.mark.slow),
         pytest.param(torch.float16, 512, 2, 256, marks=pytest.mark.slow),
-        (torch.float32, 128, 4, 64),
+        pytest.param(torch.float32, 128, 4, 64, marks=pytest.mark.slow),
     ],
 )
 def test_rows_of_all_kinds(dtype, chunk, group, capacity):
@@ -210,7 +194,7 @@ ROWS = st.fixed_dictionaries(
 
 
 @with_more_in_the_sweep
-@settings(max_examples=12 if IS_INTERPRETED else examples(300), deadline=None, derandomize=True)
+@settings(max_examples=8 if IS_INTERPRETED else examples(300), deadline=None, derandomize=True)
 @given(
     rows=st.lists(ROWS, min_size=1, max_size=4),
     vocab_size=VOCAB_SIZES,
@@ -230,7 +214,7 @@ def test_any_mixture(rows, vocab_size, dtype, seed, num_values, masked):
     assert_as_defined(logits, batch_of(rows, [row["uniform"] for row in rows]), chunk=64, capacity=32, least=0)
 
 
-@pytest.mark.parametrize("names", [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p")])
+@pytest.mark.parametrize("names", [(), ("top_k",), ("top_p", "min_p")])
 def test_what_no_row_asks_for_is_none(names):
     values = {"top_k": [0, 20, 3, 0], "top_p": [0.5, 1.0, 0.9, 1.0], "min_p": [0.0, 0.1, 0.0, 0.3]}
     batch = make_batch([0, 1.0, 0.7, 1.3], random_uniforms(4), **{name: values[name] for name in names})
@@ -243,12 +227,9 @@ def test_what_no_row_asks_for_is_none(names):
 @pytest.mark.parametrize(
     ("kind", "num_points"),
     [
-        ({}, 60),
         ({"top_k": 7, "top_p": 0.8}, 25),
-        pytest.param({}, 200, marks=pytest.mark.slow),
-        pytest.param({"top_k": 7, "top_p": 0.8}, 40, marks=pytest.mark.slow),
+        pytest.param({}, 100, marks=pytest.mark.slow),
         pytest.param({"min_p": 0.2}, 40, marks=pytest.mark.slow),
-        pytest.param({"top_p": 0.6}, 40, marks=pytest.mark.slow),
     ],
 )
 def test_each_token_has_its_share_of_an_even_grid(kind, num_points):
@@ -276,7 +257,7 @@ def test_all_tokens_equally_likely(dtype, kind):
     assert token_ids.tolist() == [int(u * 1001) for u in uniforms]
 
 
-@pytest.mark.parametrize("kind", [{}, {"top_k": 2}, {"top_p": 0.99}, {"min_p": 0.5}])
+@pytest.mark.parametrize("kind", every_second([{"top_p": 0.99}, {"min_p": 0.5}, {}, {"top_k": 2}]))
 def test_tokens_of_weight_zero_are_never_drawn(kind):
     """Neither masked ones nor those that are too unlikely for a number, whatever the uniform number."""
     logits = torch.full((4, 300), -math.inf, device=DEVICE)
@@ -325,7 +306,7 @@ def test_greedy_is_the_first_of_the_likeliest(dtype):
     ).tolist() == ((-logits.abs() - 1).argmax(dim=-1).tolist())
 
 
-@pytest.mark.parametrize("temperature", [1e-2, 1e-8, 1e-20, 1e-37, 1e-38, 1e-40, 1e-45])
+@pytest.mark.parametrize("temperature", every_second([1e-2, 1e-20, 1e-45, 1e-38]))
 def test_the_lower_the_temperature_the_greedier(temperature):
     logits = random_logits(4, 300, scale=10.0)
     batch = make_batch([temperature] * 4, [0.0, 0.5, 0.9, LAST], [0, 0, 0.1, 0], [0, 5, 0, 0], [1, 1, 1, 0.9])
@@ -335,28 +316,15 @@ def test_the_lower_the_temperature_the_greedier(temperature):
     )
 
 
-@pytest.mark.parametrize("temperature", [1e30, 3.4e38])
-def test_at_huge_temperatures_all_tokens_are_equally_likely(temperature):
-    uniforms = [0.0, 0.25, 0.7, LAST]
-    batch = make_batch([temperature] * 4, uniforms, [0, 0.5, 0, 0], [0, 0, 400, 0], [1, 1, 1, 0.9999])
-    token_ids = sample.sample_tokens(random_logits(4, 300), *draw_arguments(batch), chunk=64, capacity=16).tolist()
-    assert token_ids[:3] == [int(u * 300) for u in uniforms[:3]]
-    assert token_ids[3] >= 298
-
-
 # ---- shapes
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 65, 128, 129, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vocab_size", [1, 64, 65, *every_second([129, 63, 2, 1000])])
 def test_vocabularies_need_not_be_multiples_of_a_chunk(vocab_size):
     kinds = [{}, {"temperature": 0}, {"top_k": vocab_size}, {"top_k": 10**9, "top_p": 0.8}, {"top_k": 3}]
     for uniform in (0.3, LAST):
         batch = batch_of(kinds, [uniform] * len(kinds))
         assert_as_defined(random_logits(len(kinds), vocab_size), batch, chunk=64, least=0.6)
-
-
-def test_no_rows():
-    assert sample.sample_tokens(random_logits(0, 10), *draw_arguments(make_batch([], None))).shape == (0,)
 
 
 def test_any_strides_and_dtypes():
@@ -365,6 +333,7 @@ def test_any_strides_and_dtypes():
     views = (padded[:2, :700], padded[::5, 3:703], padded[:2, ::2], padded[:2].double(), padded[:1].expand(2, -1))
     for logits in views:
         assert_as_defined(logits, batch, least=1.0)
+    assert sample.sample_tokens(padded[:0], *draw_arguments(make_batch([], None))).shape == (0,)
 
 
 # ---- rows do not see each other
@@ -388,7 +357,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(dtype):
         ]
 
 
-@pytest.mark.parametrize("kind", [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1, "top_p": 0.5}])
+@pytest.mark.parametrize("kind", every_second([{"top_k": 5}, {}, {"min_p": 0.1, "top_p": 0.5}]))
 def test_logits_that_are_no_numbers_harm_nobody(kind):
     """NaN is impossible; a row of nothing but NaN, or with infinity, gets some token of the vocabulary."""
     good = random_logits(2, 300, seed=9)

@@ -98,8 +98,8 @@ int main(int argc, char **argv) {
 """
 
 
-def run_program(folder, what, *flags, header=None):
-    """-> what the program has printed"""
+def build_program(folder, *flags, header=None):
+    """Compile the program, with another `team.h` if `header` is given, and return its path."""
     compiler = shutil.which("cc")
     if not compiler:
         pytest.skip("there is no C compiler")
@@ -111,38 +111,49 @@ def run_program(folder, what, *flags, header=None):
     if built.returncode and "-fsanitize=thread" in flags:
         pytest.skip(f"no ThreadSanitizer here: {built.stderr[-300:]}")
     assert built.returncode == 0, built.stderr
+    return program
+
+
+def run_program(program, what):
+    """-> what the program has printed"""
     done = subprocess.run([str(program), what], capture_output=True, text=True, timeout=100)
     return done.stdout + done.stderr
 
 
-def test_each_item_is_computed_once_by_callers_at_the_same_time(tmp_path):
-    assert run_program(tmp_path, "callers", "-DLOOPS=2000") == ""
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return build_program(tmp_path_factory.mktemp("team"), "-DLOOPS=2000")
+
+
+def test_each_item_is_computed_once_by_callers_at_the_same_time(program):
+    assert run_program(program, "callers") == ""
 
 
 @pytest.mark.slow
 def test_no_race(tmp_path):
     flags = ("-fsanitize=thread", "-DLOOPS=400")
     header = (SOURCE.parent / "team.h").read_text(encoding="utf-8")
-    assert run_program(tmp_path, "callers", *flags) == ""
+    assert run_program(build_program(tmp_path, *flags), "callers") == ""
     relaxed = header.replace("__ATOMIC_ACQUIRE", "__ATOMIC_RELAXED").replace("__ATOMIC_SEQ_CST", "__ATOMIC_RELAXED")
-    assert "data race" in run_program(tmp_path, "callers", *flags, header=relaxed), "the test sees a missing order"
+    wrong = build_program(tmp_path, *flags, header=relaxed)
+    assert "data race" in run_program(wrong, "callers"), "the test sees a missing order"
 
 
-def test_threads_that_the_system_refuses_are_left_out(tmp_path):
+def test_threads_that_the_system_refuses_are_left_out(program):
     """And the team asks for them only once."""
-    lines = run_program(tmp_path, "refused", "-DLOOPS=1").splitlines()
+    lines = run_program(program, "refused").splitlines()
     assert lines == ["2 threads, 1 workers", "2 threads, 1 workers", "2 attempts"]
 
 
-def test_the_number_of_threads_may_change(tmp_path):
-    lines = run_program(tmp_path, "fewer", "-DLOOPS=1").splitlines()
+def test_the_number_of_threads_may_change(program):
+    lines = run_program(program, "fewer").splitlines()
     assert lines == ["4 threads, 3 workers", "2 threads, 3 workers", "1 by the caller"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count interruptions of a thread")
-def test_two_interruptions_in_a_short_time_shorten_the_wait(tmp_path):
+def test_two_interruptions_in_a_short_time_shorten_the_wait(program):
     """In microseconds: after each of four interruptions, and when the second has been forgotten."""
-    assert run_program(tmp_path, "interruptions", "-DLOOPS=1").split() == ["300", "20", "20", "300", "300"]
+    assert run_program(program, "interruptions").split() == ["300", "20", "20", "300", "300"]
 
 
 @pytest.mark.usefixtures("needs_a_compiler")
@@ -167,31 +178,6 @@ else:
 """
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout == "both\n", run.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("needs_a_compiler")
-@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two processors of Linux")
-def test_workers_are_not_bound_to_the_processor_of_the_main_thread():
-    """OpenMP binds the thread that loads it, before nanovllm is imported."""
-    code = """
-import os, torch
-torch.set_num_threads(2)
-bound, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
-from nanovllm_extras.kernels.cpu.library import load_library
-x, ids = torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64)
-load_library(torch.float32).argmax(x.data_ptr(), ids.data_ptr(), 8, 8)
-(worker,) = set(os.listdir("/proc/self/task")) - before
-import time; time.sleep(0.1)
-print(len(bound), len(os.sched_getaffinity(int(worker))))
-"""
-    environment = {key: text for key, text in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, "OMP_PROC_BIND": "true", "OMP_PLACES": "threads"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert run.stdout.split() == ["1", str(len(os.sched_getaffinity(0)))]
 
 
 def test_no_worker_is_bound_by_default():

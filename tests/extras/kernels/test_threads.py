@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
-from nanovllm_extras.cli.machine_report import describe_machine
 from nanovllm_extras.kernels.cpu import threads
 from tests.extras.kernels.processors import need_a_compiler
 
@@ -72,19 +71,6 @@ def test_efficiency_cores_get_no_threads(tmp_path, files, cpus, fast, num_cores)
     assert threads.count_cores(found, devices / "system/cpu") == num_cores
 
 
-def test_the_report_names_the_cores(monkeypatch, tmp_path):
-    devices = write_devices(tmp_path, HYBRID)
-    monkeypatch.setattr(threads.performance_cpus, "__defaults__", (devices,))
-    monkeypatch.setattr(threads.count_cores, "__defaults__", (devices / "system/cpu",))
-    monkeypatch.setattr(threads, "places", set)
-    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert describe_machine()["cores to use"] == (
-        "2 of 2 performance cores and 4 efficiency cores (8 of 8 processors may be used)"
-    )
-
-
 @pytest.fixture
 def set_threads(monkeypatch, topology):
     """Eight hyperthreads, and what torch is told."""
@@ -99,16 +85,18 @@ def set_threads(monkeypatch, topology):
     return told
 
 
-@pytest.mark.parametrize(("num_threads", "expected"), [(8, 4), (4, 4), (2, 2)])
-def test_threads_are_limited_to_cores(monkeypatch, set_threads, num_threads, expected):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    LLM(TINY_QWEN3, device="cpu", max_model_len=64)
-    assert set_threads == [expected]
-
-
-@pytest.mark.parametrize(("quota", "expected"), [(0.2, 1), (1.0, 1), (1.4, 1), (1.9, 2), (2.5, 3), (16.0, 4)])
-def test_threads_are_limited_to_the_quota_of_cpu_time(monkeypatch, set_threads, quota, expected):
+def test_threads_are_limited_to_cores(monkeypatch, set_threads):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    LLM(TINY_QWEN3, device="cpu", max_model_len=64)
+    assert set_threads == [4]
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "quota", "expected"),
+    [(2, None, 2), (8, 0.2, 1), (8, 1.4, 1), (8, 1.9, 2), (8, 2.5, 3), (8, 16.0, 4)],
+)
+def test_threads_are_limited_to_the_quota_of_cpu_time(monkeypatch, set_threads, num_threads, quota, expected):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
     threads.limit_threads()
     assert set_threads == [expected]
@@ -130,21 +118,37 @@ def test_the_users_number_stands(monkeypatch, set_threads):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("needs_a_compiler")
 @pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two processors of Linux")
-@pytest.mark.parametrize("name", ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"])
-def test_threads_that_are_bound_are_not_one_thread(name):
-    """The main thread is bound to one processor, and the others to the other processors."""
-    cpus = sorted(os.sched_getaffinity(0))
-    value = {"OMP_PROC_BIND": "true", "OMP_PLACES": "threads"}.get(name, " ".join(map(str, cpus)))
-    code = "import torch; from nanovllm_extras.kernels.cpu import threads; threads.limit_threads()"
-    code += "; print(torch.get_num_threads())"
+def test_threads_workers_and_ranks_are_not_bound_to_the_processor_of_the_main_thread():
+    """OpenMP binds the thread that loads it, before nanovllm is imported."""
+    code = """
+import os, socket, time, torch
+from nanovllm_extras.kernels.cpu import threads
+from nanovllm_extras.kernels.cpu.library import load_library
+from nanovllm_extras.parallel.processes import start_process
+print(len(os.sched_getaffinity(0)))
+threads.limit_threads()
+print(torch.get_num_threads())
+ours, theirs = socket.socketpair()
+process = start_process(theirs, (), 1)
+print(len(os.sched_getaffinity(process.pid)))
+environment = open(f"/proc/{process.pid}/environ").read()
+process.kill(), process.wait()
+torch.set_num_threads(2)
+x, ids, before = torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64), set(os.listdir("/proc/self/task"))
+load_library(torch.float32).argmax(x.data_ptr(), ids.data_ptr(), 8, 8)
+(worker,) = set(os.listdir("/proc/self/task")) - before
+time.sleep(0.1)
+print(len(os.sched_getaffinity(int(worker))), "BIND" in environment)
+"""
     environment = {key: text for key, text in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={**environment, name: value}, capture_output=True, text=True, check=True
-    )
-    quota = threads.cpu_quota()
+    environment |= {"OMP_PROC_BIND": "true", "OMP_PLACES": "threads"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    cpus, quota = os.sched_getaffinity(0), threads.cpu_quota()
     most = len(cpus) if quota is None else max(1, int(quota + 0.5))
-    assert int(run.stdout) == min(threads.count_cores(cpus), most)
+    num_threads, num_cpus = min(threads.count_cores(cpus), most), str(len(cpus))
+    assert run.stdout.split() == ["1", str(num_threads), num_cpus, num_cpus, "False"], run.stderr
 
 
 @pytest.mark.slow
@@ -162,27 +166,6 @@ def test_a_process_of_its_own_takes_its_cores():
     assert "left behind []" in run.stdout, "programs that this one starts decide for themselves"
     # two OpenMP libraries in one process, torch's and the kernels', wait for each other's cores
     assert len(re.search("pools(.*)", run.stdout)[1].split()) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two processors of Linux")
-def test_ranks_are_not_bound_to_the_processor_of_the_main_thread():
-    code = """
-import os, socket, torch
-from nanovllm_extras.parallel.processes import start_process
-before = os.sched_getaffinity(0)
-ours, theirs = socket.socketpair()
-process = start_process(theirs, (), 1)
-of_rank = os.sched_getaffinity(process.pid)
-names = [line.split("=")[0] for line in open(f"/proc/{process.pid}/environ").read().split("\\0") if "BIND" in line]
-process.kill(), process.wait()
-print(len(before), len(os.sched_getaffinity(0)), len(of_rank), names)
-"""
-    environment = {key: text for key, text in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={**environment, "OMP_PROC_BIND": "true"}, capture_output=True, text=True
-    )
-    assert run.stdout == f"1 1 {len(os.sched_getaffinity(0))} []\n", run.stderr
 
 
 class ThreadsOfOperations(TorchDispatchMode):

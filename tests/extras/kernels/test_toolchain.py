@@ -35,18 +35,12 @@ def fresh_cache(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("system", "machine", "native", "shared"),
-    [
-        ("Linux", "x86_64", "-march=native", "-shared"),
-        ("Linux", "aarch64", "-mcpu=native", "-shared"),
-        ("Darwin", "arm64", "-mcpu=native", "-dynamiclib"),
-    ],
-)
-def test_flags_are_those_of_the_system_and_the_processor(system, machine, native, shared):
-    flags = toolchain.flags(system, machine)
-    assert native in flags
-    assert shared in flags
-    assert "-pthread" in flags
+    ("system", "machine", "expected"),
+    [("Linux", "x86_64", "-march=native -shared"), ("Linux", "aarch64", "-mcpu=native -shared"),
+     ("Darwin", "arm64", "-mcpu=native -dynamiclib")],
+)  # fmt: skip
+def test_flags_are_those_of_the_system_and_the_processor(system, machine, expected):
+    assert {*expected.split(), "-pthread"} <= set(toolchain.flags(system, machine))
 
 
 def test_gcc_comes_before_clang_on_linux_and_cc_before_all(monkeypatch, tmp_path):
@@ -67,6 +61,7 @@ def test_another_system_is_refused_by_its_name(monkeypatch, fresh_cache):
     cpu.keep_freed_memory()  # asks nothing of a C library that is not there
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="pretends to be macOS, by Linux's gcc")
 @pytest.mark.usefixtures("needs_a_compiler")
 def test_the_engine_computes_on_a_mac_that_is_pretended(monkeypatch, fresh_cache, tmp_path):
@@ -118,8 +113,7 @@ float sqrtf(float), rintf(float), expf(float), log1pf(float);
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", cpu.FUNCTIONS, ids=lambda source: source.name)
-@pytest.mark.parametrize("options", [[], ["-DBFLOAT16"]], ids=["float32", "bfloat16"])
-def test_clang_compiles_the_source_for_a_mac(tmp_path, options, source):
+def test_clang_compiles_the_source_for_a_mac(tmp_path, source):
     """Apple's headers are not to be had: these are the functions that the sources take of them, and no more."""
     if not shutil.which("clang"):
         pytest.skip("there is no clang")
@@ -129,7 +123,7 @@ def test_clang_compiles_the_source_for_a_mac(tmp_path, options, source):
     flags = [flag for flag in toolchain.flags("Darwin", "arm64") if flag not in ("-dynamiclib", "-mcpu=native")]
     target = ["--target=arm64-apple-macos14", "-mcpu=apple-m1", "-ffreestanding", "-nostdlibinc", f"-I{tmp_path}"]
     strict = ["-Wall", "-Wextra", "-Werror"]
-    command = ["clang", *flags, *target, *strict, *options, "-c", str(source), "-o", str(tmp_path / "cpu.o")]
+    command = ["clang", *flags, *target, *strict, "-DBFLOAT16", "-c", str(source), "-o", str(tmp_path / "cpu.o")]
     subprocess.run(command, check=True)
     assert (tmp_path / "cpu.o").read_bytes()[:8] == bytes.fromhex("cffaedfe0c000001")  # Mach-O of 64 bits, arm64
 
@@ -148,19 +142,7 @@ def test_torchs_openmp_is_found_where_wheels_keep_it(tmp_path, name):
     assert toolchain.openmp_of_torch(tmp_path / "torch") == library
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the features are Linux's")
-def test_without_proc_there_are_no_features_and_the_machine_has_a_name(monkeypatch):
-    monkeypatch.setattr(Path, "read_text", lambda path, **_: (_ for _ in ()).throw(FileNotFoundError(str(path))))
-    assert toolchain.cpu_flags() == []
-    assert not cpu.has_tiles()
-    assert platform.node() in toolchain.describe_processor("Linux")  # its libraries are not for other machines
-
-
 # ---- folders
-
-
-def in_the_way(folder, monkeypatch):
-    folder.write_text("a file")
 
 
 def foreign(folder, monkeypatch):
@@ -199,7 +181,6 @@ def no_home(folder, monkeypatch):
 
 
 REASONS = {
-    in_the_way: "File exists",
     foreign: "other users can write to .*nanovllm: run chmod 700",
     read_only: "Read-only file system",
     without_execution: "failed to map segment",
@@ -212,7 +193,7 @@ REASONS = {
     "spoil",
     [
         foreign,
-        *(pytest.param(spoil, marks=pytest.mark.slow) for spoil in (no_home, without_execution, in_the_way, read_only)),
+        *(pytest.param(spoil, marks=pytest.mark.slow) for spoil in (no_home, without_execution, read_only)),
     ],
     ids=lambda spoil: spoil.__name__,
 )
