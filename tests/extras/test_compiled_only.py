@@ -6,9 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
+from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
 from tests.core_alone import EXTRAS, PACKAGE
 
 pytestmark = pytest.mark.slow  # 20 s
@@ -48,17 +50,15 @@ def run(folder, *arguments):
 
 def test_the_commands_work(compiled):
     """The help has no docstrings, because they are read from the sources, but all options."""
-    assert run(compiled, "-m", "nanovllm_extras", "--help") == run(PACKAGE.parent, "-m", "nanovllm_extras", "--help")
-    found, expected = (
-        set(re.findall(r"(?<!\S)--[a-z-]+", run(folder, "-m", "nanovllm_extras", "serve", "--help")))
-        for folder in (compiled, PACKAGE.parent)
-    )
-    assert found >= {"--max-num-seqs", "--port"}
-    assert expected - found == set()
+    found = set(re.findall(r"(?<!\S)--[a-z-]+", run(compiled, "-m", "nanovllm_extras", "serve", "--help")))
+    options = {f"--{field.name.replace('_', '-')}" for field in fields(Config)} - {"--model"}
+    assert {"--port"} < found
+    assert options - found == set()
 
 
 def test_an_engine_answers(compiled):
-    """Also on two ranks, whose processes run a file."""
-    sources = run(PACKAGE.parent, "-c", GENERATE.replace('endswith(".pyc")', 'endswith(".py")'), "1")
-    for num_ranks in ("1", "2"):
-        assert run(compiled, "generate.py", num_ranks).splitlines()[-1] == sources.splitlines()[-1]
+    """On two ranks, whose processes run a file."""
+    params = SamplingParams(temperature=0, max_tokens=12)
+    llm = LLM(TINY_QWEN3, device="cpu", num_kv_blocks=16)
+    expected = llm.generate("What is a block table?", params, use_tqdm=False)[0].outputs[0].token_ids
+    assert run(compiled, "generate.py", "2").splitlines()[-1] == str(expected)

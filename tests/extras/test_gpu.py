@@ -1,9 +1,10 @@
 """The engine on a GPU gives what it gives anywhere, whatever attends, recorded in graphs, run ahead, or fused.
 
-The same checks run on CPU with PyTorch's backend, at a smaller size, so that a test that fails on a card fails because
-of the card. Oracles: `transformers`, token for token in float32; in half precision its logits in float64, from which
-the engine may differ as much as `transformers` itself does in that precision; and for random traffic the engine with
-everything switched off, serving one request at a time. `python -m benchmarks.gpu_suite --only tests` runs these and
+Some checks run on CPU with PyTorch's backend by default, and the others in the sweep, at a smaller size, so that a test
+that fails on a card fails because of the card. Oracles: `transformers`, token for token in float32; in half precision
+its logits in float64, from which the engine may differ as much as `transformers` itself does in that precision; and for
+random traffic the engine with everything switched off, serving one request at a time.
+`python -m benchmarks.gpu_suite --only tests` runs these and
 the kernels' own tests.
 
 Broken by hand on CPU, and seen here: attention with another scale; a decode that does not see its own token; the newest
@@ -23,7 +24,7 @@ from nanovllm.cuda_graphs import CudaGraphs as ForwardGraphs
 from nanovllm_extras import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm_extras.execution.step_graphs import CudaGraphs
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
-from tests.conftest import every_second, hf_greedy
+from tests.conftest import hf_greedy
 from tests.extras.kv_groups.test_grouped_layers import MAX_TOKENS, GroupedCheckpoints, is_grouped
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.test_all_configurations import make_requests, serve
@@ -33,7 +34,7 @@ ON_A_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 
 
 def place(device, backend):
-    marks = ON_A_CARD if device == "cuda" else []
+    marks = ON_A_CARD if device == "cuda" else [pytest.mark.slow]
     if backend == "flash_attn":
         reason = FlashAttention.why_not(torch.device("cuda"), torch.bfloat16, 64, None)
         marks = [*marks, pytest.mark.skipif(reason is not None, reason=str(reason))]
@@ -43,7 +44,9 @@ def place(device, backend):
 CPU, CUDA_TORCH, CUDA_TRITON, CUDA_FLASH = (
     place(*pair) for pair in (("cpu", "torch"), ("cuda", "torch"), ("cuda", "triton"), ("cuda", "flash_attn"))
 )
-EXACT_PLACES = [CPU, CUDA_TORCH, CUDA_TRITON]  # those that compute in float32
+CPU_BY_DEFAULT = pytest.param(*CPU.values, id=CPU.id)
+ON_CARDS = [CUDA_TORCH, CUDA_TRITON]
+EXACT_PLACES = [CPU, *ON_CARDS]  # those that compute in float32
 HALF_PLACES = [CPU, CUDA_TORCH, CUDA_TRITON, CUDA_FLASH]
 
 # What is switched on, step by step. On a CPU there are no graphs, and with PyTorch's backend neither.
@@ -65,16 +68,9 @@ FIRST_SHAPE = next(iter(SHAPES))
 
 
 def in_modes(places, modes=tuple(MODES)):
-    """Each place in each mode. A CPU has no graphs and no fast layers, so it has two modes; the sweep has more."""
-
-    def marks(mode, place):
-        is_doubled = place.values[0] == "cpu" and mode not in ("eager", "everything")
-        return [*place.marks, *([pytest.mark.slow] if is_doubled else [])]
-
-    pairs = [(mode, place) for place in places for mode in modes]
-    return [
-        pytest.param(mode, *place.values, marks=marks(mode, place), id=f"{mode}-{place.id}") for mode, place in pairs
-    ]
+    """Each place in each mode. A CPU has no graphs and no fast layers, so one mode suffices."""
+    pairs = [(mode, place) for place in places for mode in modes if place is not CPU or mode == "everything"]
+    return [pytest.param(mode, *place.values, marks=place.marks, id=f"{mode}-{place.id}") for mode, place in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +109,10 @@ def make_options(device, backend, mode="everything", **options):
 # ---- float32: token for token
 
 
-@pytest.mark.parametrize(("device", "backend"), EXACT_PLACES)
+@pytest.mark.parametrize(("device", "backend"), ON_CARDS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_greedy_tokens_of_every_shape(oracles, name, device, backend):
-    if device == "cpu" and name != FIRST_SHAPE:
-        pytest.skip("test_parity.py has the shapes on CPU")
+    """`test_parity.py` has the shapes on CPU."""
     oracle = oracles(name)
     llm = LLM(oracle.folder, **make_options(device, backend))
     max_tokens = [1 + 7 * i % NUM_OUTPUT_TOKENS for i in range(len(oracle.pool))]
@@ -138,9 +133,7 @@ def test_greedy_tokens_in_every_mode(oracles, monkeypatch, mode, device, backend
     assert sum(replayed) > NUM_OUTPUT_TOKENS if has_graphs else not replayed
 
 
-@pytest.mark.parametrize(
-    ("device", "backend"), [pytest.param("cpu", "torch", marks=pytest.mark.slow), *EXACT_PLACES[1:]]
-)
+@pytest.mark.parametrize(("device", "backend"), ON_CARDS)
 @pytest.mark.parametrize("mode", ["eager", "graphs", "everything"])
 @pytest.mark.parametrize("name", ["gemma3", "smollm3", "gemma4_e2b"])
 def test_groups_of_layers(grouped, name, mode, device, backend):
@@ -153,9 +146,7 @@ def test_groups_of_layers(grouped, name, mode, device, backend):
     assert [output.outputs[0].token_ids for output in outputs] == [token_ids for token_ids, _ in expected]
 
 
-@pytest.mark.parametrize(
-    ("device", "backend"), [pytest.param("cpu", "torch", marks=pytest.mark.slow), *EXACT_PLACES[1:]]
-)
+@pytest.mark.parametrize(("device", "backend"), ON_CARDS)
 @pytest.mark.parametrize("mode", ["eager", "graphs", "everything"])
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Lfm2"])
 def test_recurrent_states(tmp_path, monkeypatch, kind, mode, device, backend):
@@ -174,9 +165,7 @@ def test_recurrent_states(tmp_path, monkeypatch, kind, mode, device, backend):
     assert sum(replayed) > 5 if has_graphs else not replayed
 
 
-@pytest.mark.parametrize(
-    ("device", "backend"), [pytest.param("cpu", "torch", marks=pytest.mark.slow), *EXACT_PLACES[1:]]
-)
+@pytest.mark.parametrize(("device", "backend"), ON_CARDS)
 def test_drafts_of_a_model_with_recurrent_states(tmp_path, device, backend):
     """Layers in Triton find drafts on the device, also in graphs. PyTorch's compute them in rounds."""
     pytest.importorskip("transformers.models.qwen3_5")
@@ -218,7 +207,7 @@ def test_a_sequence_that_fills_the_model_to_its_last_token(oracles, device, back
     assert outputs[1].outputs[0].token_ids == hf_greedy(oracle.model, prompt[:9], 31)
 
 
-@pytest.mark.parametrize(("device", "backend"), EXACT_PLACES)
+@pytest.mark.parametrize(("device", "backend"), [CPU_BY_DEFAULT, *ON_CARDS])
 def test_two_engines_in_one_process(oracles, checkpoints, tmp_path_factory, device, backend):
     """Step by step in turns: what one has recorded or allocated is not the other's."""
     both = [oracles(FIRST_SHAPE), oracles("gqa 4, heads of 16, tied")]
@@ -257,7 +246,7 @@ def unhurried(checkpoints):
 
     def get(device, backend):
         if (device, backend) not in made:
-            requests = make_requests()[: 40 if device == "cpu" else 100]
+            requests = make_requests()[:100]
             options = make_options(device, backend, "eager", enable_prefix_caching=False)
             made[device, backend] = requests, serve(LLMEngine(Config(folder, **options)), requests, at_once=False)
         return folder, *made[device, backend]
@@ -266,9 +255,11 @@ def unhurried(checkpoints):
 
 
 @pytest.mark.parametrize("options", TRAFFIC.values(), ids=TRAFFIC)
-@pytest.mark.parametrize(("device", "backend"), EXACT_PLACES)
+@pytest.mark.parametrize(("device", "backend"), ON_CARDS)
 def test_random_traffic(unhurried, device, backend, options):
-    """Samples, stops, penalties, seeds, aborts; preempted, in chunks, over shared blocks, recorded and run ahead."""
+    """`test_all_configurations.py` has it on CPU.
+
+    Samples, stops, penalties, seeds, aborts; preempted, in chunks, over shared blocks, recorded and run ahead."""
     folder, requests, expected = unhurried(device, backend)
     engine = LLMEngine(Config(folder, **make_options(device, backend, **options)))
     engine.runner.kv_cache.tensor.fill_(50.0)
@@ -381,12 +372,19 @@ def exacts(checkpoints):
     return get
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(("device", "backend"), HALF_PLACES)
+ON_CARDS_IN_HALF = [
+    (name, dtype, where) for name in SHAPES for dtype in (torch.bfloat16, torch.float16) for where in HALF_PLACES[1:]
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "backend"),
+    [
+        pytest.param(name, dtype, *where.values, marks=where.marks, id=f"{name}-{dtype}-{where.id}")
+        for name, dtype, where in [(FIRST_SHAPE, torch.bfloat16, CPU_BY_DEFAULT), *ON_CARDS_IN_HALF]
+    ],
+)
 def test_logits_in_half_precision(exacts, name, dtype, device, backend):
-    if device == "cpu" and name not in list(SHAPES)[:2]:
-        pytest.skip("two shapes show on CPU that the check is right")
     if backend == "flash_attn" and SHAPES[name]["head_dim"] % 32:
         pytest.skip("some builds of flash-attn have no heads of other sizes")
     folder, exact = exacts(name, dtype)
@@ -476,16 +474,13 @@ def answers(llm):
 
 
 @pytest.mark.parametrize(("device", "backend"), HALF_PLACES)
-@pytest.mark.parametrize("dtype", every_second(["bfloat16", "float32"]))
-def test_the_bundled_model_answers_as_on_a_cpu(device, backend, dtype):
-    if backend == "flash_attn" and dtype == "float32":
-        pytest.skip("flash-attn computes in half precision")
+def test_the_bundled_model_answers_as_on_a_cpu(device, backend):
     expected = [o.outputs[0].text for o in answers(bundled_llm("cpu", "torch", dtype="float32"))]
     assert expected[3].startswith("I am the tiny Qwen3 model")
-    assert [o.outputs[0].text for o in answers(bundled_llm(device, backend, dtype=dtype))] == expected
+    assert [o.outputs[0].text for o in answers(bundled_llm(device, backend))] == expected
 
 
-@pytest.mark.parametrize(("device", "backend"), [CPU, CUDA_TORCH, CUDA_TRITON])
+@pytest.mark.parametrize(("device", "backend"), [CPU_BY_DEFAULT, *ON_CARDS])
 def test_an_fp8_cache_changes_little(device, backend):
     """Three bits of mantissa: the answers of a trained model stay, and probabilities move by little."""
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY_QWEN3, dtype=torch.bfloat16)

@@ -1,55 +1,26 @@
 """The GPU suite without a GPU: what it computes from a trace, what it runs and repeats, and one rehearsal of it all."""
 
+import itertools
 import json
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from benchmarks import gpu_suite, roofline
-from benchmarks.common import QWEN3_06B, ModelShape, named_workload, random_workload
+from benchmarks import gpu_suite
+from benchmarks.common import random_workload
 from benchmarks.gpu import jobs as gpu_jobs_module
-from benchmarks.gpu import machine
 from benchmarks.gpu.jobs import Job, gpu_jobs, rehearsal_jobs
-from benchmarks.gpu.profile import Event, busy_by_kind, describe, device_events, kind_of, top_kernels
-from benchmarks.gpu.report import best_offline, markdown, offline_table
+from benchmarks.gpu.profile import Event, busy_by_kind, describe, kind_of
+from benchmarks.gpu.report import best_offline, markdown
 from benchmarks.offline import parse_args as parse_offline_args
-from benchmarks.roofline import Rates, workload_roofline
+from benchmarks.roofline import Rates
 
 PATH = Path("does-not-exist.json")
 H200 = Rates(read_bytes_per_s=4.3e12, gemm_flops_per_s=780e12)
 
 # ---- from a trace
-
-
-def complete(name, start, duration, category="kernel", tid=7):
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "tid": tid}
-
-
-def test_device_events_are_kernels_copies_and_fills_in_order():
-    trace = [
-        complete("late", 9, 1),
-        complete("Memcpy HtoD", 5, 1, "gpu_memcpy"),
-        complete("aten::mm", 0, 50, "cpu_op"),
-        complete("Memset", 1, 1, "gpu_memset"),
-        complete("decode", 2, 9, "gpu_user_annotation"),
-        {"ph": "M", "name": "process_name"},
-        {"ph": "i", "cat": "kernel", "name": "instant", "ts": 3},
-    ]
-    assert [event.name for event in device_events(trace)] == ["Memset", "Memcpy HtoD", "late"]
-
-
-def test_without_a_gpu_operators_count_that_no_other_called():
-    trace = [
-        complete("aten::linear", 0, 10, "cpu_op"),
-        complete("aten::mm", 1, 8, "cpu_op"),
-        complete("aten::mul", 10, 2, "cpu_op"),
-        complete("aten::add", 3, 20, "cpu_op", tid=8),  # another thread
-    ]
-    assert {event.name for event in device_events(trace)} == {"aten::linear", "aten::mul", "aten::add"}
 
 
 def brute_busy(events):
@@ -59,33 +30,25 @@ def brute_busy(events):
     return len(busy), end - start
 
 
-@pytest.mark.parametrize(
-    "intervals",
-    [
+def test_busy_time_is_the_length_of_the_union():
+    for intervals in (
         [(0, 5)],
         [(0, 5), (5, 5)],
         [(0, 5), (8, 2)],
         [(0, 10), (2, 3), (20, 1)],  # one inside of another
         [(0, 10), (5, 10), (14, 3), (30, 2)],  # a chain of overlaps
-        [(100, 3), (100, 7), (101, 1)],
         [(7, 2), (0, 3)],  # in no order
-    ],
-)
-def test_busy_time_is_the_length_of_the_union(intervals):
-    events = [Event("gemm" if i % 2 else "flash_fwd", start, duration) for i, (start, duration) in enumerate(intervals)]
-    by_kind, span = busy_by_kind(events)
-    assert (sum(by_kind.values()), span) == brute_busy(events)
+    ):
+        names = itertools.cycle(["gemm", "flash_fwd"])
+        events = [Event(name, *interval) for name, interval in zip(names, intervals, strict=False)]
+        by_kind, span = busy_by_kind(events)
+        assert (sum(by_kind.values()), span) == brute_busy(events)
 
 
 def test_an_instant_belongs_to_the_kernel_that_started_first():
     by_kind, span = busy_by_kind([Event("decode_kernel", 0, 10), Event("Memcpy DtoH", 6, 8)])
     assert by_kind == {"attention": 10, "copies": 4}
     assert span == 14
-
-
-def test_no_events_at_all():
-    assert busy_by_kind([]) == ({}, 0.0)
-    assert describe([], 10, 0.0)["idle_share"] == 0
 
 
 def test_idle_is_what_a_step_takes_without_a_profiler_less_its_kernels():
@@ -102,96 +65,23 @@ def test_idle_is_what_a_step_takes_without_a_profiler_less_its_kernels():
     assert sum(row["kinds_us"].values()) == 40
 
 
-def test_kernels_that_overlap_more_than_a_step_takes_leave_no_negative_idle_time():
-    assert describe([Event("gemm", 0, 50)], 1, 40.0)["idle_share"] == 0
+KINDS = {
+    "decode_kernel": "attention",
+    "void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, ...>>": "attention",
+    "nvjet_tst_192x208_64x4_2x1_v_bz_TNT": "matrix products",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, ...>": "matrix products",
+    "void at::native::reduce_kernel<512, 1, ReduceOp<float, at::native::ArgMaxOps<float>>>": "sampling",
+    "void at::native::reduce_kernel<512, 1, ReduceOp<float, at::native::MeanOps<float>>>":
+        "norms, rotary, activation, K and V",
+    "few_tokens_kernel": "matrix products",
+    "norm_rotary_store_kernel": "norms, rotary, activation, K and V",
+    "Memcpy DtoH (Device -> Pinned)": "copies",
+    "something_new": "other",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("decode_kernel", "attention"),
-        ("merge_kernel", "attention"),
-        ("void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, ...>>", "attention"),
-        ("nvjet_tst_192x208_64x4_2x1_v_bz_TNT", "matrix products"),
-        ("void gemv2T_kernel_val<int, int, __nv_bfloat16, ...>", "matrix products"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, ...>", "matrix products"),
-        ("void at::native::reduce_kernel<512, 1, ReduceOp<float, at::native::ArgMaxOps<float>>>", "sampling"),
-        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float>", "sampling"),
-        ("void at::native::reduce_kernel<512, 1, ReduceOp<float, at::native::MeanOps<float>>>",
-         "norms, rotary, activation, K and V"),
-        ("truncate_kernel", "sampling"),
-        ("few_tokens_kernel", "matrix products"),
-        ("norm_rotary_store_kernel", "norms, rotary, activation, K and V"),
-        ("store_kv_kernel", "norms, rotary, activation, K and V"),
-        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(...)>", "copies"),
-        ("Memcpy DtoH (Device -> Pinned)", "copies"),
-        ("something_new", "other"),
-    ],
-)  # fmt: skip
-def test_kinds_of_kernels(name, kind):
-    assert kind_of(name) == kind
-
-
-def test_top_kernels_are_the_longest_in_sum():
-    events = [Event("often", i, 2) for i in range(10)] + [Event("long", 50, 15), Event("short", 70, 1)]
-    rows = top_kernels(events, 5, 2)
-    assert [(row["name"], row["us_per_step"], row["calls_per_step"], row["us_each"]) for row in rows] == [
-        ("often", 4.0, 2.0, 2.0),
-        ("long", 3.0, 0.2, 15.0),
-    ]
-
-
-# ---- the roofline of a GPU
-
-
-def test_an_fp8_cache_halves_the_bytes_of_k_and_v_alone():
-    shape = ModelShape.from_folder(QWEN3_06B)
-    workload = named_workload("offline", shape.vocab_size)
-    bf16, fp8 = (workload_roofline(shape, workload, ("bfloat16", None, kv), H200) for kv in ("auto", "fp8"))
-    weight_bytes = 2 * (shape.body_params + shape.head_params) * bf16.num_decode_steps
-    assert fp8.decode_bytes - weight_bytes == (bf16.decode_bytes - weight_bytes) / 2
-    assert fp8.decode_s < bf16.decode_s
-    assert fp8.prefill_s == bf16.prefill_s
-    assert bf16.memory_bound_steps == bf16.num_decode_steps  # far from what the tensor cores could do
-
-
-class FakeEvent:
-    """CUDA's clock, by which every call takes 2 ms."""
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        pass
-
-    def elapsed_time(self, end):
-        return 2.0
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-
-def test_rates_of_a_gpu_count_bytes_both_ways_and_products_as_two(fake_cuda, monkeypatch):
-    monkeypatch.setattr(roofline, "CUDA_COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(roofline, "CUDA_GEMM_SHAPES", [(8, 16, 32), (64, 16, 32)])
-    assert roofline.measure_cuda_copy_bandwidth("cpu") == (2 << 20) / 2e-3
-    assert roofline.measure_cuda_gemm_rate("bfloat16", "cpu") == 2 * 64 * 16 * 32 / 2e-3
-
-
-def test_what_is_said_of_a_gpu(monkeypatch):
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=150_754_820_096)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    answer = SimpleNamespace(returncode=0, stdout="580.159.03, 700.00 W, 1980 MHz, 3201 MHz\n")
-    monkeypatch.setattr(machine.subprocess, "run", lambda *args, **kwargs: answer)
-    described = machine.describe_gpu()
-    assert described["compute_capability"] == "9.0"
-    assert described["driver_version"] == "580.159.03"
-    assert described["clocks.max.memory"] == "3201 MHz"
-    answer.returncode = 9
-    assert "driver_version" not in machine.describe_gpu()
+def test_kinds_of_kernels():
+    assert {name: kind_of(name) for name in KINDS} == KINDS
 
 
 # ---- which jobs run
@@ -223,38 +113,20 @@ def test_the_jobs_that_test_name_their_files():
     assert files["sweep"] == files["tests/engine"] | files["tests/kernels"]
 
 
-def test_the_jobs_of_a_card():
-    jobs = gpu_jobs()
-    names = [job.name for job in jobs]
-    assert len(set(names)) == len(names)
-    stages = list(dict.fromkeys(job.stage for job in jobs))
-    figures, checks = ["machine", "offline", "profile", "latency", "picture"], ["tests", "kernels", "sampling"]
-    assert stages == [*figures, *checks, "sweep"], "a first run that is cut short has the figures"
-    assert {"offline/eager", "offline/layers", "offline/graphs", "offline/overlap", "offline/fp8"} < set(names)
-    rehearsed = {job.name for job in rehearsal_jobs()} - {"latency/torch"}  # triton is not installed
-    assert rehearsed < set(names)
-
-
 OFFLINE_JOBS = [job for job in gpu_jobs() if "benchmarks.offline" in job.command]
 
 
-@pytest.mark.parametrize("job", OFFLINE_JOBS, ids=lambda job: job.name)
-def test_offline_jobs_have_options_that_exist(job, monkeypatch, tmp_path):
+def test_offline_jobs_have_options_that_exist(monkeypatch, tmp_path):
     suite = gpu_suite.Suite(tmp_path / "a.json", tmp_path, {"rates": vars(H200), "jobs": {}}, 100)
-    monkeypatch.setattr(sys, "argv", suite.fill_in(job.command, tmp_path / "out.json")[1:])
-    args = parse_offline_args()
-    assert args.rates == [4300.0, 780000.0]
-    assert args.json == tmp_path / "out.json"
-    is_step = job.name.partition("/")[2] in gpu_jobs_module.ABLATION
-    assert args.enforce_eager == (job.name == "offline/eager")
-    assert args.cuda_graphs == (False if job.name in ("offline/eager", "offline/layers") else None)
-    assert args.overlap == (None if job.name in ("offline/overlap", "offline/fp8") or not is_step else False)
-
-
-def test_without_rates_a_job_measures_them_itself(tmp_path):
-    suite = gpu_suite.Suite(tmp_path / "a.json", tmp_path / "images", {"jobs": {}}, 100)
-    filled = suite.fill_in(["program", "{rates}", "--json", "{out}", "{stem}", "{images}"], tmp_path / "o")
-    assert filled == ["program", "--json", str(tmp_path / "o"), str(tmp_path / "a"), str(tmp_path / "images")]
+    for job in OFFLINE_JOBS:
+        monkeypatch.setattr(sys, "argv", suite.fill_in(job.command, tmp_path / "out.json")[1:])
+        args = parse_offline_args()
+        assert args.rates == [4300.0, 780000.0]
+        assert args.json == tmp_path / "out.json"
+        is_step = job.name.partition("/")[2] in gpu_jobs_module.ABLATION
+        assert args.enforce_eager == (job.name == "offline/eager")
+        assert args.cuda_graphs == (False if job.name in ("offline/eager", "offline/layers") else None)
+        assert args.overlap == (None if job.name in ("offline/overlap", "offline/fp8") or not is_step else False)
 
 
 DONE = {
@@ -263,26 +135,17 @@ DONE = {
 JOBS = [Job(name, [], 1) for name in ("a/1", "a/2", "a/3", "b", "picture")]
 
 
-@pytest.mark.parametrize(
-    ("only", "again", "chosen"),
-    [
+def test_what_is_done_is_not_repeated_unless_asked_for():
+    for only, again, chosen in (
         ([], None, ["a/2", "a/3", "picture"]),
         ([], [], ["a/1", "a/2", "a/3", "b", "picture"]),
         ([], ["b"], ["a/2", "a/3", "b", "picture"]),
         (["a"], None, ["a/2", "a/3"]),
         (["a/1"], None, []),
         (["a/1"], ["a"], ["a/1"]),
-        (["b", "picture"], None, []),
         (["b", "picture"], ["b"], ["b", "picture"]),
-    ],
-)
-def test_what_is_done_is_not_repeated_unless_asked_for(only, again, chosen):
-    assert [job.name for job in gpu_suite.choose(JOBS, DONE, only, again)] == chosen
-
-
-def test_an_unknown_stage_is_named():
-    with pytest.raises(SystemExit, match="unknown stage ofline; there are .*a/3"):
-        gpu_suite.check_names(["ofline"], JOBS)
+    ):
+        assert [job.name for job in gpu_suite.choose(JOBS, DONE, only, again)] == chosen
 
 
 def test_only_the_same_code_on_the_same_day_goes_on(tmp_path):
@@ -296,11 +159,6 @@ def test_only_the_same_code_on_the_same_day_goes_on(tmp_path):
     assert gpu_suite.begin(path, identity | {"code": "abd"}, False, "abd")["jobs"] == {}
     path.write_text("{ cut off")
     assert gpu_suite.begin(path, identity, False, "abc")["jobs"] == {}
-
-
-def test_names_of_files():
-    assert gpu_suite.slug("NVIDIA H200") == "nvidia-h200"
-    assert gpu_suite.slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
 
 
 # ---- running them
@@ -372,12 +230,6 @@ def test_when_the_time_is_used_up_the_rest_is_skipped_and_named(run, monkeypatch
     ]
 
 
-def test_what_cannot_run_here_is_skipped_with_its_reason(run):
-    results = run(Job("kernels", [], 10, "no GPU"))
-    assert results["jobs"]["kernels"] == {"status": "skipped", "seconds": 0.0, "reason": "no GPU"}
-    assert "| kernels | skipped | 0.0 | no GPU |" in markdown(results)
-
-
 TESTS = """
 import pytest
 def test_good(): pass
@@ -413,14 +265,6 @@ def test_outcomes_of_tests_are_counted_and_failures_named(run, tmp_path, monkeyp
     assert "nothing_of_this_name" in failures["test_other.py"]
 
 
-@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("skipped", 0), ("failed", 1), ("timeout", 1)])
-def test_exit_status(tmp_path, status, code):
-    results = {"jobs": {"a/1": {"status": "ok"}, "a/2": {"status": status}}, "offline": None}
-    with pytest.raises(SystemExit) as exit_:
-        gpu_suite.finish(results, tmp_path / "r.json", JOBS)
-    assert exit_.value.code == code
-
-
 # ---- the figures at fixed places
 
 
@@ -441,49 +285,6 @@ def test_the_best_bfloat16_configuration_is_the_one_reported():
     best = best_offline(results)
     assert (best["configuration"], best["output_tokens_per_second"], best["roofline_fraction"]) == ("overlap", 9, 0.5)
     assert best_offline({"jobs": {}}) is None
-
-
-def test_steps_of_the_ablation_keep_their_order_whatever_ran_first():
-    results = offline(transformers=(2, "ok"), overlap=(9, "ok"), something=(3, "ok"), eager=(5, "ok"))
-    results["jobs"]["offline/transformers"]["figures"]["requests"] = 64
-    lines = offline_table(results).splitlines()
-    names = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("|")][2:]
-    assert names == [
-        "PyTorch's layers, triton attention",
-        "+ overlap of steps",
-        "transformers, the first 64 requests",
-        "something",
-    ]
-
-
-KERNELS = {
-    "machine": {"device": "G"},
-    "copy_bandwidth": 4.3e12,
-    "layers": {"kernels": [{"kernel": "norm", "us": 2.5}]},
-    "triton, blocks of 16": {"decode": [{"batch": 1, "context": 128, "of copy": "71%"}], "store_kv": []},
-}
-
-
-def test_tables_of_kernels_have_whatever_columns_were_measured():
-    results = gpu_suite.begin(PATH, {"date": "today"}, True, "c")
-    results["jobs"]["kernels"] = {"status": "timeout", "seconds": 1.0, "figures": KERNELS}
-    text = markdown(results)
-    assert "layers: kernels\n\n| kernel | us |\n| --- | ---: |\n| norm | 2.5 |" in text
-    assert (
-        "triton, blocks of 16: decode\n\n| batch | context | of copy |\n| --- | ---: | ---: |\n| 1 | 128 | 71% |"
-        in text
-    )
-    assert "store_kv" not in text
-    assert "| kernels | timeout |" in text
-
-
-def test_a_job_may_print_its_figures_last(run):
-    figures = {"results": {"greedy": {"ms": 1.23456}, "top_p": {"ms": 20.0, "triton ms": 0.5}}}
-    code = f"import json; print('hello'); print(json.dumps({figures!r}))"
-    results = run(Job("sampling", ["-c", code], 30), Job("prose", ["-c", "print(7)"], 30))
-    assert results["jobs"]["sampling"]["figures"] == figures
-    assert results["jobs"]["prose"].keys() == {"status", "seconds"}
-    assert "| greedy | 1.23 |  |\n| top_p | 20 | 0.5 |" in markdown(results)
 
 
 # ---- all of it

@@ -1,5 +1,7 @@
 """The benchmark of what quantised weights cost measures what it says."""
 
+import pytest
+
 from benchmarks import quantised_accuracy
 from benchmarks.quantised_accuracy import SETTINGS, judge_text, measure, num_right
 from nanovllm_extras import LLM, TINY_QWEN3
@@ -7,6 +9,7 @@ from nanovllm_extras import LLM, TINY_QWEN3
 TEXT = "A step reads all weights of the model once. Fewer bits for each weight make it faster, and less exact. " * 3
 
 
+@pytest.mark.slow
 def test_fewer_bits_move_logprobs_farther(monkeypatch):
     corpus = quantised_accuracy.load_corpus(quantised_accuracy.CORPUS)[:4]
     monkeypatch.setattr(quantised_accuracy, "load_corpus", lambda folder: corpus)

@@ -12,7 +12,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.common import QWEN3_06B, ModelShape, Workload, named_workload
 from benchmarks.roofline import (
     Rates,
-    best_rates,
     count_prefill_flops,
     count_weight_bytes,
     report_roofline,
@@ -79,10 +78,13 @@ def brute_roofline(shape, prompts, output_lens, bytes_per_value, rates):
     return prefill, decode
 
 
-@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("rates", [RATES, Rates(20_000.0, 5000.0), Rates(1e12, 1.0), Rates(1.0, 1e12)])
-def test_bound_equals_brute_force(seed, rates):
-    rng = random.Random(seed)
+def test_bound_equals_brute_force(rates):
+    for seed in range(6):
+        check_against_brute_force(random.Random(seed), rates)
+
+
+def check_against_brute_force(rng, rates):
     shared = [rng.randrange(20) for _ in range(rng.choice([0, 0, 5]))]
     prompts = [shared + [i, *(rng.randrange(20) for _ in range(rng.randint(0, 6)))] for i in range(rng.randint(1, 5))]
     output_lens = [rng.randint(1, 6) for _ in prompts]
@@ -125,18 +127,11 @@ def test_counts_equal_pytorchs():
     assert flops == count_prefill_flops(TINY, [5], 0) + future + 4 * 2 * TINY.head_params
 
 
-def test_parameters_equal_the_models():
-    model = tiny_transformers_model()
-    linear = [module for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
-    assert sum(module.weight.numel() for module in linear) == TINY.body_params
-    assert model.lm_head.weight.numel() == TINY.head_params
+OTHERS = [("qwen3_moe", "every second layer"), ("mixtral", "width shared"), ("deepseek_v3", "plain"), ("llama", "MQA"),
+          ("phi3", "plain"), ("gemma3", "plain")]  # fmt: skip
 
 
-SPARSE = [("qwen3_moe", "every second layer"), ("qwen3_moe", "a dense layer"), ("mixtral", "width shared"),
-          ("deepseek_v2", "plain"), ("deepseek_v2", "queries without a latent"), ("deepseek_v3", "plain")]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "variant"), [*SPARSE, ("llama", "MQA"), ("phi3", "plain"), ("gemma3", "plain")])
+@pytest.mark.parametrize(("name", "variant"), OTHERS)
 def test_parameters_of_other_architectures_equal_the_models(tmp_path, name, variant):
     """The matrices of transformers' model; of experts only as many as a token goes through."""
     one = ARCHITECTURES[name]
@@ -166,10 +161,7 @@ def test_what_qwen3_06b_reads_and_computes():
     assert bound.memory_bound_steps == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens_per_second"),
-    [("W", 143), ("W2", 25.8), ("W3", 192)],
-)
+@pytest.mark.parametrize(("name", "tokens_per_second"), [("W", 143), ("W2", 25.8), ("W3", 192)])
 def test_named_workloads(name, tokens_per_second):
     """With 32 GB/s and 430 GFLOP/s."""
     shape = ModelShape.from_folder(QWEN3_06B)
@@ -177,14 +169,6 @@ def test_named_workloads(name, tokens_per_second):
         shape, named_workload(name, shape.vocab_size), ("bfloat16", None, "auto"), Rates(32e9, 430e9)
     )
     assert bound.output_tokens_per_second == pytest.approx(tokens_per_second, rel=0.04)
-
-
-def test_a_faster_machine_and_shorter_types_lower_the_bound():
-    lens = [5, 9], [3, 4]
-    base = roofline(TINY, *lens, 0, 2, RATES).total_s
-    assert roofline(TINY, *lens, 0, 4, RATES).total_s > base
-    assert roofline(TINY, *lens, 3, 2, RATES).total_s < base
-    assert roofline(TINY, *lens, 0, 2, Rates(2000.0, 10_000.0)).total_s == pytest.approx(base / 2)
 
 
 def test_shared_prefix():
@@ -204,29 +188,21 @@ def test_report_is_json_and_names_the_fraction():
     assert set(asdict(bound)) < set(json.loads(json.dumps(report))["roofline"])
 
 
-def test_best_rates_are_taken_one_by_one():
-    assert best_rates([Rates(1.0, 5.0), Rates(2.0, 4.0)]) == Rates(2.0, 5.0)
-
-
-@pytest.mark.parametrize(
-    ("lens", "message"),
-    [
+def test_bad_lengths_are_refused():
+    for lens, message in (
         (([], [], 0), "a prompt and an output"),
         (([1, 2], [1], 0), "a prompt and an output"),
         (([1, 0], [1, 1], 0), ">= 1"),
         (([1, 2], [1, 0], 0), ">= 1"),
         (([3, 2], [1, 1], 3), "the shortest prompt"),
-    ],
-)
-def test_bad_lengths_are_refused(lens, message):
-    with pytest.raises(ValueError, match=message):
-        roofline(TINY, *lens, 2, RATES)
+    ):
+        with pytest.raises(ValueError, match=message):
+            roofline(TINY, *lens, 2, RATES)
 
 
 def test_quantised_weights_are_counted_as_the_engine_keeps_them():
     shape = ModelShape.from_folder(TINY_QWEN3)
-    int4 = {"method": "int4", "group_size": 32}
-    for given in ("int8", "int4", {**int4, "embeddings": False}, {**int4, "embeddings": "int4"}):
+    for given in ("int8", {"method": "int4", "group_size": 32, "embeddings": "int4"}):
         network = LLM(TINY_QWEN3, quantization=given, num_kv_blocks=4).engine.runner.model
         stored, scales_of_outputs = 0, 0
         for layer in network.modules():
