@@ -44,23 +44,22 @@ def compressed(library, name, weights, weight):
     return stored, compressor.decompress(stored, scheme)["weight"]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("name", "weights"), SCHEMES, ids=str)
-def test_integers(library, name, weights, shape):
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 0.2
-    stored, expected = compressed(library, name, weights, weight)
-    form = read_compressed(of_compressed(name, **weights))
-    assert set(form.tensors) == set(stored), "no tensor is missed"
-    torch.testing.assert_close(form.decode(stored, shape[1]).dequantised(), expected, rtol=1e-6, atol=1e-6)
+def test_integers(library, name, weights):
+    for shape in SHAPES:
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 0.2
+        stored, expected = compressed(library, name, weights, weight)
+        form = read_compressed(of_compressed(name, **weights))
+        assert set(form.tensors) == set(stored), "no tensor is missed"
+        torch.testing.assert_close(form.decode(stored, shape[1]).dequantised(), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("block", [[32, 64], None])
-def test_floats(library, block, shape):
-    strategy = {"strategy": "channel"} if block is None else {"strategy": "block", "block_structure": block}
+@pytest.mark.parametrize("strategy", [{"strategy": "channel"}, {"strategy": "block", "block_structure": [32, 64]}])
+def test_floats(library, strategy):
     weights = {"num_bits": 8, "type": "float", "symmetric": True, **strategy}
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    stored, expected = compressed(library, "float-quantized", weights, weight)
-    form = read_compressed_fp8(of_compressed("float-quantized", **weights))
-    widened = form.widened("weight", stored["weight"], stored["weight_scale"])
-    torch.testing.assert_close(widened, expected.float(), rtol=1e-6, atol=1e-6)
+    for shape in SHAPES:
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        stored, expected = compressed(library, "float-quantized", weights, weight)
+        form = read_compressed_fp8(of_compressed("float-quantized", **weights))
+        widened = form.widened("weight", stored["weight"], stored["weight_scale"])
+        torch.testing.assert_close(widened, expected.float(), rtol=1e-6, atol=1e-6)

@@ -16,29 +16,7 @@ pytestmark = pytest.mark.slow  # the package is an extra
 gguf = pytest.importorskip("gguf")
 
 KINDS = gguf.GGMLQuantizationType
-NAMES = {  # llama.cpp's, as its files have them
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-def stored_name(name):
-    path, _, kind = name.rpartition(".")
-    if path in OTHERS:
-        return f"{OTHERS[path]}.{kind}"
-    _, _, layer, rest = path.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest]}.{kind}"
 
 
 def in_llama_cpps_order(tensor, num_heads):
@@ -55,6 +33,7 @@ def write(folder, of, architecture="qwen3", kind="Q8_0", kinds=lambda name: None
     change(tensors)
     raw = json.loads((folder / "config.json").read_text())
     heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], raw["num_hidden_layers"])
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
     for name, tensor in tensors.items():
         path, stored = name.rpartition(".")[0], tensor.float()
@@ -63,7 +42,7 @@ def write(folder, of, architecture="qwen3", kind="Q8_0", kinds=lambda name: None
             stored = in_llama_cpps_order(stored, num_heads)
         wanted = KINDS[kinds(name) or (kind if path.endswith("_proj") and name.endswith("weight") else "F32")]
         data = gguf.quantize(stored.numpy(), wanted)
-        writer.add_tensor(stored_name(name), data, raw_dtype=wanted)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=wanted)
         if path.endswith("_proj") and name.endswith("weight"):
             meaning = torch.from_numpy(gguf.dequantize(data, wanted))
             if num_heads:  # back, by another way
@@ -126,11 +105,9 @@ def test_projections_mean_what_the_package_says(kind, tmp_path):
     assert found.keys() == meanings.keys()
     for path, meaning in meanings.items():
         assert torch.equal(found[path], meaning), path
-    if kind == "Q8_0":
-        assert answer(llm) == answer(eager(TINY_QWEN3))
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
 def test_floats_are_those_of_the_checkpoint(kind, tmp_path):
     """The bundled weights are bfloat16, which float32 holds, and float16 nearly."""
     write(tmp_path / "model", TINY_QWEN3, kind=kind)
@@ -155,14 +132,6 @@ def test_biases_and_tied_embeddings(qwen2, tmp_path, kind):
             (eager(qwen2, max_logprobs=300), read(tmp_path / "model", max_logprobs=300))]  # fmt: skip
     differences = [abs(both[0][i].logprob - both[1][i].logprob) for i in range(300)]
     assert max(differences) < (1e-5 if kind == "F32" else 0.05)
-
-
-def test_embeddings_of_any_kind_are_widened(tmp_path):
-    write(tmp_path / "model", TINY_QWEN3, kinds=lambda name: "Q5_0" if "embed" in name else None)
-    expected = load_file(f"{TINY_QWEN3}/model.safetensors")["model.embed_tokens.weight"].float()
-    expected = gguf.dequantize(gguf.quantize(expected.numpy(), KINDS.Q5_0), KINDS.Q5_0)
-    found = read(tmp_path / "model").engine.runner.model.model.embed_tokens.weight
-    assert torch.equal(found, torch.from_numpy(expected))
 
 
 def logits_of(llm):
@@ -230,13 +199,6 @@ def test_the_projections_of_a_layer_may_have_several_kinds(tmp_path):
     assert answer(fast) == answer(llm)
 
 
-def test_the_kernels_give_the_tokens_of_the_definition(tmp_path):
-    write(tmp_path / "model", TINY_QWEN3, kind="Q4_0")
-    fast = LLM(tmp_path / "model", load_format="gguf", dtype="float32", num_kv_blocks=40)
-    assert "CpuQuantised" in " ".join(type(layer).__name__ for layer in fast.engine.runner.model.modules())
-    assert answer(fast) == answer(read(tmp_path / "model"))
-
-
 REFUSED = {
     "another kind": ({"kind": "Q4_1"}, r"tensor model\.layers\.0\..*\.weight in .* is Q4_1; projections can be Q8_0"),
     "architecture": (
@@ -275,13 +237,11 @@ def test_a_folder_has_one_whole_file(tmp_path):
         read(TINY_QWEN3)
     write(tmp_path / "model", TINY_QWEN3)
     file = tmp_path / "model" / "model.gguf"
-    for size in (3, 2000, file.stat().st_size - 1000):
-        file.write_bytes(file.read_bytes()[:size])
+    whole = file.read_bytes()
+    for size in (3, 2000, len(whole) - 1000):
+        file.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"model\.gguf is not a complete GGUF file"):
             read(tmp_path / "model")
-        write(tmp_path / "again", TINY_QWEN3)
-        shutil.move(tmp_path / "again" / "model.gguf", file)
-        shutil.rmtree(tmp_path / "again")
     shutil.copy(file, file.with_name("other.gguf"))
     with pytest.raises(ValueError, match=r"there is model\.gguf, other\.gguf"):
         read(tmp_path / "model")

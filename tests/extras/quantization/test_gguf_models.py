@@ -162,10 +162,12 @@ def test_floats_are_those_of_the_checkpoint(models, tmp_path, kind, variant):
     )
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("quantised", ["Q8_0", "Q4_0"])
 @pytest.mark.parametrize(
-    ("kind", "variant"), [pair for pair in VARIANTS if "expert" not in pair[1] and "Moe" not in pair[0]]
+    ("kind", "variant", "quantised", "backend"),
+    [
+        (*pair, ("Q8_0", "Q4_0")[i % 2], ("torch", "cpu")[i // 2 % 2])
+        for i, pair in enumerate(pair for pair in VARIANTS if "expert" not in pair[1] and "Moe" not in pair[0])
+    ],
 )
 def test_blocks_mean_what_the_package_says(models, tmp_path, kind, variant, quantised, backend):
     """A head of 24 channels is not whole blocks: llama.cpp changes the order of heads, and then makes blocks."""
@@ -225,7 +227,7 @@ def test_a_tensor_of_another_layer_is_refused_by_its_name(models, tmp_path, kind
         read(tmp_path / "model")
 
 
-@pytest.mark.parametrize(("kind", "variant"), [("Qwen3_5", "plain"), ("Qwen3_5Moe", "plain")])
+@pytest.mark.parametrize(("kind", "variant"), [("Qwen3_5Moe", "plain")])
 def test_drafts_are_those_of_the_head_in_the_file(tmp_path, kind, variant):
     heads = Heads(tmp_path, kind)
     of, model, head = heads.make(is_trained=False, variant=variant)

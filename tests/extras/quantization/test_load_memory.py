@@ -95,8 +95,7 @@ def test_each_layer_is_packed_before_the_next_is_quantised():
     assert [type(layer) for layer in network] == [Packed] * 3
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("name", ["awq", "int8"])
+@pytest.mark.parametrize(("name", "enforce_eager"), [("awq", False), ("int8", False), ("int8", True)])
 def test_a_backend_packs_layers_while_they_are_loaded(monkeypatch, tmp_path, name, enforce_eager):
     """Unless all layers are to be PyTorch's."""
     folder, options, unpacked = TINY_QWEN3, {"quantization": name}, []

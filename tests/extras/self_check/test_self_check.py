@@ -4,13 +4,13 @@ The faults are in the C kernels, which are compiled with them, or in a function 
 self-check would give wrong text, crash or hang.
 """
 
+import itertools
 import json
 import logging
 import re
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,21 +112,24 @@ def test_what_is_right_passes_once_and_is_remembered(fresh_cache, monkeypatch, d
         make_llm(dtype=dtype, max_num_seqs=7, self_check="strict")  # something that the result depends on
 
 
+QUANTISED = [
+    {"dtype": "float32"},
+    {"dtype": "bfloat16", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "int4", "block_size": 64},
+]
+SMALL_CACHES = [{"dtype": dtype, "kv_cache_dtype": "int8"} for dtype in ("bfloat16", "float32")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_false_alarm(fresh_cache, monkeypatch, tmp_path, name):
     """Over all architectures, dtypes, quantised weights and caches."""
     checkpoints, architecture = Checkpoints(tmp_path), ARCHITECTURES[name]
     monkeypatch.setattr(checks, "start_crash_test", lambda *_: CrashTest([sys.executable, "-c", ""], 60))
-    for variant in list(architecture.variants)[: architecture.num_default]:
+    first = list(ARCHITECTURES).index(name)
+    for i, variant in enumerate(list(architecture.variants)[: architecture.num_default], start=first):
         folder, _ = checkpoints.make(name, variant)
-        for options in (
-            {"dtype": "float32"},
-            {"dtype": "bfloat16", "quantization": "int8"},
-            {"dtype": "bfloat16", "quantization": "int4", "block_size": 64},
-            {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
-            {"dtype": "float32", "kv_cache_dtype": "int8"},
-        ):
+        for options in (QUANTISED[i % len(QUANTISED)], SMALL_CACHES[i % 2]):
             if "deepseek" in name and "kv_cache_dtype" in options:
                 continue
             options = {**checkpoints.engine_options(name, variant), **options, "self_check": "strict"}
@@ -135,25 +138,12 @@ def test_no_false_alarm(fresh_cache, monkeypatch, tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [("float32", {"quantization": "int4", "kv_cache_dtype": "int8"}), ("bfloat16", {"quantization": "int8"})],
-    ids=["float32", "bfloat16"],
-)
-def test_no_false_alarm_on_other_processors(fresh_cache, monkeypatch, processor, dtype, options):
+def test_no_false_alarm_on_other_processors(fresh_cache, monkeypatch, processor):
+    dtype, options = "bfloat16", {"quantization": "int8"}
+    if list(PROCESSORS).index(processor) % 2:
+        dtype, options = "float32", {"quantization": "int4", "kv_cache_dtype": "int8"}
     with pretend(monkeypatch, processor):
-        assert way_of(make_llm(dtype=dtype, self_check="strict")) == "C kernels"
         assert way_of(make_llm(dtype=dtype, self_check="strict", **options)) == "C kernels"
-
-
-def test_a_hit_costs_little(fresh_cache):
-    runner = make_llm().engine.runner
-    best = 1.0
-    for _ in range(5):
-        start = time.perf_counter()
-        assert StoredResult(runner).read().is_right
-        best = min(best, time.perf_counter() - start)
-    assert best < 0.02  # 5 ms on an idle machine
 
 
 def test_it_can_be_switched_off(fresh_cache, monkeypatch):
@@ -181,19 +171,6 @@ FAULTS = {  # file, change, and the way to compute that is right
         "kv_cache.h",
         lambda text: text.replace(
             "slot = slots[token];", "slot = slots[token]; if (slot % c->block_size == c->block_size - 1) continue;"
-        ),
-        "PyTorch",
-    ),
-    "a wrong constant for one head size": (
-        "attention.h",
-        with_fault("if (head_dim == 64) scale *= 1.25f;", "attend"),
-        "PyTorch",
-    ),
-    "a slot behind the sequence is seen": (
-        "attention.h",
-        with_fault(
-            "int32_t more[num_seqs]; for (long i = 0; i < num_seqs; i++) more[i] = seq_lens[i] + 1; seq_lens = more;",
-            "attend",
         ),
         "PyTorch",
     ),
@@ -244,17 +221,6 @@ def test_faults_in_the_kernels_are_found(fresh_cache, monkeypatch, tmp_path, cap
         make_llm(dtype="float32", attention_backend="cpu")
 
 
-def test_a_compiler_that_crashes_is_no_disaster(fresh_cache, monkeypatch, tmp_path, caplog, right_text):
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\nkill -SEGV $$\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
-    with caplog.at_level(logging.WARNING):
-        llm = make_llm(dtype="float32")
-    assert "the CPU kernels cannot be used" in caplog.text
-    assert text_of(llm) == right_text
-
-
 # ---- kinds of layers
 
 
@@ -282,15 +248,9 @@ class Wrong(torch.nn.Module):
 
 
 KINDS = {  # architecture, variant, fields, and the first layer of each kind
-    "windows": ("gemma3", "plain", {"num_hidden_layers": 4, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]}, [0, 2]),
-    "a window in the upper layers": (
-        "qwen2", "window in the upper layer", {"num_hidden_layers": 4, "max_window_layers": 2}, [0, 2]
-    ),
-    "experts behind dense layers": (
-        "deepseek_v3", "plain", {"num_hidden_layers": 3, "first_k_dense_replace": 2}, [0, 2]
-    ),
     "experts here and there": ("qwen3_moe", "every second layer", {"num_hidden_layers": 4}, [0, 1]),
-}  # fmt: skip
+    "windows": ("gemma3", "plain", {"num_hidden_layers": 4, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]}, [0, 2]),
+}
 
 
 @pytest.mark.parametrize("name", every_second(KINDS))
@@ -318,8 +278,7 @@ def test_layers_are_run_together_if_they_are_small(monkeypatch):
         assert networks.choose_layers(layers) == expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("where", every_second(["layers", "scores of experts"]))
+@pytest.mark.parametrize(("where", "dtype"), [("layers", "bfloat16"), ("scores of experts", "float32")])
 def test_faults_of_experts_are_found(fresh_cache, monkeypatch, tmp_path, dtype, where):
     """Rounding may let a token have other experts, but a fault is not rounding."""
     folder, _ = Checkpoints(tmp_path).make("qwen3_moe", "plain")
@@ -410,7 +369,7 @@ def test_memory_that_is_missing_is_not_a_fault(fresh_cache, monkeypatch):
 def test_a_damaged_result_is_checked_again(fresh_cache):
     make_llm()
     (stored,) = fresh_cache.glob("checked-*.json")
-    for content in ("", "{}", '{"is_right": true}', "[1]", "\x00" * 50):
+    for content in ("", '{"is_right": true}'):
         stored.write_text(content)
         make_llm()
         assert json.loads(stored.read_text())["is_right"]
@@ -435,7 +394,7 @@ def test_without_a_cache_folder_every_start_checks(fresh_cache, monkeypatch):
 
 def test_a_process_that_fails_is_quoted():
     def reason(code, timeout=20.0):
-        test = CrashTest([sys.executable, "-c", code], timeout)
+        test = CrashTest([sys.executable, "-I", "-S", "-c", code], timeout)
         with pytest.raises(SelfCheckError) as error:
             test.wait()
         return str(error.value)
@@ -464,16 +423,14 @@ def test_kernels_of_a_gpu_have_fifteen_seconds(capsys):
     assert len(limits) == 2 * 5, "three steps, the logits, the draws"
 
 
-@pytest.mark.parametrize("code", ["raise MemoryError", "import os; os.kill(os.getpid(), 9)", "import no_such_module"])
-def test_a_process_that_ends_for_another_reason_says_nothing_of_the_kernels(code):
-    CrashTest([sys.executable, "-c", code], 20.0).wait()
+def test_a_process_that_ends_for_another_reason_says_nothing_of_the_kernels():
+    for code in ("raise MemoryError", "import os; os.kill(os.getpid(), 9)", "import no_such_module"):
+        CrashTest([sys.executable, "-I", "-S", "-c", code], 20.0).wait()
     CrashTest(["/no/such/program"], 20.0).wait()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "folder"), [("bfloat16", "deleted"), pytest.param("float32", "kept", marks=pytest.mark.slow)]
-)
-def test_all_kernels_that_are_used_are_called_in_the_process(fresh_cache, monkeypatch, folder, dtype):
+@pytest.mark.slow
+def test_all_kernels_that_are_used_are_called_in_the_process(fresh_cache, monkeypatch):
     """Also those of 8 and 4 bits, and from files that are deleted, as where no folder can be written to."""
     commands = []
 
@@ -484,21 +441,16 @@ def test_all_kernels_that_are_used_are_called_in_the_process(fresh_cache, monkey
 
     monkeypatch.setattr(crash_test, "CrashTest", Recorded)
     monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-O0"))
-    if folder == "deleted":
-        monkeypatch.setattr(library, "cache_folder", lambda: Path("/proc/no such folder"))
-    options = {"dtype": dtype, "quantization": "int8", "kv_cache_dtype": "int8"}
+    monkeypatch.setattr(library, "cache_folder", lambda: Path("/proc/no such folder"))
+    options = {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"}
     assert way_of(make_llm(**options)) == "C kernels"
     sizes, *paths = json.loads(commands[0][-1])
     assert len(set(paths)) == 3
-    assert all(path.startswith("/proc/") for path in paths) == (folder == "deleted")
-
-    def call(paths):
-        command = [*commands[0][:-1], json.dumps([sizes, *paths])]
-        return subprocess.run(command, capture_output=True, check=False, text=True)
-
-    assert (call(paths).returncode, call(paths).stderr) == (0, "")
+    assert all(path.startswith("/proc/") for path in paths)
     for i in range(3):  # another library lacks the functions
-        assert "undefined symbol" in call([*paths[:i], "libm.so.6", *paths[i + 1 :]]).stderr
+        command = [*commands[0][:-1], json.dumps([sizes, *paths[:i], "libm.so.6", *paths[i + 1 :]])]
+        done = subprocess.run(command, capture_output=True, check=False, text=True)
+        assert "undefined symbol" in done.stderr
 
 
 @pytest.mark.slow
@@ -525,22 +477,16 @@ def test_without_memory_for_a_comparison_it_is_left_out(fresh_cache, monkeypatch
     assert not list(fresh_cache.glob("checked-*"))
 
 
-def test_the_attention_of_the_core_is_called_too():
-    backend = crash_test.make_backend(torch.float32, "nanovllm.layers.attention.TorchAttention", (4, 2, 32, 16), "auto")
-    crash_test.attend_once(torch.float32, torch.device("cpu"), backend)
-
-
 @pytest.mark.slow
-def test_the_attention_of_a_gpu_is_called_in_a_process_of_its_own(monkeypatch):
+def test_the_attention_of_a_gpu_is_called_in_a_process_of_its_own():
     """Its command, run here with the CPU's backend."""
     attention = ["nanovllm_extras.kernels.cpu.cpu_attention.CpuAttention", [4, 2, 32, 16], "auto"]
     arguments = [attention, None, ["nanovllm.sampler.sample_tokens", 300], "float32", "cpu"]
     crash_test.call_kernels(*arguments)
-    command = [sys.executable, "-m", "nanovllm_extras.self_check.crash_test", json.dumps(arguments)]
-    CrashTest(command, 120).wait()
     attention[0] = "tests.extras.self_check.test_self_check.FailingAttention"
+    command = [sys.executable, "-m", "nanovllm_extras.self_check.crash_test", json.dumps(arguments)]
     with pytest.raises(SelfCheckError, match="RuntimeError: out of order"):
-        CrashTest([*command[:3], json.dumps(arguments)], 120).wait()
+        CrashTest(command, 120).wait()
 
 
 # ---- the chain, the steps, the comparison
@@ -592,28 +538,27 @@ def test_a_wrong_rank_lets_all_ranks_take_the_next_way(fresh_cache, monkeypatch)
     assert not kinds
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16, 256])
-@pytest.mark.parametrize("max_model_len", [16, 40, 5000])
-def test_the_steps_have_what_may_go_wrong(block_size, max_model_len):
-    batches, num_blocks = steps.make_steps(block_size, max_model_len, [5, 6, 7])
-    written = set()
-    for batch in batches:
-        metadata, starts = batch.metadata, batch.metadata.cu_seqlens_q.tolist()
-        assert set(batch.input_ids.tolist()) <= {5, 6, 7}
-        assert int(metadata.seq_lens.max()) <= max_model_len
-        assert int(metadata.block_tables.max()) < num_blocks
-        slots = metadata.slot_mapping.tolist()
-        assert not written & set(slots)
-        assert min(slots) >= block_size, "none in the null block"
-        written |= set(slots)
-        for i, length in enumerate(metadata.seq_lens.tolist()):  # all that is read has been written
-            table = metadata.block_tables[i].tolist()
-            assert {table[p // block_size] * block_size + p % block_size for p in range(length)} <= written
-            assert starts[i] < starts[i + 1]
-    assert [batch.metadata.num_decodes for batch in batches] == [0, 1, 4]
-    assert len({*batches[2].metadata.seq_lens.tolist()}) >= 3
-    firsts = batches[2].metadata.block_tables[:, 0].tolist()
-    assert (len(set(firsts)) < 4) == (block_size + 5 <= max_model_len - 2), "a shared block"
+def test_the_steps_have_what_may_go_wrong():
+    for block_size, max_model_len in itertools.product([1, 4, 16, 256], [16, 40, 5000]):
+        batches, num_blocks = steps.make_steps(block_size, max_model_len, [5, 6, 7])
+        written = set()
+        for batch in batches:
+            metadata, starts = batch.metadata, batch.metadata.cu_seqlens_q.tolist()
+            assert set(batch.input_ids.tolist()) <= {5, 6, 7}
+            assert int(metadata.seq_lens.max()) <= max_model_len
+            assert int(metadata.block_tables.max()) < num_blocks
+            slots = metadata.slot_mapping.tolist()
+            assert not written & set(slots)
+            assert min(slots) >= block_size, "none in the null block"
+            written |= set(slots)
+            for i, length in enumerate(metadata.seq_lens.tolist()):  # all that is read has been written
+                table = metadata.block_tables[i].tolist()
+                assert {table[p // block_size] * block_size + p % block_size for p in range(length)} <= written
+                assert starts[i] < starts[i + 1]
+        assert [batch.metadata.num_decodes for batch in batches] == [0, 1, 4]
+        assert len({*batches[2].metadata.seq_lens.tolist()}) >= 3
+        firsts = batches[2].metadata.block_tables[:, 0].tolist()
+        assert (len(set(firsts)) < 4) == (block_size + 5 <= max_model_len - 2), "a shared block"
 
 
 def test_comparison():
