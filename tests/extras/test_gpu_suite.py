@@ -45,12 +45,6 @@ def test_busy_time_is_the_length_of_the_union():
         assert (sum(by_kind.values()), span) == brute_busy(events)
 
 
-def test_an_instant_belongs_to_the_kernel_that_started_first():
-    by_kind, span = busy_by_kind([Event("decode_kernel", 0, 10), Event("Memcpy DtoH", 6, 8)])
-    assert by_kind == {"attention": 10, "copies": 4}
-    assert span == 14
-
-
 def test_idle_is_what_a_step_takes_without_a_profiler_less_its_kernels():
     """Two steps of 30 µs of kernels each; the profiler stretched a step to 80 µs, without it a step takes 40."""
     events = [Event("decode_kernel", 0, 10), Event("nvjet_tst_64x8", 20, 20)]

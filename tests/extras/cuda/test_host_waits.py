@@ -10,14 +10,12 @@ import importlib.machinery
 import random
 import sys
 import types
-from contextlib import contextmanager
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanovllm.cuda_graphs import CudaGraphs as ForwardGraphs
 from nanovllm.kv_cache import KVCache
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras import Config, LLMEngine, SamplingParams
@@ -270,40 +268,6 @@ def test_a_recorded_step_waits_for_nothing_and_reads_nothing_of_the_host(flash_a
         "pick_kernel": 5,
     }
     assert {name: kernels[name].num_launches for name in expected} == expected
-
-
-@torch.inference_mode()
-def test_the_cores_graphs_wait_for_nothing_either(flash_attn, batches, monkeypatch):
-    """Where kernels in Triton cannot be launched: recorded and replayed over flash-attn and PyTorch's layers."""
-    runner, buffer = make_runner(make_backend("flash_attn"), False)
-    replays = []
-
-    class Graph:
-        def replay(self):
-            replays.append(self)
-
-    @contextmanager
-    def recording(graph, pool):
-        with DeviceCheck(None) as check:
-            yield
-        assert check.num_copies == 0
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
-    runner.graphs = ForwardGraphs(runner.model, runner.kv_cache.tensor, 7, 8)
-    runner.graphs.record_all()
-    assert sorted(runner.graphs.graphs) == [1, 2, 4, 7]
-    num_decode_steps = 0
-    for batch in batches:
-        with DeviceCheck(buffer) as check:
-            sent = runner.send_batch(batch)
-            hidden = runner.graphs.replay(sent) if runner.can_replay(batch) else runner.forward(sent)
-        assert check.num_copies == 1
-        assert hidden.shape == (len(batch.input_ids), 64)
-        num_decode_steps += not batch.metadata.max_seqlen_q
-    assert len(replays) == num_decode_steps > 10
 
 
 @pytest.mark.parametrize("quantization", [None, pytest.param("int4", marks=pytest.mark.slow)])

@@ -156,6 +156,7 @@ def test_two_interruptions_in_a_short_time_shorten_the_wait(program):
     assert run_program(program, "interruptions").split() == ["300", "20", "20", "300", "300"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("needs_a_compiler")
 def test_a_process_has_one_team_and_a_forked_process_has_its_own():
     """All libraries share the team: two workers in all."""

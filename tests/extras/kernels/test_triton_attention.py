@@ -271,7 +271,8 @@ def test_every_multiprocessor_has_a_program_of_a_quantised_product():
     assert {quantised.choose_launch(n, 1024, GPU()) for n in (65, 128, 5000)} == {launches[151_936]}
 
 
-@pytest.mark.parametrize("name", ["int4_few", pytest.param("norm_linear", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4_few", "norm_linear"])
 def test_loops_wait_for_no_load(name):
     """On an H100, compiled: all that they read is requested some turns ahead (`cp.async`)."""
     case = next(case for case in table_cases(90) if case.kernel == name)

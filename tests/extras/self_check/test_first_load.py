@@ -90,7 +90,7 @@ def plant(folder, text):
     ("name", "package"),
     [
         ("an illegal instruction", "core"),
-        ("a hang", "extras"),
+        pytest.param("a hang", "extras", marks=pytest.mark.slow),
         pytest.param("an illegal instruction in the first call", "core", marks=pytest.mark.slow),
         pytest.param("a null pointer", "extras", marks=pytest.mark.slow),
     ],

@@ -375,6 +375,7 @@ def test_a_damaged_result_is_checked_again(fresh_cache):
         assert json.loads(stored.read_text())["is_right"]
 
 
+@pytest.mark.slow
 def test_a_change_of_what_the_check_calls_leads_to_a_new_check():
     """Options and records compute nothing."""
     files = read_files(Path(checks.__file__).parents[2])
