@@ -102,12 +102,8 @@ class OverlapGroupedSpeculativeMachine(GroupedTraffic, BeamMachine):
     overlap = True
 
 
-TestTraffic = pytest.mark.examples(GroupedMachine.TestCase)
-TestTraffic.settings = settings(SETTINGS, max_examples=examples(80))
 TestTrafficWithOverlap = pytest.mark.examples(OverlapGroupedMachine.TestCase)
-TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(60))
-TestTrafficWithDrafts = pytest.mark.examples(GroupedSpeculativeMachine.TestCase)
-TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(60))
+TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(80))
 TestTrafficWithEverything = pytest.mark.examples(OverlapGroupedSpeculativeMachine.TestCase)
 TestTrafficWithEverything.settings = settings(SETTINGS, max_examples=examples(60))
 
@@ -119,9 +115,6 @@ TestTrafficWithEverything.settings = settings(SETTINGS, max_examples=examples(60
     ("num_layers", "is_full", "layers_per_block", "num_groups", "num_unused"),
     [
         (24, lambda i: i % 2, 12, 2, 0),  # gpt-oss-20b
-        (36, lambda i: i % 2, 18, 2, 0),  # gpt-oss-120b
-        (26, lambda i: i % 6 == 5, 4, 7, 2),  # Gemma-3-1b
-        (34, lambda i: i % 6 == 5, 5, 7, 1),  # Gemma-3-4b
         (48, lambda i: i % 6 == 5, 8, 6, 0),  # Gemma-3-12b
         (62, lambda i: i % 6 == 5, 10, 7, 8),  # Gemma-3-27b
     ],
@@ -246,25 +239,6 @@ def test_a_failed_step_leaves_no_block_of_a_window_that_it_should_have_filled():
     assert again.num_output_tokens == 1
 
 
-def test_forks_share_the_blocks_of_all_groups_and_copy_them():
-    run = GroupedRun(num_groups=3, num_blocks=40, block_size=4, budget=32)
-    seqs = run.add(list(range(6)), n=3, max_tokens=4)
-    run.step()
-    assert run.manager.num_used_blocks == 6, "two blocks in each group"
-    assert len({tuple(all_blocks(seq)) for seq in seqs}) == 1
-    out = run.step()
-    assert len(out.copies) == 6, "two of three copy their last block, in three groups"
-    run.finish()
-
-
-def test_preemption_frees_the_blocks_of_all_groups():
-    run = GroupedRun(num_blocks=12, block_size=4, budget=8, group_window=9)
-    seqs = [run.add([i] * 8, max_tokens=12) for i in range(3)]
-    run.finish()
-    assert run.stats.num_preemptions > 0
-    assert all(seq.num_output_tokens == 12 for seq in seqs)
-
-
 def test_a_swapped_sequence_comes_back_with_the_windows_of_all_groups():
     """Seen to fail if the blocks of a window come back at the beginning of its table."""
     run = GroupedRun(num_groups=3, num_blocks=24, block_size=4, budget=8, group_window=7, num_swap_blocks=40)
@@ -276,7 +250,7 @@ def test_a_swapped_sequence_comes_back_with_the_windows_of_all_groups():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("num_groups", "num_blocks"), [(2, 20), (3, 26), (3, 60)])
+@pytest.mark.parametrize(("num_groups", "num_blocks"), [(2, 20), (3, 26)])
 def test_shared_blocks_that_are_given_back_stay_in_use(num_groups, num_blocks, overlap):
     """In the smaller pools, seen to preempt if they are counted as free; `Promise` finds the wrong count in any."""
     sizes = {"num_groups": num_groups, "num_blocks": num_blocks, "group_window": 9, "block_size": 4}

@@ -2,14 +2,13 @@
 
 Eager steps, graphs of whole steps and the core's graphs of the forward pass, over replacements of CUDA's recording
 (`recorded_operations.py`), of the library flash-attn, and of a device that the host does not wait for. The oracle are
-the tokens of `transformers`. By default one case of each kind runs; the sweep (`pytest -m slow`) takes all.
+the tokens of `transformers`.
 
 In Gemma 4, K and V have two shapes, so there are two attention backends, and numbers of pieces instead of blocks.
 
 Broken by hand, and seen here: slots or tables of another group, and padding that keeps the slots of an older batch.
 """
 
-import itertools
 import random
 from array import array
 
@@ -43,33 +42,13 @@ from tests.extras.cuda.test_host_waits import (  # kernels is a fixture
     kernels,  # noqa: F401
 )
 from tests.extras.kernels.test_flash_backend import flash_attn_3  # noqa: F401 (a fixture)
-from tests.extras.kv_groups.test_grouped_layers import MAX_TOKENS, SWAP, GroupedCheckpoints
+from tests.extras.kv_groups.test_grouped_layers import MAX_TOKENS, SWAP
 from tests.extras.models.hybrid_checkpoints import continue_greedily
 from tests.extras.test_full_engine import greedy, run, tokens_of
 
 CPU = torch.device("cpu")
-NAMES = ("gemma3", "smollm3", "gemma4_e2b", "gemma4_31b")  # graphs serve no experts, and gpt-oss has some
 POOL = {"block_size": 4, "num_kv_blocks": 120}
-FEW = {"num_kv_blocks": 8, "max_num_batched_tokens": 13}
-ENGINES = {
-    "one at a time": {**POOL, "enable_overlap": False},
-    "overlap, chunked prefill": {**POOL, "enable_overlap": True, "max_num_batched_tokens": 9},
-    "overlap, preemption": {**POOL, "enable_overlap": True, **FEW},
-    "overlap, swap": {**POOL, "enable_overlap": True, **FEW, **SWAP},
-    "odd length": {**POOL, "enable_overlap": True, "max_model_len": 101, "block_size": 8},
-}
-
-
-@pytest.fixture(scope="module")
-def grouped(tmp_path_factory):
-    return GroupedCheckpoints(tmp_path_factory.mktemp("grouped_cuda"))
-
-
-def cases(*default):
-    """Half of all (model, engine), of which only the sweep takes those that are not in `default`."""
-    for i, (name, engine) in enumerate(itertools.product(NAMES, ENGINES)):
-        if i % 2 == 0 or (name, engine) in default:
-            yield pytest.param(name, engine, marks=[] if (name, engine) in default else [pytest.mark.slow])
+CHUNKS = {**POOL, "enable_overlap": True, "max_num_batched_tokens": 9}
 
 
 def replace_backends(monkeypatch, kind, block_size):
@@ -89,15 +68,11 @@ def check_tokens(engine, prompts, expected, max_tokens=MAX_TOKENS):
     assert engine.get_stats().num_window_blocks > 0
 
 
-def requests_of(grouped, name, is_default, max_tokens=MAX_TOKENS, engine=None):
-    """Prompts, and what follows each of them: few requests by default, and short prompts where blocks are few."""
+def requests_of(grouped, name, max_tokens=MAX_TOKENS):
+    """A folder, a few prompts, and what follows each of them."""
     folder, model = grouped.of(name)
-    if engine is not None and ENGINES[engine]["num_kv_blocks"] < 30:
-        return folder, grouped.prompts()[:3] * 2, [token_ids for token_ids, _ in grouped.greedy(name)[:3]] * 2
-    if is_default:
-        prompts = [grouped.prompts()[i][:20] for i in (1, 2, 4)]
-        return folder, prompts, [continue_greedily(model, prompt, max_tokens)[0] for prompt in prompts]
-    return folder, grouped.prompts(), [token_ids for token_ids, _ in grouped.greedy(name)]
+    prompts = [grouped.prompts()[i][:20] for i in (1, 2, 4)]
+    return folder, prompts, [continue_greedily(model, prompt, max_tokens)[0] for prompt in prompts]
 
 
 # ---- what is sent
@@ -157,14 +132,14 @@ def test_one_copy_sends_the_slots_and_tables_of_all_groups():
 # ---- eager steps
 
 
-@pytest.mark.parametrize("name", ["smollm3", pytest.param("gemma3", marks=pytest.mark.slow), "gemma4_e2b"])
+@pytest.mark.parametrize("name", ["smollm3", "gemma4_e2b"])
 def test_flash_attn_gets_the_tables_of_each_group(grouped, monkeypatch, flash_attn_3, name):  # noqa: F811
     """Version 3 takes blocks of any size. Its stand-in checks the documented interface."""
 
     replace_backends(monkeypatch, FlashAttention, 4)
     monkeypatch.setattr(ModelRunner, "make_device", lambda runner: OneCopy(InputBuffer(CPU, 1 << 10)))
     monkeypatch.setattr(FlashAttention, "make_fast", lambda *_: None)
-    folder, prompts, expected = requests_of(grouped, name, True, 12)
+    folder, prompts, expected = requests_of(grouped, name, 12)
     options = {"num_kv_blocks": 120, "max_num_batched_tokens": 13, "self_check": "off"}
     engine = LLMEngine(Config(folder, device="cpu", dtype="float32", **options))
     assert type(engine.runner.backend) is FlashAttention
@@ -183,30 +158,6 @@ def run_on_host(folder):
     run(engine)
     assert len(batches) > 5
     return engine, batches
-
-
-@torch.inference_mode()
-def test_an_eager_step_is_one_copy_and_no_wait(grouped):
-    """On PyTorch's `meta` device. Each layer reads the metadata of its group, at its part of the cache."""
-    engine, batches = run_on_host(grouped.of("smollm3")[0])
-    seen = []
-    runner, buffer = ModelRunner.__new__(ModelRunner), InputBuffer(META, 1 << 16)
-    runner.layout, runner.device, runner.graphs = engine.runner.layout, META, None
-    places = runner.layout.layer_groups.places
-    runner.model, runner.kv_cache = FakeModel(len(places), seen), engine.runner.kv_cache
-    runner.device_setup, runner.draw = OneCopy(buffer), lambda logits, *_: logits[:, 0].long()
-    for batch in batches:
-        with DeviceCheck(buffer) as check:
-            compute_eagerly(runner, batch)
-        assert check.num_copies == 1
-        assert len(seen) == 4
-        starts = [metadata.slot_mapping.storage_offset() for _, metadata in seen]
-        groups = [place.group for place in places]
-        assert [starts.index(one) for one in starts] == [groups.index(one) for one in groups]
-        assert {metadata.block_tables.device for _, metadata in seen} == {META}
-        parts = [cache.data_ptr() for cache, _ in seen]
-        assert parts == [runner.kv_cache.tensor[:, place.layer].data_ptr() for place in places]
-        seen.clear()
 
 
 @torch.inference_mode()
@@ -240,32 +191,6 @@ def test_steps_over_equal_blocks_do_not_wait(grouped, kernels):  # noqa: F811
     assert kernels["store_kv_kernel"].num_launches == 5 * (3 + len(batches)), "two layers of seven share K and V"
 
 
-class FakeLayer(torch.nn.Module):
-    def __init__(self, seen):
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, layer_cache, metadata):
-        self.seen.append((layer_cache, metadata))
-
-
-class FakeModel(torch.nn.Module):
-    """Calls its layers as real models do."""
-
-    def __init__(self, num_layers, seen):
-        super().__init__()
-        self.model = torch.nn.Module()
-        self.model.layers = torch.nn.ModuleList(FakeLayer(seen) for _ in range(num_layers))
-
-    def forward(self, input_ids, positions, metadata, kv_cache):
-        for i, layer in enumerate(self.model.layers):
-            layer(kv_cache[:, i], metadata[i])
-        return input_ids[:, None].float()
-
-    def compute_logits(self, hidden):
-        return hidden
-
-
 # ---- graphs
 
 
@@ -274,43 +199,33 @@ def gather(monkeypatch, block_size):
     replace_backends(monkeypatch, test_core_graphs.GatherAttention, block_size)
 
 
-REPLAYED = [("smollm3", "overlap, chunked prefill"), ("gemma4_e2b", "overlap, chunked prefill")]
-
-
-@pytest.mark.parametrize(("name", "engine"), list(cases(*REPLAYED)))
-def test_replayed_steps_give_the_tokens_of_transformers(grouped, monkeypatch, name, engine):
-    is_default = (name, engine) in REPLAYED
-    folder, prompts, expected = requests_of(grouped, name, is_default, engine=engine)
-    gather(monkeypatch, ENGINES[engine]["block_size"])
-    _, replaying = test_graphs.make_engines(monkeypatch, folder, max_num_seqs=5, **ENGINES[engine])
+@pytest.mark.parametrize("name", ["smollm3", "gemma4_e2b"])
+def test_replayed_steps_give_the_tokens_of_transformers(grouped, monkeypatch, name):
+    folder, prompts, expected = requests_of(grouped, name)
+    gather(monkeypatch, 4)
+    _, replaying = test_graphs.make_engines(monkeypatch, folder, max_num_seqs=5, **CHUNKS)
     check_tokens(replaying, prompts, expected)
     assert replaying.recorder.num_recorded == 4  # 1, 2, 4, 5
     assert replaying.recorder.num_replays > 5
-    assert (replaying.get_stats().num_preemptions > 0) == (ENGINES[engine]["num_kv_blocks"] < 30)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["seeded", "samples", "logprobs", "penalties", "all kinds"])
-def test_outputs_of_all_kinds_are_those_of_eager_steps(grouped, monkeypatch, kind):
-    rng, requests = random.Random(1), []
-    for i in range(9):
-        fields = test_graphs.KINDS[rng.choice(list(test_graphs.KINDS)) if kind == "all kinds" else kind](i)
-        fields = {"max_tokens": rng.randint(2, 30), "ignore_eos": True, **fields}
-        requests.append((grouped.prompts()[i % 6][: rng.randint(1, 40)], SamplingParams(**fields)))
-    options = {**ENGINES["overlap, chunked prefill"], "num_kv_blocks": 23, "max_num_batched_tokens": 30}
-    eager, replaying = test_graphs.make_engines(
-        monkeypatch, grouped.of("gemma3")[0], skip_tokenizer_init=True, **options
+def test_replayed_steps_of_sequences_that_are_swapped(grouped, monkeypatch):
+    """The tables of groups change, and have an odd length."""
+    options = {**POOL, **SWAP, "enable_overlap": True, "num_kv_blocks": 8, "max_num_batched_tokens": 13}
+    gather(monkeypatch, 4)
+    _, replaying = test_graphs.make_engines(
+        monkeypatch, grouped.of("gemma3")[0], max_num_seqs=5, max_model_len=101, **options
     )
-    assert test_graphs.serve(replaying, requests) == test_graphs.serve(eager, requests)
+    check_tokens(replaying, grouped.prompts()[:3] * 2, [token_ids for token_ids, _ in grouped.greedy("gemma3")[:3]] * 2)
     assert replaying.recorder.num_replays > 5
+    assert replaying.get_stats().num_swaps > 0
 
 
-@pytest.mark.parametrize(("name", "engine"), list(cases(("gemma4_31b", "one at a time"))))
-def test_graphs_of_the_forward_pass_give_the_tokens_of_transformers(grouped, monkeypatch, recorded, name, engine):  # noqa: F811
-    is_default = (name, engine) == ("gemma4_31b", "one at a time")
-    folder, prompts, expected = requests_of(grouped, name, is_default, engine=engine)
-    options = {"attention_backend": "torch", **ENGINES[engine]}
-    gather(monkeypatch, options["block_size"])
+def test_graphs_of_the_forward_pass_give_the_tokens_of_transformers(grouped, monkeypatch, recorded):  # noqa: F811
+    folder, prompts, expected = requests_of(grouped, "gemma4_31b")
+    options = {"attention_backend": "torch", **POOL, "enable_overlap": False}
+    gather(monkeypatch, 4)
     replaying = test_core_graphs.make_engine(monkeypatch, folder, True, max_num_seqs=5, **options)
     check_tokens(replaying, prompts, expected)
     assert type(replaying.runner.graphs) is ForwardGraphs
@@ -326,23 +241,18 @@ def test_steps_without_tables_of_groups_are_not_replayed(grouped, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_draw_kernel", [True, False])
-def test_graphs_of_one_table_read_the_caches_of_both_shapes(grouped, monkeypatch, recorded, has_draw_kernel):  # noqa: F811
-    """Of the whole step, and of the forward pass."""
-    folder, prompts, expected = requests_of(grouped, "gemma4_e2b", True)
-    options = {**ENGINES["overlap, chunked prefill"], "disable_hybrid_kv_cache_manager": True}
-    gather(monkeypatch, options["block_size"])
-    if has_draw_kernel:
-        _, replaying = test_graphs.make_engines(monkeypatch, folder, max_num_seqs=5, **options)
-    else:
-        replaying = test_core_graphs.make_engine(monkeypatch, folder, True, max_num_seqs=5, **options)
+def test_graphs_of_one_table_read_the_caches_of_both_shapes(grouped, monkeypatch):
+    folder, prompts, expected = requests_of(grouped, "gemma4_e2b")
+    gather(monkeypatch, 4)
+    _, replaying = test_graphs.make_engines(
+        monkeypatch, folder, max_num_seqs=5, disable_hybrid_kv_cache_manager=True, **CHUNKS
+    )
     assert len(replaying.runner.kv_caches) == 2
     for i, prompt in enumerate(prompts):
         replaying.add_request(str(i), prompt, greedy(MAX_TOKENS))
     found = tokens_of(run(replaying))
     assert [found[str(i)] for i in range(len(prompts))] == expected
-    graphs = [graph for _, graph in recorded]
-    assert (replaying.recorder.num_replays if has_draw_kernel else sum(one.num_replays for one in graphs)) > 5
+    assert replaying.recorder.num_replays > 5
 
 
 def test_one_backend_that_waits_is_enough_against_graphs():
@@ -355,20 +265,3 @@ def test_one_backend_that_waits_is_enough_against_graphs():
     assert note == ", no CUDA graphs (this attention backend reads lengths back to the host)"
     runner.backends = (fast, fast)
     assert runner.slowest_backend is fast
-
-
-def test_a_replay_of_the_forward_pass_reads_the_buffers_of_all_groups(recorded):  # noqa: F811
-    """The model returns what each group says of a row: its slot, and the first block of its table."""
-
-    def model(input_ids, positions, metadata, kv_cache):
-        columns = [column for one in metadata.of_groups() for column in (one.slot_mapping, one.block_tables[:, 0])]
-        return torch.stack(columns, dim=1)
-
-    graphs = ForwardGraphs(model, torch.zeros(1), 6, 9, MoreInputs(3))
-    graphs.record_all()
-    for seed, num_seqs in enumerate((6, 3, 4, 1, 5)):
-        batch = grouped_batch(num_seqs, 3, seed)
-        size = next(size for size in graphs.sizes if size >= num_seqs)
-        assert torch.equal(graphs.replay(batch), model(None, None, batch.metadata, None))
-        padding = graphs.graphs[size][1][num_seqs:]
-        assert not padding[:, ::2].any(), "padding writes to the null block of every group"

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
-from tests.extras.failing_request import isolating_engine, serve_beside_a_failing_one
+from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.models.test_qwen3_5 import GREEDY, TINY_POOLS, check_all_free, check_greedy, logprobs, make_llm
 
@@ -113,11 +112,6 @@ class Heads:
         model.zero_grad()
 
 
-@pytest.fixture(scope="module")
-def heads(tmp_path_factory):
-    return Heads(tmp_path_factory.mktemp("mtp"))
-
-
 def predicting(most=3):
     return {"method": "mtp", "num_speculative_tokens": most, "disable_by_batch_size": 64}
 
@@ -151,32 +145,20 @@ def check_draws(model, head, draws, is_greedy=True):
 
 
 CASES = [
-    {"max_num_batched_tokens": 7, "block_size": 4},
-    {"attention_backend": "cpu", "max_num_batched_tokens": 13, "block_size": 16},
     {"max_num_batched_tokens": 64, "block_size": 1, "num_kv_blocks": 90},
-    {"attention_backend": "cpu", "max_num_batched_tokens": 64, "block_size": 16, "num_kv_blocks": TINY_POOLS[16]},
-    {"max_num_batched_tokens": 13, "num_kv_blocks": TINY_POOLS[4]},
-    {"max_num_batched_tokens": 64, "state_snapshot_interval": 1},
-    {
-        "max_num_batched_tokens": 64,
-        "num_kv_blocks": TINY_POOLS[4],
-        "preemption_mode": "swap",
-        "swap_space_bytes": 1 << 20,
-    },
-    {"max_num_seqs": 2},
-    {"enforce_eager": True, "enable_prefix_caching": False},
+    {"num_kv_blocks": TINY_POOLS[4], "preemption_mode": "swap", "swap_space_bytes": 1 << 20},
+    {"max_num_batched_tokens": 13, "state_snapshot_interval": 1},
+    pytest.param(
+        {"attention_backend": "cpu", "block_size": 16, "num_kv_blocks": TINY_POOLS[16]}, marks=pytest.mark.slow
+    ),
+    pytest.param({"max_num_seqs": 2, "enable_prefix_caching": False}, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(case, marks=[] if i in (2, 6) else [pytest.mark.slow]) for i, case in enumerate(CASES)],
-    ids=str,
-)
-@pytest.mark.parametrize("is_trained", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["trained", "random"])
-def test_drafts_are_those_of_the_reference(heads, options, is_trained):
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_drafts_are_those_of_the_reference(heads, options):
     """The second time prompts begin with hits. The outputs are those of `transformers`."""
-    folder, model, head = heads.make(is_trained)
+    folder, model, head = heads.make()
     llm = make_predicting_llm(folder, **options)
     draws = record_draws(llm.engine)
     prompts, expected = heads.hybrids.prompts(), heads.hybrids.greedy()
@@ -187,19 +169,6 @@ def test_drafts_are_those_of_the_reference(heads, options, is_trained):
     check_draws(model, head, draws)
     stats = llm.get_stats()
     assert (stats.num_swaps > 0) == ("preemption_mode" in options)
-    assert stats.num_draft_tokens > 0
-    if is_trained:
-        assert stats.num_accepted_tokens / stats.num_draft_tokens > 0.3
-
-
-def test_drafts_over_k_and_v_in_8_bits_change_no_token(heads):
-    """The K and V of the head keep the dtype of the model."""
-    folder, prompts = heads.make()[0], heads.hybrids.prompts()
-    plain, llm = make_llm(folder, kv_cache_dtype="fp8"), make_predicting_llm(folder, kv_cache_dtype="fp8")
-    expected = [output.outputs[0] for output in plain.generate(prompts, GREEDY, use_tqdm=False)]
-    check_greedy(llm, prompts, [(output.token_ids, logprobs(output)) for output in expected])
-    assert [cache.tensor.dtype for cache in llm.engine.runner.kv_caches] == [torch.float8_e4m3fn, torch.float32]
-    stats = llm.get_stats()
     assert stats.num_accepted_tokens / stats.num_draft_tokens > 0.3
 
 
@@ -217,23 +186,14 @@ def test_a_conversation_has_the_drafts_of_the_reference(heads):
     check_draws(model, head, draws)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_num_batched_tokens": 9},
-        pytest.param({"attention_backend": "cpu", "block_size": 16}, marks=pytest.mark.slow),
-        pytest.param({"num_kv_blocks": 30}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_samples_are_those_without_drafts(heads, options):
+def test_samples_are_those_without_drafts(heads):
     folder, model, head = heads.make()
     prompts = heads.hybrids.prompts()[:5]
     params = [
         SamplingParams(n=3, temperature=0.7, seed=i, max_tokens=12, ignore_eos=True, logprobs=0) for i in range(5)
     ]
-    plain = make_llm(folder, **options).generate(prompts, params, use_tqdm=False)
-    llm = make_predicting_llm(folder, **options)
+    plain = make_llm(folder).generate(prompts, params, use_tqdm=False)
+    llm = make_predicting_llm(folder, max_num_batched_tokens=9)
     draws = record_draws(llm.engine)
     for output, expected in zip(llm.generate(prompts, params, use_tqdm=False), plain, strict=True):
         for one, other in zip(output.outputs, expected.outputs, strict=True):
@@ -244,22 +204,8 @@ def test_samples_are_those_without_drafts(heads, options):
     check_all_free(llm)
 
 
-def test_a_request_that_fails_does_not_change_the_hidden_states_of_others(heads):
-    """The failed step runs again, with the hidden states before it."""
-    folder, model, head = heads.make()
-    engine = isolating_engine(
-        Config(model=folder, device="cpu", dtype="float32", attention_backend="torch", block_size=4, num_kv_blocks=120,
-               max_num_seqs=8, speculative_config=predicting())
-    )  # fmt: skip
-
-    draws = record_draws(engine)
-    tokens = serve_beside_a_failing_one(engine, heads.hybrids.prompts(), GREEDY)
-    assert tokens == [token_ids for token_ids, _ in heads.hybrids.greedy()]
-    check_draws(model, head, draws)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["tied", "yarn", "every fourth layer attends"])
+@pytest.mark.parametrize("variant", ["tied", "yarn"])
 def test_variants_have_the_drafts_of_the_reference(heads, variant):
     folder, model, head = heads.make(True, variant)
     llm = make_predicting_llm(folder)
@@ -324,12 +270,6 @@ def test_without_the_method_the_head_is_not_loaded(heads):
     llm = make_llm(heads.make()[0])
     assert llm.engine.runner.model.mtp is None
     check_greedy(llm, heads.hybrids.prompts()[:2], heads.hybrids.greedy()[:2])
-
-
-def test_random_weights_have_a_head_too(heads):
-    llm = make_predicting_llm(heads.hybrids.make()[0], load_format="dummy", num_kv_blocks=None)
-    llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-    assert llm.get_stats().num_draft_tokens > 0
 
 
 def test_blocks_and_slots_have_room_for_the_head(heads):

@@ -29,32 +29,20 @@ class OverlapSpeculativeMachine(SpeculativeMachine):
     overlap = True
 
 
-class SpeculativeBeamMachine(BeamMachine):
+class OverlapSpeculativeBeamMachine(BeamMachine):
     """Beams among other requests: they get no drafts, and their neighbours do."""
 
     make_run = SpeculativeRun
-
-
-class SpeculativeWindowMachine(SchedulerMachine):
-    make_run = SpeculativeRun
-    windows = st.sampled_from([1, 2, 5, 9])
-
-
-class OverlapSpeculativeBeamMachine(SpeculativeBeamMachine):
     overlap = True
     windows = st.sampled_from([None, 1, 2, 5, 9])
 
 
 TestTrafficWithDrafts = pytest.mark.examples(SpeculativeMachine.TestCase)
-TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(160))
+TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(80))
 TestTrafficWithDraftsAndOverlap = pytest.mark.examples(OverlapSpeculativeMachine.TestCase)
-TestTrafficWithDraftsAndOverlap.settings = settings(SETTINGS, max_examples=examples(160))
-TestTrafficWithDraftsAndBeams = pytest.mark.examples(SpeculativeBeamMachine.TestCase)
-TestTrafficWithDraftsAndBeams.settings = settings(SETTINGS, max_examples=examples(48))
-TestTrafficWithDraftsAndWindows = pytest.mark.examples(SpeculativeWindowMachine.TestCase)
-TestTrafficWithDraftsAndWindows.settings = settings(SETTINGS, max_examples=examples(48))
+TestTrafficWithDraftsAndOverlap.settings = settings(SETTINGS, max_examples=examples(80))
 TestTrafficWithEverything = pytest.mark.examples(OverlapSpeculativeBeamMachine.TestCase)
-TestTrafficWithEverything.settings = settings(SETTINGS, max_examples=examples(48))
+TestTrafficWithEverything.settings = settings(SETTINGS, max_examples=examples(80))
 
 
 # ---- what happens when

