@@ -16,31 +16,14 @@ from nanovllm_extras.kv_store.conversations import (
     save_conversation,
 )
 from nanovllm_extras.kv_store.disk_tier import DiskTier
-from nanovllm_extras.records.tier import BlockName
 from tests.conftest import examples
 from tests.extras.kv_store.tier_machine import MAX_BYTES, block_data, block_name
 
 BLOCKS = [block_name(key, tokens) for key, tokens in ((0, 0), (1, 151_935), (2, 2**31 - 1))]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "naïve ☕ \ud83d"}]
 BAD_NAMES = [
-    "",
-    ".",
-    "..",
-    "../x",
-    "/x",
-    "a/b",
-    "a\\b/..",
-    ".x",
-    "a\0b",
-    "a\n",
-    "ü",
-    "a b",
-    "٣",
-    "x" * 101,
-    None,
-    7,
-    b"a",
-]
+    "", ".", "..", "../x", "/x", "a/b", "a\\b/..", ".x", "a\0b", "a\n", "ü", "a b", "٣", "x" * 101, None, 7, b"a",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -97,11 +80,11 @@ def test_what_is_written(store):
     assert DiskTier(store.folder, MAX_BYTES).match(BLOCKS) == 3, "it is not taken for a block"
 
 
-@pytest.mark.parametrize("name", BAD_NAMES)
 @pytest.mark.parametrize("function", [save_conversation, restore_conversation, delete_conversation])
-def test_names_that_are_refused(store, function, name):
-    with pytest.raises(ValueError, match=r"`name` must be 1 to 100 letters, digits"):
-        function(store, name, *[BLOCKS] * (function is save_conversation))
+def test_names_that_are_refused(store, function):
+    for name in BAD_NAMES:
+        with pytest.raises(ValueError, match=r"`name` must be 1 to 100 letters, digits"):
+            function(store, name, *[BLOCKS] * (function is save_conversation))
     assert not (store.folder / "conversations").exists()
     assert len(list(store.folder.parent.iterdir())) == 1
 
@@ -112,7 +95,7 @@ def empty_store(tmp_path_factory):
 
 
 @given(st.text(st.sampled_from("a./\\~-_ \0\n"), max_size=6))
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_no_name_leaves_the_folder(empty_store, name):
     try:
         save_conversation(empty_store, name, BLOCKS)
@@ -126,56 +109,32 @@ def test_no_name_leaves_the_folder(empty_store, name):
 
 
 KEY = "00" * 32
+BLOCKS_OF = [  # (version, key, tokens)
+    (2, KEY, "[1]"), (1, "00" * 31, "[1]"), (1, "zz" * 32, "[1]"), (1, KEY, "[]"), (1, KEY, "[-1]"), (1, KEY, "[1.5]"),
+    (1, KEY, "[true]"), (1, KEY, '"ab"'), (1, KEY, "[2147483648]"), (1, KEY, "3"), (1, KEY, "{}"),
+]  # fmt: skip
+MESSAGES_OF = [
+    "3", "[3]", '["role"]', '[{"role": "user"}]', '[{"role": "user", "content": 3}]',
+    '[{"role": "user", "content": "a", "b": "c"}]',
+]  # fmt: skip
 DAMAGED = [
-    "",
-    "{",
-    "[]",
-    "null",
-    "{}",
-    '{"version": 1}',
-    '{"version": 1, "blocks": 3}',
-    '{"version": 1, "blocks": [3]}',
-    '{"version": 1, "blocks": [{"key": "00"}]}',
+    *("", "{", "[]", "null", "{}", "[" * 100_000, "\xff", '{"version": 1}', '{"version": 1, "blocks": []}'),
+    *(f'{{"version": 1, "blocks": {blocks}}}' for blocks in ("3", "[3]", '[{"key": "00"}]')),
     *(
         f'{{"version": {version}, "blocks": [{{"key": "{key}", "tokens": {tokens}}}], "messages": []}}'
-        for version, key, tokens in [
-            (2, KEY, "[1]"),
-            (1, "00" * 31, "[1]"),
-            (1, "zz" * 32, "[1]"),
-            (1, KEY, "[]"),
-            (1, KEY, "[-1]"),
-            (1, KEY, "[1.5]"),
-            (1, KEY, "[true]"),
-            (1, KEY, '"ab"'),
-            (1, KEY, "[2147483648]"),
-            (1, KEY, "3"),
-            (1, KEY, "{}"),
-        ]
+        for version, key, tokens in BLOCKS_OF
     ),
-    '{"version": 1, "blocks": []}',
-    *(
-        f'{{"version": 1, "blocks": [], "messages": {messages}}}'
-        for messages in [
-            "3",
-            "[3]",
-            '["role"]',
-            '[{"role": "user"}]',
-            '[{"role": "user", "content": 3}]',
-            '[{"role": "user", "content": "a", "b": "c"}]',
-        ]
-    ),
-    "[" * 100_000,
-    "\xff",
+    *(f'{{"version": 1, "blocks": [], "messages": {messages}}}' for messages in MESSAGES_OF),
 ]
 
 
-@pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
-def test_a_damaged_file_is_refused(store, content):
-    save_conversation(store, "a", BLOCKS)
-    (path,) = (store.folder / "conversations").iterdir()
-    path.write_text(content, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"the conversation 'a' (is damaged|cannot be read).*[Ss]ave it again"):
-        restore_conversation(store, "a")
+def test_a_damaged_file_is_refused(store):
+    for content in DAMAGED:
+        save_conversation(store, "a", BLOCKS)
+        (path,) = (store.folder / "conversations").iterdir()
+        path.write_text(content, encoding="latin-1")
+        with pytest.raises(ValueError, match=r"the conversation 'a' (is damaged|cannot be read).*[Ss]ave it again"):
+            restore_conversation(store, "a")
     save_conversation(store, "a", BLOCKS)
     assert restore_conversation(store, "a") == (BLOCKS, 3, [])
 
@@ -205,9 +164,3 @@ def test_a_save_that_is_cut_off_leaves_the_old_one(store, monkeypatch):
         save_conversation(store, "a", BLOCKS[:1])
     assert restore_conversation(store, "a") == (BLOCKS, 3, [])
     assert [path.name for path in (store.folder / "conversations").iterdir()] == ["a.json"]
-
-
-def test_names_of_blocks_are_exact(store):
-    block = BlockName(bytes(range(32)), bytes([1, 2, 0, 0, 255, 255, 255, 127]))
-    save_conversation(store, "a", [block])
-    assert restore_conversation(store, "a")[0] == [block]

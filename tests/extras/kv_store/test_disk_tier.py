@@ -7,7 +7,6 @@ import random
 import resource
 import shutil
 import signal
-import threading
 import time
 
 import pytest
@@ -38,7 +37,7 @@ class DiskMachine(TierMachine):
 
 @pytest.mark.examples
 class TestDiskTraffic(DiskMachine.TestCase):
-    settings = settings(max_examples=examples(160), stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=examples(120), stateful_step_count=30, deadline=None)
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def check_it_is_a_miss_and_can_be_saved_again(tier, path):
 
 def test_a_file_that_is_cut_or_longer_is_a_miss(tier, path):
     content = path.read_bytes()
-    for length in [*range(0, len(content), 5), len(content) - 1]:
+    for length in [*range(0, len(content), 20), len(content) - 1]:
         path.write_bytes(content[:length])
         assert tier.match([BLOCK]) == 0, length
         assert load(tier, BLOCK) is None, length
@@ -104,13 +103,6 @@ def test_a_file_of_another_block_or_version_is_a_miss(tier, path):
     check_it_is_a_miss_and_can_be_saved_again(tier, path)
 
 
-def test_two_blocks_with_one_key_are_never_taken_for_each_other(tier):
-    tier.save(block_name(tokens=1), DATA)
-    assert tier.match([block_name(tokens=2)]) == 0
-    assert load(tier, block_name(tokens=2)) is None
-    assert load(tier, block_name(tokens=1)) == DATA.tobytes()
-
-
 def test_an_array_of_another_size_is_not_filled(tier, path):
     assert load(tier, BLOCK, len(DATA) + 1) is None
     assert load(tier, BLOCK, len(DATA) - 1) is None
@@ -138,17 +130,6 @@ def test_something_else_in_the_way(tier, path, kind, caplog):
     assert elsewhere.read_bytes() == content, "a link is replaced, not followed"
     assert len(caplog.records) == (kind == "folder")
     assert not files_of(tier.folder, ".tmp")
-
-
-def test_a_disk_that_cannot_be_read(tier, path, monkeypatch):
-    def read(*args):
-        raise OSError(errno.EIO, "input/output error")
-
-    for function in ("read", "readv"):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, function, read)
-            assert load(tier, BLOCK) is None
-    check_it_is_a_miss_and_can_be_saved_again(tier, path)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
@@ -270,7 +251,7 @@ def test_a_block_larger_than_the_bound_is_not_saved(tier, path, caplog):
 # ---- the folder
 
 
-def test_modes(tmp_path, path):
+def test_modes_and_owners(tmp_path, path, monkeypatch):
     folder = path.parent
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
@@ -279,20 +260,18 @@ def test_modes(tmp_path, path):
         DiskTier(folder, MAX_BYTES)
     with pytest.raises(ValueError, match="`folder` cannot be created"):
         DiskTier(path, MAX_BYTES)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(ValueError, match="must belong to this user"):
+            DiskTier(folder, MAX_BYTES)
     deep = DiskTier(tmp_path / "a" / "b", MAX_BYTES)
     assert deep.folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_of_another_user(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(ValueError, match="must belong to this user"):
-        DiskTier(tmp_path / "store", MAX_BYTES)
-
-
-@pytest.mark.parametrize("max_bytes", [0, -1, True, 1.5, "1"])
-def test_bounds_that_are_refused(tmp_path, max_bytes):
-    with pytest.raises(ValueError, match="`max_bytes` must be an integer >= 1"):
-        DiskTier(tmp_path / "store", max_bytes)
+def test_bounds_that_are_refused(tmp_path):
+    for max_bytes in (0, -1, True, 1.5, "1"):
+        with pytest.raises(ValueError, match="`max_bytes` must be an integer >= 1"):
+            DiskTier(tmp_path / "store", max_bytes)
     assert not (tmp_path / "store").exists()
 
 
@@ -343,16 +322,18 @@ def test_a_lost_or_wrong_sum_is_found_again(tier, path):
     lock.unlink()
     tier.save(block_name(1), DATA)
     assert noted_sum(tier.folder) == 2 * (len(DATA) + OVERHEAD)
+    lock.write_bytes(bytes(8))
+    tier.failed(block_name(1))
+    assert noted_sum(tier.folder) == 0, "a sum below zero would read as a huge one, and evict everything"
     lock.write_bytes((10**6).to_bytes(8, "little"))  # too large, as after SIGKILL
     for key in range(8):
         tier.save(block_name(key), DATA)
     assert noted_sum(tier.folder) == sum(files_of(tier.folder).values()) == 5 * (len(DATA) + OVERHEAD)
 
 
-@pytest.mark.parametrize("is_whole", [True, False], ids=["with its parents", "the folder"])
-def test_a_folder_that_is_deleted_is_made_again(tmp_path, caplog, is_whole):
+def test_a_folder_that_is_deleted_is_made_again(tmp_path, caplog):
     tier = DiskTier(tmp_path / "a" / "b" / "store", MAX_BYTES)
-    for _ in range(2):
+    for is_whole in (True, False):  # with its parents, or the folder
         caplog.clear()
         for key in range(9):
             tier.save(block_name(key), DATA)
@@ -384,32 +365,6 @@ def test_a_folder_that_cannot_be_made_again_is_a_failed_save(tmp_path, caplog):
 
 
 # ---- threads and processes
-
-
-def test_threads(tmp_path):
-    tier = DiskTier(tmp_path / "store", MAX_BYTES)
-    wrong = []
-
-    def work(seed):
-        choose = random.Random(seed)
-        for _ in range(60):
-            key = choose.randrange(8)
-            if choose.random() < 0.5:
-                tier.save(block_name(key), block_data(key))
-            else:
-                tier.failed(block_name(key))
-            found = load(tier, block_name(key))
-            if found not in (None, block_data(key).tobytes()):
-                wrong.append(key)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert tier.stats.failures == 0
-    assert noted_sum(tier.folder) == sum(files_of(tier.folder).values()) <= MAX_BYTES
 
 
 def test_processes_write_the_same_blocks(tmp_path):
@@ -513,7 +468,7 @@ def test_sigkill_at_each_moment_of_a_removal(tier, path, module, function, after
     assert load(tier, BLOCK) in (None, DATA.tobytes())
 
 
-@pytest.mark.parametrize("num_kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [5, pytest.param(40, marks=pytest.mark.slow)])
 def test_sigkill_in_the_middle_of_writes(tmp_path, num_kills):
     size, num_blocks = 1 << 19, 5
     max_bytes = 3 * (size + OVERHEAD)
@@ -549,12 +504,3 @@ def test_sigkill_in_the_middle_of_writes(tmp_path, num_kills):
             file.unlink()
     assert num_found >= num_kills
     assert num_left >= 1, "some writes were cut off"
-
-
-def test_sums_do_not_wrap(tmp_path):
-    """A sum below zero would read as a huge one, and evict everything."""
-    tier = DiskTier(tmp_path / "store", MAX_BYTES)
-    tier.save(BLOCK, DATA)
-    (tier.folder / "lock").write_bytes(bytes(8))
-    tier.failed(BLOCK)
-    assert noted_sum(tier.folder) == 0

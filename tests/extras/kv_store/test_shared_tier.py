@@ -1,12 +1,11 @@
 """The tier in shared memory: as the tier on disk, and its memory is freed with its last user."""
 
 import errno
+import gc
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import OrderedDict
@@ -18,8 +17,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-import nanovllm
-import nanovllm_extras
 from nanovllm_extras.kv_store import shared_slots, shared_tier
 from nanovllm_extras.kv_store.conversations import save_conversation
 from nanovllm_extras.kv_store.shared_tier import SharedTier
@@ -135,15 +132,11 @@ def test_engines_share_blocks_and_the_last_one_frees_the_memory(root):
     assert load(other, block_name(1)) == DATA.tobytes()
     other.close()
     assert not list(root.iterdir())
-
-
-def test_names_are_apart(root):
-    one, other = SharedTier("one", MAX_BYTES, root), SharedTier("other", MAX_BYTES, root)
-    one.save(BLOCK, DATA)
-    assert other.match([BLOCK]) == 0
-    one.close()
-    assert [folder.name for folder in root.iterdir()] == [f"nanovllm-kv-{os.geteuid()}-other"]
-    other.close()
+    unclosed = SharedTier("default", MAX_BYTES, root=root)
+    assert list(root.iterdir())
+    del unclosed
+    gc.collect()
+    assert not list(root.iterdir())
 
 
 def test_memory_of_killed_engines_is_found_again_or_freed(root):
@@ -166,27 +159,6 @@ def test_memory_of_killed_engines_is_found_again_or_freed(root):
     assert load(tier, BLOCK) == DATA.tobytes()
     assert list(root.iterdir()) == [folders["one"]], "no process uses the other one"
     tier.close()
-
-
-def test_a_process_that_ends_without_closing_frees_the_memory(root):
-    """In a new process, which imports nothing but the tier and so starts fast."""
-    folders = [os.path.dirname(package.__file__) for package in (nanovllm, nanovllm_extras)]
-    code = f"""
-import sys, types
-for name, folder in zip(("nanovllm", "nanovllm_extras"), {folders!r}):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [folder]
-from pathlib import Path
-import numpy as np
-from nanovllm_extras.kv_store.shared_tier import SharedTier
-from nanovllm_extras.records.tier import BlockName
-tier = SharedTier("default", 1000, root=Path({str(root)!r}))
-block = BlockName(bytes(32), bytes(16))
-tier.save(block, np.zeros(40, np.uint8))
-assert tier.match([block]) == 1 and "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert not list(root.iterdir())
 
 
 def test_engines_that_start_and_end_at_once(root):
@@ -269,14 +241,7 @@ def test_folders_that_are_not_this_users(root, monkeypatch):
         SharedTier("default", MAX_BYTES, root=root)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".x", "a\0", "ü", None, "x" * 101])
-def test_names_that_are_refused_here(root, name):
-    with pytest.raises(ValueError, match="`name` must be 1 to 100 letters, digits"):
-        SharedTier(name, MAX_BYTES, root)
-    assert not list(root.iterdir())
-
-
-def test_memory_that_is_not_there(root, caplog, monkeypatch):
+def test_memory_and_names_that_are_refused(root, caplog, monkeypatch):
     statistics = os.statvfs(root)
     too_many = statistics.f_blocks * statistics.f_frsize + 1
     with pytest.raises(ValueError, match=r"`max_bytes` must be at most \d+, the size of .*--shm-size"):
@@ -285,6 +250,9 @@ def test_memory_that_is_not_there(root, caplog, monkeypatch):
         SharedTier("default", "1", root=root)
     with pytest.raises(ValueError, match="the folder of shared memory, does not exist"):
         SharedTier("default", MAX_BYTES, root=root / "no")
+    for name in ("", "..", "../x", "a/b", ".x", "a\0", "ü", None, "x" * 101):
+        with pytest.raises(ValueError, match="`name` must be 1 to 100 letters, digits"):
+            SharedTier(name, MAX_BYTES, root)
     assert not list(root.iterdir())
     tier = SharedTier("default", MAX_BYTES, root=root)
 
@@ -334,7 +302,7 @@ def save_without_end(root, ready=None):
             tier.save(block_name(key), data[key])
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(25, marks=pytest.mark.slow)])
 def test_readers_find_whole_blocks_while_writers_replace_them_and_are_killed(root, num_kills):
     data = [block_data(key, LARGE).tobytes() for key in range(3)]
     tier = SharedTier("default", NUM_SLOTS * LARGE, root=root)

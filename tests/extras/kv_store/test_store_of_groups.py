@@ -9,14 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.extras.full_traffic import BeamMachine, OverlapMachine, SchedulerMachine
+from tests.extras.full_traffic import BeamMachine
 from tests.extras.grouped_fake_kv_cache import GroupedFakeKVCache
 from tests.extras.kv_groups.test_grouped_blocks import GroupedRun, GroupedSpeculativeRun, GroupedTraffic
 from tests.extras.kv_groups.test_grouped_layers import (
     MAX_TOKENS,
     ONE_TABLE,
     SWAP,
-    GroupedCheckpoints,
     check_greedy,
     is_grouped,
     make_llm,
@@ -56,14 +55,6 @@ class StoreMachine(StoreTraffic, BeamMachine):
     pass
 
 
-class OverlapStoreMachine(StoreTraffic, OverlapMachine):
-    pass
-
-
-class SpeculativeStoreMachine(StoreTraffic, SchedulerMachine):
-    make_run = SpeculativeGroupedStoreRun
-
-
 class EverythingMachine(StoreTraffic, BeamMachine):
     """Overlap, drafts, beams, swap and a store."""
 
@@ -73,10 +64,6 @@ class EverythingMachine(StoreTraffic, BeamMachine):
 
 TestTraffic = pytest.mark.examples(StoreMachine.TestCase)
 TestTraffic.settings = settings(SETTINGS, max_examples=examples(30))
-TestTrafficWithOverlap = pytest.mark.slow(OverlapStoreMachine.TestCase)
-TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(60))
-TestTrafficWithDrafts = pytest.mark.slow(SpeculativeStoreMachine.TestCase)
-TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(60))
 TestTrafficWithEverything = pytest.mark.slow(EverythingMachine.TestCase)
 TestTrafficWithEverything.settings = settings(SETTINGS, max_examples=examples(60))
 
@@ -131,27 +118,6 @@ def test_what_the_pool_has_behind_the_window_of_loaded_blocks_is_given_back():
 # ---- engines
 
 
-@pytest.fixture(scope="module")
-def grouped(tmp_path_factory):
-    return GroupedCheckpoints(tmp_path_factory.mktemp("grouped_store"))
-
-
-def engines():
-    """(model, options), of which the sweep takes all."""
-    names = ("gpt_oss", "gemma3", "smollm3", "gemma4_e2b", "gemma4_31b", "gemma4_26b")
-    for i, options in enumerate(
-        [
-            {"num_kv_blocks": 30},
-            {"num_kv_blocks": 23, "enable_overlap": True, "max_num_batched_tokens": 30},
-            {"num_kv_blocks": 23, "max_num_batched_tokens": 30, **SWAP},
-            {"num_kv_blocks": 6, "attention_backend": "cpu", "block_size": 16},
-        ]
-    ):
-        for name in names:
-            is_default = name == "gemma4_e2b" and i == 0
-            yield pytest.param(name, options, marks=[] if is_default else [pytest.mark.slow], id=f"{name}-{options}")
-
-
 def check_loads(llm, prompts, expected):
     """Serve prompts in turns, so that each turn evicts blocks of the one before."""
     for _ in range(2):
@@ -163,20 +129,21 @@ def check_loads(llm, prompts, expected):
     assert stats.num_failed_loads == stats.num_dropped_blocks == 0
 
 
-@pytest.mark.parametrize(("name", "options"), list(engines()))
-@pytest.mark.thinned
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gemma4_e2b", {"num_kv_blocks": 30}),
+        pytest.param("gemma4_31b", {"num_kv_blocks": 23, "max_num_batched_tokens": 30, **SWAP}, marks=pytest.mark.slow),
+        pytest.param(
+            "gemma3", {"num_kv_blocks": 6, "attention_backend": "cpu", "block_size": 16}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
 def test_engines_with_a_store_give_the_tokens_of_transformers(grouped, name, options):
     llm = make_llm(grouped.of(name)[0], kv_offloading_size=0.01, **options)
     assert is_grouped(llm)
     check_loads(llm, grouped.prompts(), grouped.greedy(name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"num_kv_blocks": 23}, {"num_kv_blocks": 23, **SWAP}], ids=str)
-def test_one_table_stores_the_k_and_v_of_both_shapes(grouped, options):
-    llm = make_llm(grouped.of("gemma4_e2b")[0], kv_offloading_size=0.01, **options, **ONE_TABLE)
-    assert not is_grouped(llm)
-    check_loads(llm, grouped.prompts(), grouped.greedy("gemma4_e2b"))
 
 
 def test_blocks_of_another_layout_are_not_found(grouped, tmp_path):

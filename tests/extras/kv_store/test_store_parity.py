@@ -1,12 +1,10 @@
 """Engines with a store give the tokens of engines without: float32 with PyTorch's layers, bfloat16 bit for bit on C."""
 
-import itertools
 import random
 
 import pytest
 
 from nanovllm_extras import Config, LLMEngine, SamplingParams
-from tests.conftest import examples
 from tests.extras.models.architectures import ARCHITECTURES, Checkpoints
 
 MEMORY = {"kv_offloading_size": 1e-2}
@@ -14,38 +12,19 @@ TORCH = {"attention_backend": "torch", "enforce_eager": True, "block_size": 4, "
 KERNELS = {"attention_backend": "cpu", "block_size": 16, "num_kv_blocks": 6, "dtype": "bfloat16"}
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 16}
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
-INT8 = {"kv_cache_dtype": "int8"}
-FP8 = {"kv_cache_dtype": "fp8"}
 OVERLAP = {"enable_overlap": True}
-MODELS = {"qwen3": "qwen3", "mistral": "mistral", "gemma3": "gemma3", "deepseek": "deepseek_v2"}
-VARIANTS = {
-    "plain": {},
-    "overlap": OVERLAP,
-    "swap": SWAP,
-    "ngram": NGRAM,
-    "int8": INT8,
-    "int8, overlap": INT8 | OVERLAP,
-    "fp8": FP8,
-    "fp8, overlap": FP8 | OVERLAP,
-    "swap, overlap, small budget": SWAP | OVERLAP | {"max_num_batched_tokens": 24},
-}
-LAYERS = {"torch": TORCH, "kernels": KERNELS}
-DEFAULT = [
-    ("mistral", "ngram", "kernels"),
-    ("gemma3", "swap", "kernels"),
-    ("deepseek", "plain", "kernels"),
-    ("qwen3", "fp8", "torch"),
+CASES = [  # (architecture, options); `test_pairs.py` has more with PyTorch's layers
+    ("mistral", KERNELS | NGRAM),
+    ("gemma3", KERNELS | SWAP),
+    ("deepseek_v2", KERNELS),
+    ("qwen3", KERNELS | OVERLAP | {"kv_cache_dtype": "int8"}),
+    ("qwen3", TORCH | {"kv_cache_dtype": "fp8"}),  # on a CPU only PyTorch's layers have fp8
 ]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     return Checkpoints(tmp_path_factory.mktemp("models"))
-
-
-def folder_of(models, name):
-    architecture = MODELS[name]
-    return models.make(architecture, next(iter(ARCHITECTURES[architecture].variants)))[0]
 
 
 def make_requests(seed, num_requests):
@@ -92,24 +71,17 @@ def tokens_of(answers):
     return {name: [token_ids for token_ids, _ in samples] for name, samples in answers.items()}
 
 
-def cases():
-    for case in itertools.product(MODELS, VARIANTS, LAYERS):
-        has_cache = case[0] != "deepseek" or "8" not in case[1]  # latents have no cache of 8 bits
-        if has_cache and ("fp8" not in case[1] or case[2] == "torch"):  # on a CPU only PyTorch's layers have fp8
-            yield pytest.param(*case, marks=[] if case in DEFAULT else [pytest.mark.slow])
-
-
-@pytest.mark.parametrize(("name", "variant", "layers"), list(cases()))
-@pytest.mark.thinned
-def test_tokens_are_those_without_a_store(models, name, variant, layers):
-    folder, options = folder_of(models, name), LAYERS[layers] | VARIANTS[variant]
-    requests = make_requests(seed=0, num_requests=max(12, examples(40)))
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_tokens_are_those_without_a_store(models, name, options):
+    folder = models.make(name, next(iter(ARCHITECTURES[name].variants)))[0]
+    requests = make_requests(seed=0, num_requests=12)
+    layers = KERNELS if options["attention_backend"] == "cpu" else TORCH
     same_numbers = {name: value for name, value in options.items() if name == "kv_cache_dtype"}
-    expected = serve(LLMEngine(Config(folder, **LAYERS[layers], **same_numbers)), requests)
+    expected = serve(LLMEngine(Config(folder, **layers, **same_numbers)), requests)
     engine = LLMEngine(Config(folder, **options, **MEMORY))
     answers = serve(engine, requests)
     assert tokens_of(answers) == tokens_of(expected)
-    if layers == "kernels":
+    if layers is KERNELS:
         assert answers == expected, "bit for bit"
     stats = engine.get_stats()
     assert stats.kv_store.num_loaded_blocks > 0

@@ -5,52 +5,35 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from tests.conftest import examples
-from tests.extras.full_traffic import BeamMachine, OverlapMachine, SchedulerMachine
+from tests.extras.full_traffic import BeamMachine, OverlapMachine
 from tests.extras.store_traffic import SpeculativeStoreRun, StoreRun
 from tests.scheduling_traffic import SETTINGS
 
 WINDOWS = st.sampled_from([None, None, 1, 3, 5, 9])
 
 
-class StoreMachine(BeamMachine):
+class WithStoreSeed:
+    windows = WINDOWS
+
+    def draw_options(self, data):
+        return super().draw_options(data) | {"store_seed": data.draw(st.sampled_from([None, 0, 1, 2]))}
+
+
+class OverlapStoreMachine(WithStoreSeed, OverlapMachine):
     make_run = StoreRun
-    windows = WINDOWS
-
-    def draw_options(self, data):
-        return super().draw_options(data) | {"store_seed": data.draw(st.sampled_from([None, 0, 1, 2]))}
 
 
-class OverlapStoreMachine(OverlapMachine):
-    make_run = StoreRun
-    windows = WINDOWS
-
-    def draw_options(self, data):
-        return super().draw_options(data) | {"store_seed": data.draw(st.sampled_from([None, 0, 1, 2]))}
-
-
-class SpeculativeStoreMachine(SchedulerMachine):
-    make_run = SpeculativeStoreRun
-    windows = WINDOWS
-
-    def draw_options(self, data):
-        return super().draw_options(data) | {"store_seed": data.draw(st.sampled_from([None, 0, 1, 2]))}
-
-
-class EverythingMachine(StoreMachine):
+class EverythingMachine(WithStoreSeed, BeamMachine):
     """Overlap, drafts, beams, swap and a store."""
 
     make_run = SpeculativeStoreRun
     overlap = True
 
 
-TestTraffic = pytest.mark.examples(StoreMachine.TestCase)
-TestTraffic.settings = settings(SETTINGS, max_examples=examples(60))
 TestTrafficWithOverlap = pytest.mark.examples(OverlapStoreMachine.TestCase)
-TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(60))
-TestTrafficWithDrafts = pytest.mark.examples(SpeculativeStoreMachine.TestCase)
-TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(60))
+TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(80))
 TestTrafficWithEverything = pytest.mark.examples(EverythingMachine.TestCase)
-TestTrafficWithEverything.settings = settings(SETTINGS, max_examples=examples(60))
+TestTrafficWithEverything.settings = settings(SETTINGS, max_examples=examples(80))
 
 
 def serve_twice(run, prompt, others, **params):

@@ -1,35 +1,16 @@
-"""The K/V store with a draft model, whose K and V are stored too.
-
-A model that drafts for itself is always right, if its own cache holds what it should after blocks were loaded.
-"""
+"""The K/V store with a draft model, whose K and V are stored too."""
 
 import pytest
 import torch
 
 from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
-from tests.conftest import examples
-from tests.extras.kv_store.test_store_parity import MEMORY, TORCH, make_requests, serve, tokens_of
+from tests.extras.kv_store.test_store_parity import MEMORY, TORCH
 
 
 def drafts_of(folder):
     model = {"model": str(folder), "num_speculative_tokens": 3, "disable_by_batch_size": 256}
     return {"speculative_config": model}
-
-
-@pytest.mark.parametrize("is_itself", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_tokens_are_those_without_a_store(checkpoints, tiny_checkpoint, is_itself):
-    folder, _ = tiny_checkpoint
-    draft = folder if is_itself else checkpoints.make(num_hidden_layers=1)[0]
-    requests = make_requests(seed=2, num_requests=max(12, examples(40)))
-    expected = serve(LLMEngine(Config(folder, **TORCH)), requests)
-    engine = LLMEngine(Config(folder, **TORCH, **MEMORY, **drafts_of(draft)))
-    assert tokens_of(serve(engine, requests)) == tokens_of(expected)
-    stats = engine.get_stats()
-    assert stats.kv_store.num_loaded_blocks > 0
-    assert (stats.num_draft_tokens == stats.num_accepted_tokens) == is_itself
-    assert stats.num_draft_tokens > 10
-    assert stats.num_free_blocks == stats.num_kv_blocks
 
 
 def test_a_tier_smaller_than_a_block_of_both_models_is_refused(tiny_checkpoint):

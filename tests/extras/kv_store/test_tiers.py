@@ -40,7 +40,8 @@ def test_memory_tier_is_a_bounded_dict_that_evicts_the_least_recently_used(calls
     tier, model = MemoryTier(3 * SIZE + 1), OrderedDict()
     for call, i in calls:
         if call == "save":
-            tier.save(name(i), data(i))
+            tier.save(name(i), saved := data(i))
+            saved[:] = 99  # the tier has a copy
             if i not in model and len(model) == 3:
                 model.popitem(last=False)
             model.setdefault(i, data(i).tolist())
@@ -70,13 +71,6 @@ def test_a_block_of_another_size_is_not_loaded():
     tier = MemoryTier(100)
     tier.save(name(1), data(1))
     assert not tier.load(name(1), np.zeros(SIZE - 1, dtype=np.uint8))
-
-
-def test_saved_data_is_a_copy():
-    tier, block = MemoryTier(100), data(1)
-    tier.save(name(1), block)
-    block[:] = 7
-    assert load(tier, name(1)) == data(1).tolist()
 
 
 def test_a_block_larger_than_the_tier_is_not_kept():
@@ -152,9 +146,8 @@ def seq_of(token_ids):
     return Sequence("a", token_ids, SamplingParams())
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_names_are_equal_exactly_if_the_prefixes_are(seed):
-    rng = random.Random(seed)
+def test_names_are_equal_exactly_if_the_prefixes_are():
+    rng = random.Random(0)
     by_name = {}
     for _ in range(60):
         tokens = [rng.randint(0, 1) for _ in range(12)]
