@@ -55,11 +55,6 @@ def quick_ranks(rank_threads, monkeypatch):
     return rank_threads
 
 
-@pytest.fixture(params=["gloo", "queues"])
-def any_ranks(request):
-    return request.getfixturevalue({"gloo": "rank_threads", "queues": "quick_ranks"}[request.param])
-
-
 @pytest.fixture(scope="session")
 def shareable(tmp_path_factory):
     return ShareableCheckpoints(tmp_path_factory.mktemp("shareable"))

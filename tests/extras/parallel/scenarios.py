@@ -4,7 +4,6 @@ A scenario prints {"seconds": …}, the time from its fault to the error that it
 asserted. How its process ends, and what it leaves, others look at (`many_faults.py`, `test_rank_faults.py`).
 """
 
-import asyncio
 import contextlib
 import gc
 import json
@@ -15,8 +14,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-
-import torch
 
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.machine.dead import EngineDeadError
@@ -150,23 +147,6 @@ def rank_fails_in_step(model, processor, kind, *reasons):
     llm.shutdown()
 
 
-def one_of_three_other_ranks_fails(model, kind, *reasons):
-    """The others, which lose a peer by it, are not blamed."""
-    fault = Fault("attention", "wait", 7)
-    llm = LLM(model, **options(4))
-    pids = worker_pids()
-    found = []
-
-    def kill():
-        fault.wait()
-        found.append(time.monotonic())
-        os.kill(pids[1], signal.SIGKILL)
-
-    threading.Thread(target=kill).start()
-    report(expect_dead(lambda: tokens_of(llm, LONG), "rank 2 has ended by SIGKILL") - found[0])
-    expect_nothing_left()
-
-
 def rank_fails_at_start(model, processor, kind, *reasons):
     fault = Fault(processor, kind)
     dead = expect_dead(lambda: LLM(model, **options()), "rank 1", *reasons)
@@ -175,30 +155,6 @@ def rank_fails_at_start(model, processor, kind, *reasons):
     fault.remove()
     with LLM(model, **options()) as llm:
         tokens_of(llm)
-    expect_nothing_left()
-
-
-def rank_cannot_be_started(model):
-    executable, sys.executable = sys.executable, "/nowhere/python"
-    begin = time.monotonic()
-    expect_dead(lambda: LLM(model, **options()), "/nowhere/python")
-    report(time.monotonic() - begin, 10)
-    sys.executable = executable
-    expect_nothing_left()
-
-
-def rank_killed_while_it_imports(model):
-    begins = []
-
-    def kill():
-        while not (pids := worker_pids()):
-            time.sleep(0.002)
-        time.sleep(0.2)
-        begins.append(time.monotonic())
-        os.kill(pids[0], signal.SIGKILL)
-
-    threading.Thread(target=kill).start()
-    report(expect_dead(lambda: LLM(model, **options()), "rank 1 has ended by SIGKILL") - begins[0])
     expect_nothing_left()
 
 
@@ -224,47 +180,6 @@ def rank_0_fails_in_forward_pass(model, error_name):
     llm.shutdown()
     with LLM(model, **options()) as llm:
         assert tokens_of(llm) == truth
-
-
-def rank_0_fails_at_logits(model):
-    """Behind the forward pass, and of a reader's logits: the others wait in a collective."""
-    llm = LLM(model, **options())
-    inner = llm.engine.runner.model.lm_head.inner
-    logits, begins, left = inner.logits, [], [1]
-
-    def fail(hidden):
-        left[0] -= 1
-        if left[0] < 0:
-            begins.append(time.monotonic())
-            raise MemoryError("planted")
-        return logits(hidden)
-
-    inner.logits = fail
-    with_reader = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
-    report(expect_dead(lambda: tokens_of(llm, with_reader), "rank 0 failed", "planted") - begins[0])
-    expect_nothing_left()
-
-
-def processor_of_a_request_fails(model):
-    """Such a request disturbs nobody: the engine goes on, with the same processes."""
-
-    def fail(output_token_ids, logits):
-        raise ZeroDivisionError("a processor of a request")
-
-    with LLM(model, **options()) as llm:
-        truth, pids = tokens_of(llm), worker_pids()
-        begin = time.monotonic()
-        for _ in range(3):
-            try:
-                tokens_of(llm, SamplingParams(temperature=0, max_tokens=8, logits_processors=[fail]))
-            except ZeroDivisionError:
-                pass
-            else:
-                raise AssertionError("no error")
-            assert tokens_of(llm) == truth
-        report(time.monotonic() - begin)
-        assert worker_pids() == pids
-    expect_nothing_left()
 
 
 # ---- ^C
@@ -432,12 +347,6 @@ def ends(model, how):
 
         llm.generate(PROMPTS, SamplingParams(max_tokens=20, logits_processors=[leave]), use_tqdm=False)
         raise AssertionError("no exit")
-    elif how == "exit with a paused stream":
-        stream = llm.stream(PROMPTS, LONG)
-        next(stream)
-        sys.modules["__main__"].stream = stream
-        report(time.monotonic() - begin)
-        return
     report(time.monotonic() - begin)
     expect_nothing_left()
 
@@ -468,85 +377,4 @@ def forks(model):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     report(took)
-    expect_nothing_left()
-
-
-def two_engines(model):
-    begin = time.monotonic()
-    with LLM(model, **options(1)) as alone:
-        truth = tokens_of(alone)
-    first, second = LLM(model, **options()), LLM(model, **options())
-    assert len(worker_pids()) == 2
-    results = {}
-
-    def generate(name, llm):
-        results[name] = [tokens_of(llm) for _ in range(5)]
-
-    threads = [threading.Thread(target=generate, args=pair) for pair in (("first", first), ("second", second))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {"first": [truth] * 5, "second": [truth] * 5}
-    first.shutdown()
-    assert tokens_of(second) == truth
-    second.shutdown()
-    expect_nothing_left()
-    with LLM(model, **options()) as third:
-        assert tokens_of(third) == truth
-    expect_nothing_left()
-    report(time.monotonic() - begin, 120)
-
-
-# ---- many consumers
-
-
-def async_engine(model, how):
-    from nanovllm_extras.serve.async_llm import AsyncLLM
-
-    fault = Fault("attention", "kill", 40) if how == "step" else None
-
-    async def tokens(llm, prompt, params=LONG):
-        outputs = [output async for output in llm.generate(prompt, params)]
-        return outputs[-1].outputs[0].token_ids
-
-    async def serve():
-        llm = AsyncLLM(model, **options())
-        await tokens(llm, PROMPTS[0], SamplingParams(temperature=0, max_tokens=2))
-        if how == "shutdown":
-            running = asyncio.create_task(tokens(llm, PROMPTS[0]))
-            await asyncio.sleep(0.05)
-            begin = time.monotonic()
-            llm.shutdown()
-            assert not worker_pids()
-            assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], EngineDeadError)
-            report(time.monotonic() - begin)
-            return
-        if how == "exit":
-            report(0)
-            asyncio.get_running_loop().create_task(tokens(llm, PROMPTS[0]))
-            await asyncio.sleep(0.05)
-            sys.exit(0)
-        if how == "idle":
-            begin = time.monotonic()
-            os.kill(worker_pids()[0], signal.SIGKILL)
-            while True:
-                try:
-                    await llm.check_health()
-                except EngineDeadError:
-                    break
-                await asyncio.sleep(0.001)
-        else:
-            ended = await asyncio.gather(*(tokens(llm, one) for one in PROMPTS), return_exceptions=True)
-            assert all(isinstance(one, EngineDeadError) for one in ended), ended
-            begin = fault.wait()["time"]
-        report(time.monotonic() - begin)
-        (ended,) = await asyncio.gather(tokens(llm, PROMPTS[0]), return_exceptions=True)
-        assert isinstance(ended, EngineDeadError)
-        assert "rank 1 has ended by SIGKILL" in str(ended)
-        llm.shutdown()
-
-    asyncio.run(serve())
-    gc.collect()
-    torch.set_num_threads(1)
     expect_nothing_left()

@@ -13,7 +13,6 @@ SIZES = {
     "hidden_size": 192,  # where six heads share the width, each has 32
     "intermediate_size": 96,
 }
-NUM_KV_HEADS = {2: (2, 1, 6), 3: (3, 6, 1)}  # number of ranks -> numbers to choose from
 LATENT = ("deepseek_v2", "deepseek_v3")
 
 

@@ -18,7 +18,6 @@ from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.parallel.communicator import CommunicationError, GlooCommunicator
 from nanovllm_extras.parallel.meeting import make_meeting
 from nanovllm_extras.parallel.shared_memory import BUFFER_BYTES, SharedMemoryCommunicator
-from tests.conftest import examples
 from tests.extras.parallel.ranks import KINDS, Ranks, after, child_of, threads_of
 from tests.extras.parallel.zygote import ROOT
 
@@ -31,29 +30,27 @@ def kind(request):
     return request.param
 
 
-@pytest.fixture(params=[2, 3])
-def size(request):
-    return request.param
+SIZE = 3  # ranks; engines of other tests have two
 
 
-def parts_of(size, shape, dtype, seed=0):
-    """[size, *shape]: whole numbers, whose sums all dtypes can hold"""
+def parts_of(shape, dtype, seed=0):
+    """[SIZE, *shape]: whole numbers, whose sums all dtypes can hold"""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-40, 41, (size, *shape), generator=generator).to(dtype)
+    return torch.randint(-40, 41, (SIZE, *shape), generator=generator).to(dtype)
 
 
-def normal_parts(size, *shape, dtype, seed=0):
-    return torch.randn(size, *shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def normal_parts(*shape, dtype, seed=0):
+    return torch.randn(SIZE, *shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 # ---- what the collectives return
 
 
-def test_collectives_of_all_dtypes_and_shapes(kind, size):
+def test_collectives_of_all_dtypes_and_shapes(kind):
     def check(ranks):
         for dtype in DTYPES:
             for shape in SHAPES:
-                parts = parts_of(size, shape, dtype)
+                parts = parts_of(shape, dtype)
                 x = parts[ranks.rank].clone()
                 assert ranks.all_reduce(x) is x
                 assert torch.equal(x.double(), parts.double().sum(0)), (dtype, shape)
@@ -66,39 +63,39 @@ def test_collectives_of_all_dtypes_and_shapes(kind, size):
                     assert gathered is x or ranks.rank == 0
                     assert torch.equal(gathered, torch.cat(list(parts), 1) if ranks.rank == 0 else parts[ranks.rank])
 
-    with threads_of(kind, size) as (_, run):
+    with threads_of(kind, SIZE) as (_, run):
         run(check)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("beyond", [-1, 0, 1])
-def test_tensors_of_about_the_size_of_a_buffer(size, dtype, beyond):
-    count = BUFFER_BYTES // dtype.itemsize + beyond
-
+def test_tensors_of_about_the_size_of_a_buffer(dtype):
     def check(ranks):
-        for shape in ((count,), (2 * count,), (3, count)):
-            parts = parts_of(size, shape, dtype)
-            assert torch.equal(ranks.all_reduce(parts[ranks.rank].clone()).double(), parts.double().sum(0))
-        guarded = torch.full((count + 64,), 7, dtype=dtype)
-        parts = parts_of(size, (count,), dtype)
-        ranks.all_reduce(guarded[32:-32].copy_(parts[ranks.rank]))
-        assert torch.equal(guarded[32:-32].double(), parts.double().sum(0))
-        assert (guarded[:32] == 7).all(), "nothing before the tensor is written"
-        assert (guarded[-32:] == 7).all(), "nor behind it"
+        for beyond in (-1, 0, 1):
+            count = BUFFER_BYTES // dtype.itemsize + beyond
+            for shape in ((count,), (2 * count,), (3, count)):
+                parts = parts_of(shape, dtype)
+                assert torch.equal(ranks.all_reduce(parts[ranks.rank].clone()).double(), parts.double().sum(0))
+            guarded = torch.full((count + 64,), 7, dtype=dtype)
+            parts = parts_of((count,), dtype)
+            ranks.all_reduce(guarded[32:-32].copy_(parts[ranks.rank]))
+            assert torch.equal(guarded[32:-32].double(), parts.double().sum(0))
+            assert (guarded[:32] == 7).all(), "nothing before the tensor is written"
+            assert (guarded[-32:] == 7).all(), "nor behind it"
 
-    with threads_of("shared memory", size, dtype) as (_, run):
+    with threads_of("shared memory", SIZE, dtype) as (_, run):
         run(check)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_sum_is_rounded_once(kind, size, dtype):
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_sum_is_rounded_once(kind, dtype):
     """The sum in float32 differs from that in float64 by less than a unit of float32, and is rounded to the dtype."""
-    parts = normal_parts(size, 4099, dtype=dtype)
-    with threads_of(kind, size, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32) as (_, run):
+    parts = normal_parts(4099, dtype=dtype)
+    with threads_of(kind, SIZE, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32) as (_, run):
         sums = run(lambda ranks: ranks.all_reduce(parts[ranks.rank].clone()))
     exact = parts.double().sum(0)
     error = (sums[0].double() - exact).abs()
-    bound = exact.abs() * torch.finfo(dtype).eps / 2 + parts.double().abs().sum(0) * size * 2.0**-24
+    bound = exact.abs() * torch.finfo(dtype).eps / 2 + parts.double().abs().sum(0) * SIZE * 2.0**-24
     assert (error <= bound).all()
     assert all(torch.equal(one, sums[0]) for one in sums)
 
@@ -106,7 +103,7 @@ def test_a_sum_is_rounded_once(kind, size, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_the_batch_or_the_communicator(dtype):
     """A row has the same sum by itself, at any place of a tensor, and by Gloo."""
-    parts = normal_parts(3, 70, 96, dtype=dtype)
+    parts = normal_parts(70, 96, dtype=dtype)
 
     def rows(ranks):
         own = parts[ranks.rank]
@@ -117,7 +114,7 @@ def test_bits_do_not_depend_on_the_batch_or_the_communicator(dtype):
 
     results = []
     for kind in KINDS:
-        with threads_of(kind, 3, dtype) as (_, run):
+        with threads_of(kind, SIZE, dtype) as (_, run):
             results += run(rows)
     assert all(torch.equal(one, results[0]) for one in results)
 
@@ -128,7 +125,7 @@ def random_collectives(ranks, count, seed=0):
     for step in range(count):
         n, m = script.choice([(1, 1), (1, 64), (7, 33), (64, 128), (3, 50_001)])
         dtype, call = script.choice(DTYPES), script.choice(["all_reduce", "all_reduce", "broadcast", "gather"])
-        parts = parts_of(ranks.size, (n, m), dtype, seed=step)
+        parts = parts_of((n, m), dtype, seed=step)
         if pauses.random() < 0.02:
             time.sleep(pauses.choice([0, 1e-4, 1e-3]))
         result = getattr(ranks, call)(parts[ranks.rank].clone())
@@ -138,19 +135,19 @@ def random_collectives(ranks, count, seed=0):
         assert torch.equal(result, expected), (step, call, n, m, dtype)
 
 
-def test_many_random_collectives_in_a_row(kind, size):
-    with threads_of(kind, size) as (_, run):
+def test_many_random_collectives_in_a_row(kind):
+    with threads_of(kind, SIZE) as (_, run):
         run(lambda ranks: random_collectives(ranks, 100))
 
 
 @pytest.mark.slow
-def test_hundreds_of_random_collectives_of_processes(tmp_path, kind, size):
-    ranks = Ranks(kind, size, tmp_path)
+def test_random_collectives_of_processes(tmp_path, kind):
+    ranks = Ranks(kind, SIZE, tmp_path)
     with contextlib.ExitStack() as children:
-        for rank in range(1, size):
-            children.enter_context(child_of(ranks, rank, lambda own: random_collectives(own, 300)))
+        for rank in range(1, SIZE):
+            children.enter_context(child_of(ranks, rank, lambda own: random_collectives(own, 200)))
         own = ranks.join(0)
-        random_collectives(own, 300)
+        random_collectives(own, 200)
         own.close()
         ranks.free()
 
@@ -169,8 +166,8 @@ def test_a_sleeper_is_woken():
         assert max(run(late)) < 2
 
 
-def test_rounds_may_overflow(size):
-    with threads_of("shared memory", size) as (together, run):
+def test_rounds_may_overflow():
+    with threads_of("shared memory", SIZE) as (together, run):
         for ranks in together:
             ranks._ranks.round = ranks._posts[ranks.rank].round = 2**32 - 10
         run(lambda ranks: random_collectives(ranks, 30))
@@ -193,11 +190,8 @@ def seconds_until_error(function):
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("call", ["all_reduce", "gather"])
-@pytest.mark.sparse
-def test_a_peer_that_is_killed_ends_the_waits_of_all(tmp_path, kind, size, call):
-    ranks = Ranks(kind, size, tmp_path)
+def test_a_peer_that_is_killed_ends_the_waits_of_all(tmp_path, kind):
+    ranks = Ranks(kind, SIZE, tmp_path)
 
     def wait(communicator):
         communicator.broadcast(torch.zeros(3))
@@ -208,12 +202,13 @@ def test_a_peer_that_is_killed_ends_the_waits_of_all(tmp_path, kind, size, call)
         communicator.broadcast(torch.zeros(3))
         time.sleep(60)
 
-    with child_of(ranks, size - 1, sleep) as pid, child_of(ranks, 1, wait) if size == 3 else after(60, print):
+    with child_of(ranks, 2, sleep) as pid, child_of(ranks, 1, wait):
         own = ranks.join(0)
         own.broadcast(torch.zeros(3))
         with after(0.1, lambda: os.kill(pid, signal.SIGKILL)):
-            assert seconds_until_error(lambda: getattr(own, call)(torch.zeros(1, 3))) < 5
-        assert seconds_until_error(lambda: own.broadcast(torch.zeros(3))) < 5, "and of later calls"
+            assert seconds_until_error(lambda: own.all_reduce(torch.zeros(1, 3))) < 5
+        for call in (own.broadcast, own.gather):
+            assert seconds_until_error(lambda call=call: call(torch.zeros(1, 3))) < 5, "and of later calls"
         own.close()
         ranks.free()
 
@@ -247,16 +242,15 @@ def test_close_ends_later_calls_and_may_be_called_twice(kind):
             assert seconds_until_error(lambda call=call: call(torch.zeros(1, 3))) < 5
 
 
-@pytest.mark.examples
-def test_who_closes_after_the_last_call_disturbs_nobody(kind, size):
+def test_who_closes_after_the_last_call_disturbs_nobody(kind):
     def all_reduce_and_close(ranks):
         x = ranks.all_reduce(torch.ones(1000))
         ranks.close()
         return x
 
-    for _ in range(examples(40)):
-        with threads_of(kind, size) as (_, run):
-            assert all((x == size).all() for x in run(all_reduce_and_close))
+    for _ in range(5):
+        with threads_of(kind, SIZE) as (_, run):
+            assert all((x == SIZE).all() for x in run(all_reduce_and_close))
 
 
 # ---- refusals
@@ -321,7 +315,7 @@ import torch
 from torch.distributed import FileStore
 from nanovllm_extras.parallel.communicator import GlooCommunicator
 rank = -1
-for i in range(4):
+for i in range(2):
     pids = []
     for rank in range(2):
         pids.append(os.fork())

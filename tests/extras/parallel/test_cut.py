@@ -18,7 +18,6 @@ from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.parallel.start_ranks import RankPart
-from nanovllm_extras.weights import cut as cut_module
 from nanovllm_extras.weights import load_model as weights
 from nanovllm_extras.weights.checkpoint import read_model_config
 from nanovllm_extras.weights.cut import Cut, Cutter, read_part, share_of
@@ -113,7 +112,7 @@ def pieces_of(part, cut):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @given(st.data())
-@settings(max_examples=examples(24), deadline=None, derandomize=True)
+@settings(max_examples=examples(16), deadline=None, derandomize=True)
 @pytest.mark.examples
 def test_the_parts_together_are_the_checkpoint(name, data):
     raw, size = data.draw(shared_networks(name))
@@ -150,9 +149,7 @@ def times_read(name, whole, part, size, shape):
     return size if whole == part else 1
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"), [(8, 4, 2), (8, 2, 4), (32, 8, 8), (12, 1, 6), (6, 6, 3), (16, 2, 8)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 4, 2), (12, 1, 6), (6, 6, 3), (16, 2, 8)])
 def test_each_query_head_finds_its_keys(heads, kv_heads, size):
     """Query head h attends to K and V head h // (heads / kv_heads), in the whole network and in each share."""
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": 96}
@@ -174,26 +171,6 @@ def test_each_query_head_finds_its_keys(heads, kv_heads, size):
 
 def rows_of(cut):
     return [row for start, stop in cut.spans for row in range(start, stop)]
-
-
-def test_the_table_in_the_docstring():
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 32}
-    whole, share, _ = networks(raw_config("llama", "plain", intermediate_size=64, **sizes), 2)
-    cuts = [Cutter(rank, 2).cuts_of_checkpoint(whole, share) for rank in (0, 1)]
-    expected = {
-        "self_attn.q_proj": (0, (0, 16), (16, 32)),
-        "self_attn.k_proj": (0, (0, 8), (8, 16)),
-        "self_attn.o_proj": (1, (0, 16), (16, 32)),
-        "mlp.gate_proj": (0, (0, 32), (32, 64)),
-        "mlp.down_proj": (1, (0, 32), (32, 64)),
-        "input_layernorm": (0, (0, 32), (0, 32)),
-    }
-    for name, (dim, *spans) in expected.items():
-        for rank in (0, 1):
-            found = cuts[rank][f"model.layers.0.{name}.weight"]
-            assert (found.dim, found.spans) == (dim, (spans[rank],)), name
-    for line in ("k_proj          [16, 32]     rows 0 … 7               rows 8 … 15", "columns 32 … 63"):
-        assert line in (cut_module.__doc__ or "")
 
 
 def test_a_part_of_several_spans_and_zeros():
@@ -304,10 +281,9 @@ def test_a_tensor_of_another_shape_is_named(shareable, rank_threads):
 # ---- dummy weights
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.sparse
-def test_dummy_weights_are_those_of_one_rank(shareable, name, dtype):
+def test_dummy_weights_are_those_of_one_rank(shareable, name):
+    dtype = torch.bfloat16 if len(name) % 2 else torch.float32
     variant = "biases" if "biases" in ARCHITECTURES[name].variants else next(iter(ARCHITECTURES[name].variants))
     folder, _ = shareable.make(name, variant, 1)
     for rank in range(3):

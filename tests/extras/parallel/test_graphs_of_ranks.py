@@ -13,7 +13,6 @@ import torch
 
 from nanovllm.plugins import OWN_BACKENDS
 from nanovllm_extras import Config, LLMEngine, PoolingParams, SamplingParams
-from nanovllm_extras.execution.chooser import Chooser
 from nanovllm_extras.execution.cuda_warm_up import draws, null_batch
 from nanovllm_extras.execution.device_setup import Device
 from nanovllm_extras.execution.full_runner import ModelRunner
@@ -22,10 +21,7 @@ from nanovllm_extras.parallel import start_ranks as start
 from nanovllm_extras.parallel.communicator import Communicator
 from nanovllm_extras.parallel.messages import Header, pack_step
 from nanovllm_extras.parallel.worker import compute_step
-from tests.extras.cuda.test_core_graphs import make_backends
 from tests.extras.cuda.test_graphs import draw_plainly, serve
-from tests.extras.kv_groups.test_grouped_layers import GroupedCheckpoints
-from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 
 COMMUNICATORS = {}  # by number: operations of PyTorch take no other objects
@@ -113,9 +109,8 @@ def make_engines(folder, enable_overlap, **others):
     return LLMEngine(config), LLMEngine(dataclasses.replace(config, tensor_parallel_size=2))
 
 
-@pytest.mark.parametrize("enable_overlap", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenizer, enable_overlap):
-    alone, engine = make_engines(with_tokenizer, enable_overlap)
+def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenizer):
+    alone, engine = make_engines(with_tokenizer, True)
     del recorders[0]  # of the engine with one rank
     assert serve(engine, REQUESTS) == serve(alone, REQUESTS)
     assert [recorder.num_recorded for recorder in recorders] == [4, 4]  # 1, 2, 4, 6 on both ranks
@@ -123,36 +118,9 @@ def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenize
     assert engine.runner.step_graphs is not None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "gemma4_e2b"])
-def test_replayed_decodes_of_groups_of_layers(recorders, monkeypatch, tmp_path, name):
-    """Each rank has static slots and block tables for each group."""
-    monkeypatch.setattr(Chooser, "make_backends", make_backends(GatherAttention, 4))
-    alone, engine = make_engines(GroupedCheckpoints(tmp_path).of(name)[0], True, block_size=4)
-    del recorders[0]
-    assert engine.scheduler.block_manager.num_groups > 1
-    requests = [(prompt, dataclasses.replace(params, max_tokens=25)) for prompt, params in REQUESTS]
-    assert serve(engine, requests) == serve(alone, requests)
-    assert recorders[0].num_replays == recorders[1].num_replays > 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("enable_overlap", [False, True])
-def test_replayed_decodes_with_states(recorders, tmp_path, enable_overlap):
-    """Rank 0 sends the slots with each batch, and each rank fills the buffers of its own graphs."""
-    pytest.importorskip("transformers.models.qwen3_5")
-    alone, engine = make_engines(HybridCheckpoints(tmp_path).make()[0], enable_overlap, block_size=4)
-    del recorders[0]
-    assert engine.runner.layout.pool is not None
-    requests = [(prompt, dataclasses.replace(params, max_tokens=25)) for prompt, params in REQUESTS]
-    assert serve(engine, requests) == serve(alone, requests)
-    assert recorders[0].num_replays == recorders[1].num_replays > 5
-
-
-@pytest.mark.parametrize("enable_overlap", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_what_is_read_of_prompts_keeps_all_ranks_from_replaying(recorders, with_tokenizer, enable_overlap):
+def test_what_is_read_of_prompts_keeps_all_ranks_from_replaying(recorders, with_tokenizer):
     """Prompts of one token are decodes. Only rank 0 knows that their hidden states are read."""
-    alone, engine = make_engines(with_tokenizer, enable_overlap)
+    alone, engine = make_engines(with_tokenizer, True)
     del recorders[0]
     requests = [([5 + i], PoolingParams(pooling="mean")) for i in range(3)]
     vectors = []

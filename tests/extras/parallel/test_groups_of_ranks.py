@@ -1,29 +1,23 @@
-"""Several ranks serve models whose layers form groups: the tokens of `transformers` in float32, and those of one rank.
+"""Several ranks serve models whose layers form groups: the tokens and scores of one rank.
 
-Each rank has its heads of all groups. The ranks are threads of this process. By default two cases run, and compare
-with one rank only; the sweep (`pytest -m slow`) takes all.
+Each rank has its heads of all groups. The ranks are threads of this process. `tests/extras/kv_groups` compares one rank
+with `transformers`, and `tests/extras/test_pairs.py` has drafts, a K/V store and more beside ranks.
 """
-
-import dataclasses
 
 import pytest
 import torch
 
-from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
-from nanovllm_extras.execution.full_runner import ModelRunner
+from nanovllm_extras import SamplingParams
 from nanovllm_extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
-from nanovllm_extras.parallel import messages, worker
 from nanovllm_extras.parallel import start_ranks as start
-from tests.extras.failing_request import isolating_engine, serve_beside_a_failing_one
+from nanovllm_extras.parallel import worker
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.kv_groups.test_grouped_layers import (
     FEW,
     GREEDY,
     MAX_TOKENS,
-    MODELS,
     ONE_TABLE,
     SWAP,
-    GroupedCheckpoints,
     blocks_of,
     is_grouped,
     logprobs,
@@ -31,18 +25,15 @@ from tests.extras.kv_groups.test_grouped_layers import (
 )
 from tests.extras.models.hybrid_checkpoints import continue_greedily
 
-ENGINES = {
-    "one token at a time": {"max_num_batched_tokens": 1, "block_size": 4},
-    "chunks": {"max_num_batched_tokens": 13, "block_size": 4},
-    "preemption": {"block_size": 4, **FEW},
-    "swap": {"block_size": 4, **FEW, **SWAP},
-    "overlap": {"max_num_batched_tokens": 11, "block_size": 4, "enable_overlap": True},
-    "overlap, swap": {"block_size": 4, "enable_overlap": True, **FEW, **SWAP},
-    "cpu": {"attention_backend": "cpu", "max_num_batched_tokens": 33, "block_size": 16},
-    "cpu, swap": {**FEW, **SWAP, "attention_backend": "cpu", "block_size": 16, "num_kv_blocks": 5},
-}
-NAMES = (*MODELS, "gemma4_e2b", "gemma4_31b", "gemma4_26b")
-DEFAULT_CASES = [("smollm3", "swap"), ("smollm3", "cpu"), ("gemma4_e2b", "chunks"), ("gemma4_26b", "swap")]
+CPU = {"attention_backend": "cpu", "block_size": 16}
+CASES = [  # (model, options)
+    ("gemma4_e2b", {"max_num_batched_tokens": 13}),
+    ("smollm3", {**CPU, "max_num_batched_tokens": 13}),
+    ("gemma4_26b", {**FEW, **SWAP, "num_kv_blocks": 8, "max_num_batched_tokens": 13}),
+    pytest.param("gpt_oss", {"enable_overlap": True, **FEW, **SWAP}, marks=pytest.mark.slow),
+    pytest.param("gemma4_31b", {**FEW, **SWAP, **CPU, "num_kv_blocks": 5}, marks=pytest.mark.slow),
+    pytest.param("gemma3", {"enable_overlap": True, "max_num_batched_tokens": 11}, marks=pytest.mark.slow),
+]
 SHARES = {  # (of the bytes of a block, of the number of blocks) that each of two ranks has: by default (1/2, 1)
     "smollm3": (1, 1),  # it has one head of K and V, which both ranks hold
     # one head of the two layers that see all tokens, which both ranks hold, and 2 of 4 heads of the others: a block has
@@ -50,11 +41,6 @@ SHARES = {  # (of the bytes of a block, of the number of blocks) that each of tw
     "gemma4_31b": (1, 3 / 4),
 }
 SAMPLED = SamplingParams(n=2, temperature=0.9, seed=5, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def grouped(tmp_path_factory):
-    return GroupedCheckpoints(tmp_path_factory.mktemp("grouped_ranks"))
 
 
 def greedy_of(llm, prompts):
@@ -75,35 +61,22 @@ def samples_of(llm, prompts):
     return [[sample.token_ids for sample in output.outputs] for output in outputs]
 
 
-@pytest.mark.parametrize(
-    ("name", "engine"),
-    [
-        pytest.param(name, engine, marks=[] if (name, engine) in DEFAULT_CASES else [pytest.mark.slow])
-        for i, name in enumerate(NAMES)
-        for j, engine in enumerate(ENGINES)
-        if (i + j) % 2 == 0 or (name, engine) in DEFAULT_CASES
-    ],
-)
-def test_ranks_give_the_tokens_of_transformers_and_of_one(grouped, request, name, engine):
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_ranks_give_the_tokens_of_one(grouped, request, name, options):
     """Prompts come twice, so prefixes are found in all groups. Samples of a prompt are forked on all ranks."""
-    is_cpu, is_default, options = engine.startswith("cpu"), (name, engine) in DEFAULT_CASES, ENGINES[engine]
+    is_cpu, options = "attention_backend" in options, {"num_kv_blocks": 60, **options}
     ranks = request.getfixturevalue("rank_threads" if is_cpu else "quick_ranks")
     if is_cpu:
         need_a_compiler(torch.float32)
-    some = slice(0, 3 if engine == "one token at a time" else 6)
-    if is_default:  # few requests and fewer blocks
-        some, few = (slice(0, 3), {"num_kv_blocks": 8}) if "swap" in engine else (slice(3, 5), {"num_kv_blocks": 60})
-        options = {**options, **few, "max_num_batched_tokens": 13}
-    folder, prompts = grouped.of(name)[0], grouped.prompts()[some]
+    is_tight, folder = options["num_kv_blocks"] < 60, grouped.of(name)[0]
+    prompts = grouped.prompts()[:3] if is_tight else grouped.prompts()[3:5]
     one = make_llm(folder, **options)
-    expected = greedy_of(one, prompts) if is_default else grouped.greedy(name)[some]
-    samples = samples_of(one, prompts[:1])
+    expected, samples = greedy_of(one, prompts), samples_of(one, prompts[:1])
     with make_llm(folder, tensor_parallel_size=2, **options) as llm:
         assert is_grouped(llm)
         assert llm.engine.description.startswith("block tables: one for ")
         check_greedy(llm, prompts, expected)
-        if not is_default:
-            check_greedy(llm, prompts[::-1], expected[::-1])
+        check_greedy(llm, prompts[::-1], expected[::-1])
         assert samples_of(llm, prompts[:1]) == samples
         stats, runner = llm.get_stats(), llm.engine.runner
         num_fused = sum(isinstance(module, CpuDecoderLayer) for module in runner.model.modules())
@@ -113,8 +86,8 @@ def test_ranks_give_the_tokens_of_transformers_and_of_one(grouped, request, name
     assert runner.kv_cache.bytes_per_block == of_bytes * whole.bytes_per_block
     assert runner.kv_cache.num_blocks == of_blocks * whole.num_blocks
     assert stats.num_window_blocks > 0
-    assert (stats.num_preemptions > 0) == (options.get("num_kv_blocks", 120) < 60)
-    assert (stats.num_swaps > 0) == ("swap" in engine)
+    assert (stats.num_preemptions > 0) == is_tight
+    assert (stats.num_swaps > 0) == is_tight
     assert stats.prefix_cache_hit_tokens > 0 or stats.num_preemptions, "few blocks are kept where preemptions are"
     assert [rank.wait(10) for rank in ranks] == [0]
 
@@ -150,81 +123,28 @@ def test_all_ranks_have_as_many_blocks(grouped, quick_ranks, monkeypatch):
         check_greedy(llm, prompts, greedy_of(make_llm(folder), prompts))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "gemma4_e2b"])
-def test_drafts_of_two_ranks_change_no_token(grouped, quick_ranks, name):
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "disable_by_batch_size": 8}
-    prompts, options = [prompt[:12] * 3 for prompt in grouped.prompts()[2:4]], {"max_num_batched_tokens": 64}
-    folder = grouped.of(name)[0]
-    expected = greedy_of(make_llm(folder, **options), prompts)
-    with make_llm(folder, tensor_parallel_size=2, speculative_config=drafts, **options) as llm:
-        assert is_grouped(llm)
-        check_greedy(llm, prompts, expected)
-        assert llm.get_stats().num_draft_tokens > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "table"), [("gemma3", {}), ("gemma4_e2b", {}), ("gemma4_31b", {}), ("gemma4_e2b", ONE_TABLE)], ids=str
-)
-def test_each_rank_stores_its_share_of_the_blocks_of_all_groups(grouped, quick_ranks, name, table):
-    options = {"num_kv_blocks": 30, "max_num_batched_tokens": 30, "kv_offloading_size": 0.01, **table}
-    prompts, expected = grouped.prompts(), grouped.greedy(name)
-    with make_llm(grouped.of(name)[0], tensor_parallel_size=2, **options) as llm:
-        assert is_grouped(llm) == (not table)
-        for some in [slice(4, 6), slice(0, 3), slice(3, 4)] * 2:
-            check_greedy(llm, prompts[some], expected[some])
-            assert llm.engine.parts.kv_store.saver.wait(5)
-        assert llm.get_stats().kv_store.num_loaded_blocks > 0
-
-
-@pytest.mark.slow
-def test_a_request_that_fails_does_not_change_the_blocks_of_others(grouped, quick_ranks):
-    folder, prompts = grouped.of("gemma3")[0], grouped.prompts()[:4]
-    config = Config(model=folder, device="cpu", dtype="float32", attention_backend="torch", block_size=4,
-                    num_kv_blocks=120, max_num_seqs=8, max_num_batched_tokens=16, tensor_parallel_size=2)  # fmt: skip
-    engine = isolating_engine(config)
-
-    tokens = serve_beside_a_failing_one(engine, prompts, GREEDY)
-    assert tokens == [token_ids for token_ids, _ in greedy_of(make_llm(folder), prompts)]
-
-
-@pytest.mark.parametrize(
-    ("name", "num_caches"),
-    [
-        pytest.param("gemma3", 1, marks=pytest.mark.slow),
-        ("gemma4_e2b", 2),
-        pytest.param("gemma4_26b", 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "num_caches"), [("gemma3", 1), ("gemma4_e2b", 2)])
 def test_all_ranks_have_one_table_if_rank_0_has(grouped, quick_ranks, monkeypatch, name, num_caches):
-    """There is a KV cache for each shape of K and V."""
+    """As beside a draft model, which only rank 0 has. There is a KV cache for each shape of K and V."""
     runners, folder, prompts = keep_runners(monkeypatch), grouped.of(name)[0], grouped.prompts()[:3]
-    with make_llm(folder, tensor_parallel_size=2, **ONE_TABLE) as llm:
+    drafts = {"model": str(grouped.of("gemma3")[0]), "num_speculative_tokens": 2, "disable_by_batch_size": 8}
+    options = {"speculative_config": drafts} if name == "gemma3" else ONE_TABLE
+    with make_llm(folder, tensor_parallel_size=2, **options) as llm:
+        runners = [llm.engine.runner, *runners]
         assert not is_grouped(llm)
-        assert [len(one.kv_caches) for one in (llm.engine.runner, *runners)] == [num_caches] * 2
-        assert [one.layout.layer_groups for one in (llm.engine.runner, *runners)] == [None] * 2
+        assert [len(one.kv_caches) for one in runners] == [num_caches] * 2
+        assert [one.layout.layer_groups for one in runners] == [None] * 2
         assert llm.engine.description.startswith("one block table for all layers (")
         check_greedy(llm, prompts, greedy_of(make_llm(folder), prompts))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "gemma4_e2b"])
-def test_ranks_that_are_processes(grouped, name):
-    folder, prompts = grouped.of(name)[0], grouped.prompts()
-    with make_llm(folder, tensor_parallel_size=2) as llm:
-        assert is_grouped(llm)
-        check_greedy(llm, prompts, grouped.greedy(name))
-
-
-@pytest.mark.parametrize("name", ["gemma4_31b", pytest.param("gemma4_odd", marks=pytest.mark.slow)])
-def test_more_ranks_than_heads_hold_the_same_ones(grouped, quick_ranks, name):
-    """Four ranks. Layers that see all tokens have one head of K and V, and the others have four heads, or two."""
-    (folder, model), prompt = grouped.of(name), grouped.prompts()[2]
+def test_more_ranks_than_heads_hold_the_same_ones(grouped, quick_ranks):
+    """Four ranks. Layers that see all tokens have one head of K and V, and the others have four heads."""
+    (folder, model), prompt = grouped.of("gemma4_31b"), grouped.prompts()[2]
     with make_llm(folder, tensor_parallel_size=4) as llm:
-        assert [group.num_kv_heads for group in llm.engine.runner.shape.kv_groups] == [4 if "31b" in name else 2, 1]
+        assert [group.num_kv_heads for group in llm.engine.runner.shape.kv_groups] == [4, 1]
         assert {backend.num_kv_heads for backend in llm.engine.runner.backends} == {1}
-        assert f"with {4 if '31b' in name else 2} heads of 32" in llm.engine.description, "those of all ranks"
+        assert "with 4 heads of 32" in llm.engine.description, "those of all ranks"
         check_greedy(llm, [prompt], [continue_greedily(model, prompt, MAX_TOKENS)])
 
 
@@ -241,56 +161,3 @@ def test_each_rank_has_its_rows_of_the_layers_own_embeddings(grouped, quick_rank
     tables = [shares[rank].model.model.embed_tokens_per_layer.inner.weight for rank in range(4)]
     whole = one.engine.runner.model.model.embed_tokens_per_layer.weight
     assert torch.equal(torch.cat(tables), torch.cat([whole, whole.new_zeros(2, 7 * 16)]))
-
-
-# ---- planted faults
-
-
-def change_metadata_on_rank_1(monkeypatch, change):
-    def unpack_step(header, values):
-        batch = messages.unpack_step(header, values)
-        return dataclasses.replace(batch, metadata=change(batch.metadata))
-
-    monkeypatch.setattr(worker, "unpack_step", unpack_step)
-
-
-def rank_1_reads_one_table(monkeypatch):
-    change_metadata_on_rank_1(monkeypatch, lambda metadata: metadata.of_groups()[1])
-
-
-def windows_in_another_order_on_rank_1(monkeypatch):
-    change_metadata_on_rank_1(
-        monkeypatch, lambda metadata: dataclasses.replace(metadata, window_tables=metadata.window_tables[::-1])
-    )
-
-
-def no_copies_on_rank_1(monkeypatch):
-    right = ModelRunner.run
-
-    def run(self, batch, is_replayed=None):
-        if self.part.communicator.rank:
-            batch.copies.clear()
-        return right(self, batch, is_replayed)
-
-    monkeypatch.setattr(ModelRunner, "run", run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "plant",
-    [rank_1_reads_one_table, windows_in_another_order_on_rank_1, no_copies_on_rank_1],
-    ids=lambda plant: plant.__name__,
-)
-def test_planted_faults_are_seen(grouped, quick_ranks, monkeypatch, plant):
-    folder, prompts = grouped.of("gemma3")[0], grouped.prompts()
-    expected = samples_of(make_llm(folder), prompts)
-    plant(monkeypatch)
-    with make_llm(folder, tensor_parallel_size=2) as llm:
-        assert samples_of(llm, prompts) != expected
-
-
-def test_models_of_one_kind_of_layer_have_one_table(quick_ranks):
-    with LLM(TINY_QWEN3, device="cpu", tensor_parallel_size=2, attention_backend="torch", num_kv_blocks=20) as llm:
-        runner = llm.engine.runner
-        assert (len(runner.kv_caches), runner.layout.layer_groups, runner.layout.pool) == (1, None, None)
-        assert not is_grouped(llm)

@@ -14,35 +14,20 @@ from nanovllm_extras import LLM, Config, LLMEngine
 from nanovllm_extras.kv_store import share
 from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.parallel import nodes
-from tests.conftest import examples
-from tests.extras.kv_store.test_store_parity import NGRAM, OVERLAP, SWAP, TORCH, make_requests, serve, tokens_of
-from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
+from tests.extras.kv_store.test_store_parity import NGRAM, OVERLAP, TORCH, make_requests, serve, tokens_of
 from tests.extras.parallel.rank_threads import RankThread
 from tests.extras.parallel.test_store_of_ranks import disk, share_of_rank_1
 
 MEMORY = {"kv_offloading_size": 400 * 2048 / 2**30}
-STATES = {"state_snapshot_interval": 2, "num_kv_blocks": 40}
 CASES = {  # name -> (kind of model, options)
     "memory, ngram": ("Qwen3", MEMORY | NGRAM),
-    "folder, overlap": ("Qwen3", OVERLAP),
-    "memory and folder, swap": ("Qwen3", MEMORY | SWAP),
-    "memory, a draft model": ("Qwen3", MEMORY),
-    "states": ("Qwen3_5", STATES | OVERLAP),
-    "states, memory and folder": ("Qwen3_5", STATES | MEMORY),
-    "states, swap, ngram": ("Qwen3_5", STATES | NGRAM | {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}),
-    "states of convolutions": ("Lfm2", STATES),
+    "states, folder, overlap": ("Qwen3_5", {"state_snapshot_interval": 2, "num_kv_blocks": 40} | OVERLAP),
 }
-DEFAULT = ("folder, overlap", "states", "memory, ngram")
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory, tiny_checkpoint):
-    def find(kind):
-        return (
-            tiny_checkpoint[0] if kind == "Qwen3" else HybridCheckpoints(tmp_path_factory.mktemp(kind), kind).make()[0]
-        )
-
-    return find
+@pytest.fixture
+def folder_of(all_hybrids, tiny_checkpoint):
+    return lambda kind: tiny_checkpoint[0] if kind == "Qwen3" else all_hybrids[kind].make()[0]
 
 
 @pytest.fixture
@@ -74,15 +59,11 @@ def two_machines(rank_threads, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize(
-    "case", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_one_rank(folder_of, two_machines, tmp_path, case):
     kind, options = CASES[case]
     options = TORCH | options | (disk(tmp_path / "blocks") if "folder" in case else {})
-    if "draft model" in case:
-        options["speculative_config"] = {"model": str(folder_of(kind)), "num_speculative_tokens": 2}
-    requests = make_requests(seed=2, num_requests=max(12, examples(40)))
+    requests = make_requests(seed=2, num_requests=12)
     expected = tokens_of(serve(LLMEngine(Config(folder_of(kind), **TORCH | {"num_kv_blocks": 60})), requests))
     with two_machines(folder_of(kind), **options) as engine:
         assert tokens_of(serve(engine, requests)) == expected

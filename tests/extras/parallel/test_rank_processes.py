@@ -55,15 +55,3 @@ def test_the_bundled_model_with_drafts(nothing_left):
         llm.engine.scheduler.drafter.max_rows = 64
         assert answers(llm) == expected
         assert llm.get_stats().num_draft_tokens > 0
-
-
-@pytest.mark.slow
-def test_three_ranks_by_gloo(shareable, nothing_left):
-    folder, _ = shareable.make("llama", "biases", 1)
-    options = {"attention_backend": "torch", "device": "cpu", "enable_overlap": True, "block_size": 4}
-    options |= {"num_kv_blocks": 9, "preemption_mode": "swap", "swap_space_bytes": 1 << 16}
-    expected = answers(LLM(folder, **options))
-    with LLM(folder, tensor_parallel_size=3, **options) as llm:
-        assert answers(llm) == expected
-        assert llm.engine.description.endswith("3 ranks (gloo)")
-        assert llm.get_stats().num_swaps > 0

@@ -1,52 +1,24 @@
 """Several ranks give what one rank gives, whatever is asked for, and the greedy tokens of `transformers`, in float32.
 
 One module for all architectures. A case is an architecture's variant with a number of ranks, of K and V heads, and one
-configuration of the engine. By default each architecture has one case, so that the cases meet each configuration; the
-sweep (`pytest -m slow`) takes all variants but those of positions. The ranks are threads of this process.
+configuration of the engine. By default five cases meet each configuration; the sweep (`pytest -m slow`) has a case of
+each other architecture. The ranks are threads of this process.
 """
-
-import itertools
 
 import pytest
 import torch
 
 from nanovllm_extras import LLM, BeamSearchParams, PoolingParams, SamplingParams
 from tests.extras.kernels.processors import need_a_compiler
-from tests.extras.models.architectures import ARCHITECTURES, NO_FIELDS
-from tests.extras.parallel.shareable import NUM_KV_HEADS, likeliest
+from tests.extras.parallel.shareable import likeliest
 
+SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}
 ENGINES = {
     "chunks": {"max_num_batched_tokens": 17, "block_size": 3, "num_kv_blocks": 120},
     "overlap": {"max_num_batched_tokens": 40, "block_size": 8, "num_kv_blocks": 60, "enable_overlap": True},
-    "preemption": {"max_num_batched_tokens": 64, "block_size": 4, "num_kv_blocks": 26},
-    "drafts": {
-        "max_num_batched_tokens": 64,
-        "block_size": 4,
-        "num_kv_blocks": 60,
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_min": 1,
-            "disable_by_batch_size": 99,
-        },
-    },
-    "swap": {
-        "max_num_batched_tokens": 64,
-        "block_size": 4,
-        "num_kv_blocks": 26,
-        "preemption_mode": "swap",
-        "swap_space_bytes": 1 << 20,
-    },
-    "overlap, swap": {
-        "max_num_batched_tokens": 30,
-        "block_size": 4,
-        "num_kv_blocks": 26,
-        "enable_overlap": True,
-        "preemption_mode": "swap",
-        "swap_space_bytes": 1 << 20,
-    },
+    "swap": {"max_num_batched_tokens": 64, "block_size": 4, "num_kv_blocks": 26, **SWAP},
     "cpu": {"attention_backend": "cpu", "max_num_batched_tokens": 33, "block_size": 16, "num_kv_blocks": 40},
-    "cpu, overlap, preemption": {
+    "cpu, preemption": {
         "attention_backend": "cpu",
         "max_num_batched_tokens": 64,
         "block_size": 16,
@@ -54,28 +26,24 @@ ENGINES = {
         "enable_overlap": True,
     },
 }
-KINDS = {
-    "cpu": "shared_memory",
-    "cpu, overlap, preemption": "shared_memory",
-    "overlap": "gloo",
-}  # queues for the others
+KINDS = {"cpu": "shared_memory", "cpu, preemption": "shared_memory", "overlap": "gloo"}  # queues for the others
 FEW = (26, 8)  # blocks
-DEFAULT_VARIANTS = {  # biases and tied embeddings are among them
-    "llama": "biases",
-    "mistral": "short window",
-    "qwen2": "tied",
-    "qwen3": "biases",
-    "gemma3": "capped",
-    "phi3": "partial",
-    "qwen3_moe": "a dense layer",
-    "mixtral": "plain",
-    "deepseek_v2": "biases",
-    "deepseek_v3": "yarn with mscales",
-    "gpt_oss": "clamped",
-    "granite": "factors",
-    "smollm3": "biases",
-}
-ONLY_IN_THE_SWEEP = ("gpt_oss", "granite", "smollm3")  # their layers are of the kinds of others
+CASES = [  # (architecture, variant, number of ranks, of K and V heads, engine)
+    ("llama", "biases", 2, 2, "chunks"),
+    ("qwen2", "tied", 2, 1, "overlap"),
+    ("gemma3", "capped", 2, 6, "swap"),
+    ("qwen3_moe", "a dense layer", 2, 2, "cpu"),
+    ("deepseek_v2", "biases", 2, 1, "cpu, preemption"),
+    ("mixtral", "plain", 3, 6, "cpu"),
+    ("deepseek_v3", "yarn with mscales", 3, 6, "chunks"),
+    ("gpt_oss", "clamped", 2, 2, "cpu"),
+    ("granite", "factors", 3, 3, "cpu, preemption"),
+    ("phi3", "partial", 3, 1, "swap"),
+    ("mistral", "short window", 3, 3, "cpu"),
+    ("smollm3", "biases", 2, 1, "cpu"),
+    ("qwen3", "biases", 4, 2, "overlap"),  # of four ranks two hold the same K and V head
+]
+NUM_DEFAULT = 5
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 STEM = [(37 * i) % 251 + 3 for i in range(48)]
 PROMPTS = [STEM[:9], STEM[20:36], STEM[:33], STEM]  # three begin alike
@@ -102,36 +70,12 @@ REQUESTS = [
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)
 
 
-OF_POSITIONS = {
-    *("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"),
-    *("sliding_window", "use_sliding_window", "max_window_layers", *NO_FIELDS),
-}
-
-
-def is_of_positions(overrides):
-    """Return whether a variant changes only RoPE or masks, which each rank computes as a single rank does."""
-    return bool(overrides) and set(overrides) <= OF_POSITIONS
-
-
 def cases():
-    """(architecture, variant, number of ranks, number of K and V heads, engine)"""
-    next_engine = {is_default: itertools.cycle(ENGINES) for is_default in (True, False)}
-    next_heads = {key: itertools.cycle(NUM_KV_HEADS[key[0]]) for key in itertools.product((2, 3), (True, False))}
-    for i, (name, architecture) in enumerate(ARCHITECTURES.items()):
-        for j, variant in enumerate(architecture.variants):
-            is_default = variant == DEFAULT_VARIANTS[name]
-            if is_of_positions(architecture.variants[variant]) and not is_default:
-                continue
-            is_run = is_default and i % 2 == 0 and name not in ONLY_IN_THE_SWEEP
-            marks = [] if is_run else [pytest.mark.slow]
-            size = 2 + (i if is_default else i + j) % 2
-            engine, heads = next(next_engine[is_default]), next(next_heads[size, is_default])
-            yield pytest.param(name, variant, size, heads, engine, marks=marks, id=f"{name}-{variant}-{size}-{engine}")
-    # of four ranks two hold the same K and V head
-    yield pytest.param("qwen3", "biases", 4, 2, "chunks", marks=pytest.mark.slow, id="qwen3-biases-4-chunks")
+    for i, case in enumerate(CASES):
+        yield pytest.param(*case, marks=[pytest.mark.slow] * (i >= NUM_DEFAULT), id="-".join(map(str, case)))
 
 
-def serve(llm, variant):
+def serve(llm):
     """Everything that may be asked for: ({what: tokens}, {what: numbers})"""
     tokens, numbers = {}, {}
     for again in (False, True):  # then prefixes are cached
@@ -146,14 +90,12 @@ def serve(llm, variant):
         outputs = llm.embed(PROMPTS, PoolingParams(pooling=pooling), use_tqdm=False)
         for i, output in enumerate(outputs):
             numbers |= {(pooling, i, j): x for j, x in enumerate(output.outputs.embedding)}
-    if variant != "window of one":  # where beams in another order have the same probability
-        beams = llm.beam_search(PROMPTS[:1], BEAMS)
-        tokens["beams"] = [[sequence.tokens for sequence in output.sequences] for output in beams]
+    beams = llm.beam_search(PROMPTS[:1], BEAMS)
+    tokens["beams"] = [[sequence.tokens for sequence in output.sequences] for output in beams]
     return tokens, numbers
 
 
 @pytest.mark.parametrize(("name", "variant", "size", "num_kv_heads", "engine"), list(cases()))
-@pytest.mark.thinned
 def test_ranks_give_what_one_gives(shareable, request, name, variant, size, num_kv_heads, engine):
     kind = KINDS.get(engine)
     ranks = request.getfixturevalue("quick_ranks" if kind is None else "rank_threads")
@@ -161,9 +103,9 @@ def test_ranks_give_what_one_gives(shareable, request, name, variant, size, num_
         need_a_compiler(torch.float32)
     folder, model = shareable.make(name, variant, num_kv_heads, num_heads=8 if size == 4 else 6)
     options = {**shareable.options(name, variant), "attention_backend": "torch", **ENGINES[engine]}
-    expected = serve(LLM(folder, **options), variant)
+    expected = serve(LLM(folder, **options))
     with LLM(folder, tensor_parallel_size=size, **options) as llm:
-        found, stats = serve(llm, variant), llm.get_stats()
+        found, stats = serve(llm), llm.get_stats()
         description, window = llm.engine.description, llm.engine.parts.model_config.widest_window
         gives_back = "windows of" in description or (window is not None and window <= 60)  # blocks behind a window
     assert found[0] == expected[0]

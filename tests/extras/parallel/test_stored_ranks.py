@@ -61,12 +61,9 @@ def test_two_ranks_have_the_tokens_of_one(quick_ranks, tmp_path, name):
     check_ranks(tmp_path / "model", is_rounded="fp8" not in name)
 
 
-@pytest.mark.parametrize(
-    "name", ["gptq, symmetric, groups of 32", pytest.param("awq, groups of 64", marks=pytest.mark.slow)]
-)
-def test_kernels_of_two_ranks(rank_threads, tmp_path, name):
+def test_kernels_of_two_ranks(rank_threads, tmp_path):
     need_a_compiler(torch.float32)
-    write(tmp_path / "model", *FORMATS[name])
+    write(tmp_path / "model", *FORMATS["gptq, symmetric, groups of 32"])
     check_ranks(tmp_path / "model", is_rounded=True, attention_backend="cpu")
 
 
@@ -81,15 +78,7 @@ def test_one_scale_for_each_output_is_cut_anywhere(quick_ranks, tmp_path):
         assert scores[0] == pytest.approx(wanted[0], abs=0.3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "form"),
-    [
-        ("Qwen3_5", "awq"),
-        ("Qwen3_5", "fp8"),
-        pytest.param("Qwen3_5", "gptq", marks=pytest.mark.slow),
-        pytest.param("Gemma4", "fp8", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("kind", "form"), [("Qwen3_5", "awq"), pytest.param("Gemma4", "fp8", marks=pytest.mark.slow)])
 def test_states_and_several_shapes(quick_ranks, tmp_path_factory, tmp_path, kind, form):
     """The products of 96 inputs stay in floats: half of them are one group and a half."""
     models = Models(tmp_path_factory.mktemp("models"))
@@ -120,18 +109,16 @@ def test_a_cut_through_a_group_is_refused(rank_threads, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
-def test_files_of_llama_cpp(quick_ranks, tmp_path, kind):
+def test_files_of_llama_cpp(quick_ranks, tmp_path):
     pytest.importorskip("gguf")
     from tests.extras.quantization.test_gguf import write as write_file
 
-    write_file(tmp_path / "model", TINY_QWEN3, kind=kind)
-    check_ranks(tmp_path / "model", is_rounded=kind != "F16", load_format="gguf")
+    write_file(tmp_path / "model", TINY_QWEN3, kind="Q4_0")
+    check_ranks(tmp_path / "model", is_rounded=True, load_format="gguf")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "variant"), [("Qwen3_5", "plain"), ("Qwen3_5Moe", "plain"), ("Gemma4", "plain"),
-                                               ("Gemma4", "experts")])  # fmt: skip
+@pytest.mark.parametrize(("kind", "variant"), [("Qwen3_5Moe", "plain"), ("Gemma4", "experts")])
 def test_files_of_other_models(quick_ranks, tmp_path_factory, tmp_path, kind, variant):
     """In floats, as 96 inputs are no whole blocks for each rank. Heads are in another order there."""
     pytest.importorskip("gguf")
@@ -145,11 +132,10 @@ def test_files_of_other_models(quick_ranks, tmp_path_factory, tmp_path, kind, va
 # ---- random weights
 
 
-@pytest.mark.parametrize("name", ["pack-quantized, zeros", "fp8, one scale"])
-def test_random_weights_are_those_of_one_rank(quick_ranks, tmp_path, name):
-    write(tmp_path / "model", *{**FORMATS, **FLOATS}[name])
+def test_random_weights_are_those_of_one_rank(quick_ranks, tmp_path):
+    write(tmp_path / "model", *FORMATS["pack-quantized, zeros"])
     (tmp_path / "model" / "model.safetensors").unlink()
-    check_ranks(tmp_path / "model", is_rounded="fp8" not in name, load_format="dummy")
+    check_ranks(tmp_path / "model", is_rounded=True, load_format="dummy")
 
 
 # ---- one weight

@@ -27,7 +27,7 @@ def main():
 
     import torch.fx.experimental.symbolic_shapes  # noqa: F401 (what drivers need)
 
-    import nanovllm_extras.serve.async_llm  # noqa: F401
+    from nanovllm_extras import LLM  # noqa: F401
 
     faulthandler.enable()
 
