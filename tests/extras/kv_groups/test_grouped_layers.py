@@ -98,10 +98,10 @@ CASES = [  # (model, options)
     ("gemma3", {**SWAP, **FEW}),
     ("smollm3", {"block_size": 1, "num_kv_blocks": 480, "max_num_batched_tokens": 64}),
     ("gemma4_e2b", {"enable_overlap": True, **FEW, "max_num_batched_tokens": 11}),
-    ("gemma4_26b", TIGHT_CPU),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
+            ("gemma4_26b", TIGHT_CPU),
             ("smollm3", TIGHT_CPU),
             ("gemma4_31b", {"max_num_batched_tokens": 7}),
             ("gemma4_odd", {**CPU, "num_kv_blocks": 30}),

@@ -199,7 +199,7 @@ def gather(monkeypatch, block_size):
     replace_backends(monkeypatch, test_core_graphs.GatherAttention, block_size)
 
 
-@pytest.mark.parametrize("name", ["smollm3", "gemma4_e2b"])
+@pytest.mark.parametrize("name", [pytest.param("smollm3", marks=pytest.mark.slow), "gemma4_e2b"])
 def test_replayed_steps_give_the_tokens_of_transformers(grouped, monkeypatch, name):
     folder, prompts, expected = requests_of(grouped, name)
     gather(monkeypatch, 4)

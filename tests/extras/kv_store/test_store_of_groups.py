@@ -132,7 +132,7 @@ def check_loads(llm, prompts, expected):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("gemma4_e2b", {"num_kv_blocks": 30}),
+        pytest.param("gemma4_e2b", {"num_kv_blocks": 30}, marks=pytest.mark.slow),
         pytest.param("gemma4_31b", {"num_kv_blocks": 23, "max_num_batched_tokens": 30, **SWAP}, marks=pytest.mark.slow),
         pytest.param(
             "gemma3", {"num_kv_blocks": 6, "attention_backend": "cpu", "block_size": 16}, marks=pytest.mark.slow

@@ -14,9 +14,9 @@ SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 16}
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
 OVERLAP = {"enable_overlap": True}
 CASES = [  # (architecture, options); `test_pairs.py` has more with PyTorch's layers
-    ("mistral", KERNELS | NGRAM),
+    pytest.param("mistral", KERNELS | NGRAM, marks=pytest.mark.slow),
     ("gemma3", KERNELS | SWAP),
-    ("deepseek_v2", KERNELS),
+    pytest.param("deepseek_v2", KERNELS, marks=pytest.mark.slow),
     ("qwen3", KERNELS | OVERLAP | {"kv_cache_dtype": "int8"}),
     ("qwen3", TORCH | {"kv_cache_dtype": "fp8"}),  # on a CPU only PyTorch's layers have fp8
 ]

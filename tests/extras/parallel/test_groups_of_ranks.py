@@ -30,7 +30,7 @@ CASES = [  # (model, options)
     ("gemma4_e2b", {"max_num_batched_tokens": 13}),
     ("smollm3", {**CPU, "max_num_batched_tokens": 13}),
     ("gemma4_26b", {**FEW, **SWAP, "num_kv_blocks": 8, "max_num_batched_tokens": 13}),
-    pytest.param("gpt_oss", {"enable_overlap": True, **FEW, **SWAP}, marks=pytest.mark.slow),
+    pytest.param("gpt_oss", {"enable_overlap": True, **FEW, **SWAP, "num_kv_blocks": 8}, marks=pytest.mark.slow),
     pytest.param("gemma4_31b", {**FEW, **SWAP, **CPU, "num_kv_blocks": 5}, marks=pytest.mark.slow),
     pytest.param("gemma3", {"enable_overlap": True, "max_num_batched_tokens": 11}, marks=pytest.mark.slow),
 ]

@@ -59,7 +59,7 @@ def two_machines(rank_threads, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("memory, ngram", marks=pytest.mark.slow), "states, folder, overlap"])
 def test_tokens_are_those_of_one_rank(folder_of, two_machines, tmp_path, case):
     kind, options = CASES[case]
     options = TORCH | options | (disk(tmp_path / "blocks") if "folder" in case else {})

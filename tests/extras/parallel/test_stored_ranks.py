@@ -18,8 +18,7 @@ from tests.extras.quantization.packers import write
 from tests.extras.quantization.test_stored_weights import FLOATS, FORMATS
 
 PROMPTS = [[5, 7, 11, 200], [3] * 20, list(range(40, 70))]
-EQUAL = ("awq, groups of 64", "gptq, symmetric, groups of 32", "pack-quantized, zeros", "fp8 in other blocks",
-         "fp8, one scale")  # fmt: skip
+EQUAL = ("awq, groups of 64", "pack-quantized, zeros", "fp8 in other blocks")
 
 
 def check_ranks(folder, is_rounded, prompts=PROMPTS, **options):

@@ -126,9 +126,9 @@ def tokens_of(llm, prompts, params=GREEDY):
 
 CASES = [  # (model, options); states are not stored with drafts
     ("qwen3_5", {**TIGHT, **SWAP}),
-    ("lfm2", {"max_num_batched_tokens": 7, "state_snapshot_interval": 1}),
     ("gemma4", {"kv_offloading_size": 0.01}),
-    ("mistral", TIGHT),
+    pytest.param("lfm2", {"max_num_batched_tokens": 7, "state_snapshot_interval": 1}, marks=pytest.mark.slow),
+    pytest.param("mistral", TIGHT, marks=pytest.mark.slow),
     pytest.param("gemma3", {"attention_backend": "cpu", "block_size": 16}, marks=pytest.mark.slow),
     pytest.param("gemma4", {**TIGHT, **SWAP}, marks=pytest.mark.slow),
 ]

@@ -137,6 +137,7 @@ def test_a_draft_model_follows_graphs_of_whole_steps(with_tokenizer, monkeypatch
 # ---- a head of the model
 
 
+@pytest.mark.slow
 def test_drafts_of_a_head_are_those_of_the_reference(heads):
     folder, model, head = heads.make()
     config = {"method": "mtp", "num_speculative_tokens": 3, "disable_by_batch_size": FEW_SEQS}

@@ -145,7 +145,7 @@ def check_draws(model, head, draws, is_greedy=True):
 
 
 CASES = [
-    {"max_num_batched_tokens": 64, "block_size": 1, "num_kv_blocks": 90},
+    pytest.param({"block_size": 1, "num_kv_blocks": 90}, marks=pytest.mark.slow),
     {"num_kv_blocks": TINY_POOLS[4], "preemption_mode": "swap", "swap_space_bytes": 1 << 20},
     {"max_num_batched_tokens": 13, "state_snapshot_interval": 1},
     pytest.param(
