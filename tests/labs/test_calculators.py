@@ -63,7 +63,6 @@ def test_bad_arguments_are_refused(hub_cache, run_main, capsys, module, argument
         (waste, ()),
         (roofline, ("--read-gb-s", 30, "--tflops", 0.4, "--launch-us", 3)),
         (chunk_size, ("--cost", 5, 20, 5)),
-        (hit_rate, ()),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -81,7 +80,7 @@ def waste_of(contexts, block_size):
     return 1 - sum(contexts) / reserved
 
 
-@pytest.mark.parametrize("block_size", [1, 7, 16, 256])
+@pytest.mark.parametrize("block_size", [1, 16])
 def test_waste_is_what_the_last_blocks_do_not_hold(block_size):
     workload = make_workload("tiny", [5, 30], [40, 3], vocab_size=1000, shared_len=0)
     contexts = [*range(5, 5 + 40), *range(30, 30 + 3)]  # in the step of its n-th output, a request holds prompt + n - 1
@@ -89,19 +88,6 @@ def test_waste_is_what_the_last_blocks_do_not_hold(block_size):
     assert waste.waste_of_blocks(slots) == pytest.approx(waste_of(contexts, block_size))
     assert waste.mean_stored(slots) == pytest.approx(sum(contexts) / len(contexts))
     assert (waste_of(contexts, block_size) == 0) == (block_size == 1)
-
-
-def test_waste_counts_a_prompt_that_two_steps_share():
-    workload = make_workload("long", [4000] * 3, [5] * 3, vocab_size=1000, shared_len=0)
-    contexts = [*range(4000, 4005)] * 3 + [8192 - 2 * 4000]  # what the first step's budget leaves for the third
-    slots = waste.count_slots(workload, 256, 4096)
-    assert waste.waste_of_blocks(slots) == pytest.approx(waste_of(contexts, 256))
-
-
-def test_the_formula_is_exact_where_a_last_block_is_filled_from_empty_to_full():
-    workload = make_workload("one", [1], [5 * 16], vocab_size=1000, shared_len=0)
-    slots = waste.count_slots(workload, 16, 128)
-    assert waste.expected_waste(16, waste.mean_stored(slots)) == pytest.approx(waste.waste_of_blocks(slots))
 
 
 def test_ranges_are_counted_slot_by_slot():
@@ -121,15 +107,6 @@ def test_ranges_are_counted_slot_by_slot():
     assert waste.waste_by_rule(waste.count_slots(workload, 16, 100)) == {
         rule: pytest.approx(shares) for rule, shares in expected.items()
     }
-
-
-def test_performance_md_tells_the_measured_waste(run_main):
-    lines = run_main(waste, "--block-size", 16, 256)
-    measured = [float(line.split()[-1].strip("%")) for line in lines if re.match(r"(16|256) +\d", line)]
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    row = next(row for row in text.splitlines() if "calculators.waste" in row)
-    told = [float(figure) for figure in re.findall(r"([\d.]+) % with blocks", row)]
-    assert measured == [pytest.approx(told[0], abs=0.005), pytest.approx(told[1], abs=0.05)]
 
 
 # ---- users_fit
@@ -154,25 +131,9 @@ def test_users_of_qwen3_06b_by_hand(hub_cache, run_main):
     ]
 
 
-def test_activations_by_hand():
-    """Of 10 tokens: input and residual of 1024, gate and up of 3072 each; q, k and v have only 4096 together."""
-    shape = users_fit.find_architecture(users_fit.read_config(QWEN3_06B))[1]
-    assert users_fit.count_activations(shape, 10, 3, 2) == 10 * (2 * 1024 + 2 * 3072) * 2 + 3 * 151_936 * 4
-
-
-def test_behind_a_window_more_tokens_take_no_more_memory(tmp_path, run_main):
-    save_config(tmp_path, "mistral", "short window")
-    lines = run_main(users_fit, "--model", tmp_path, "--memory", "1GiB", "--mean-len", 100, "--context-len", 9, 90, 900)
-    windowed = [line.split() for line in lines if "window of 9" in line]
-    assert len(windowed) > 1
-    assert all(len(set(cells[-3:])) == 1 for cells in windowed)
-    full = next(line.split() for line in lines if line.startswith("GQA of 2  "))
-    assert len(set(full[-3:])) == 3
-
-
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("llama", "MQA"), ("gemma3", "plain"), ("qwen3_moe", "a dense layer"), ("deepseek_v3", "plain")],
+    [("gemma3", "plain"), ("qwen3_moe", "a dense layer"), ("deepseek_v3", "plain")],
 )
 def test_parameters_equal_transformers(tmp_path, name, variant):
     model_class, config = save_config(tmp_path, name, variant)
@@ -206,23 +167,14 @@ def test_a_step_of_qwen3_06b_by_hand():
     assert (step.total, step.waits_for) == (step.reading, "reading")
 
 
-@pytest.mark.parametrize("context_len", [2, 100, 500])
-def test_at_the_ridge_arithmetic_takes_over(context_len):
+def test_at_the_ridge_arithmetic_takes_over():
+    context_len = 100
     ridge = roofline.find_ridge(QWEN3, context_len, 2, RATES)
     below, above = (
         roofline.step_times(QWEN3, batch_size, context_len, 2, RATES, 1e-9)
         for batch_size in (int(ridge), int(ridge) + 1)
     )
     assert (below.waits_for, above.waits_for) == ("reading", "arithmetic")
-
-
-def test_with_a_long_context_there_is_no_ridge(run_main):
-    assert roofline.find_ridge(QWEN3, 4096, 2, RATES) is None
-    assert roofline.step_times(QWEN3, 5000, 4096, 2, RATES, 1e-9).waits_for == "reading"
-    lines = run_main(roofline, "--read-gb-s", 30, "--tflops", 0.4, "--launch-us", 3, "--batch-size", 1, 64)
-    assert [line.split()[-1] for line in lines if re.match(r"(1|64) ", line)] == ["reading", "reading"]
-    assert any(re.match(r" +4,096 tokens +never", line) for line in lines)
-    assert any(re.match(r" +256 tokens +\d", line) for line in lines)
 
 
 # ---- chunk_size
@@ -253,21 +205,6 @@ def test_a_smaller_budget_cuts_the_second_prompt_into_chunks():
     assert found.tpots == pytest.approx([steps[1], sum(steps[3:]) / 2])
 
 
-def test_a_user_sends_the_next_request_when_the_last_is_answered():
-    workload = make_workload("three", [3, 5, 4], [1, 1, 1], vocab_size=1000, shared_len=0)
-    found = chunk_size.model(workload, 1, 100, COST)
-    assert found.ttfts == pytest.approx(seconds_of((3, 6), (5, 15), (4, 10)))
-    assert (found.tpots, found.itls) == ([], [])
-
-
-def test_smaller_chunks_shorten_gaps_and_lengthen_the_wait(run_main):
-    lines = run_main(chunk_size, "--cost", 5, 20, 5, "--budget", 64, 2048, "--num-requests", 48)
-    small, large = ([float(cell) for cell in line.replace(",", "").split()] for line in lines[-2:])
-    assert small[1] > large[1]  # the median TTFT
-    assert small[4] < large[4]  # the longest gaps
-    assert small[5] < large[5]  # tokens per second
-
-
 def test_a_fit_finds_the_cost_and_takes_no_negative_part():
     work = [(1, 10), (16, 100), (128, 9000), (1000, 500_000), (1, 2000)]
     cost = chunk_size.Cost(6e-4, 2e-5, 2e-8)
@@ -276,15 +213,6 @@ def test_a_fit_finds_the_cost_and_takes_no_negative_part():
     without_pairs = chunk_size.fit([(tokens, pairs, 6e-4 + 2e-5 * tokens - 1e-12 * pairs) for tokens, pairs in work])
     assert without_pairs.per_pair == 0
     assert (without_pairs.fixed, without_pairs.per_token) == pytest.approx((6e-4, 2e-5), rel=0.01)
-
-
-@pytest.mark.slow
-def test_the_engine_itself_is_measured(run_main):
-    lines = run_main(chunk_size, "--budget", 256, "--measure", 256, "--num-requests", 8, "--long-len", 300)
-    assert "fitted to 16 steps" in lines[1]
-    modelled, measured = lines[-2:]
-    assert measured.startswith("256 measured")
-    assert all(float(cell.replace(",", "")) > 0 for cell in [*modelled.split()[1:], *measured.split()[2:]])
 
 
 # ---- hit_rate
@@ -338,16 +266,6 @@ def test_the_conversation_that_waited_longest_is_evicted_first():
     assert stats.num_evicted_blocks == 2 + 6
 
 
-def test_the_table_ends_with_a_cache_that_evicts_nothing(run_main):
-    sizes = ("--num-users", 6, "--num-turns", 3, "--message-len", 8, "--answer-len", 8, "--system-len", 32)
-    lines = run_main(hit_rate, *sizes, "--num-kv-blocks", 8, 16, "--think-steps", 20)
-    rates = [float(line.split()[2].strip("%")) for line in lines[-3:]]
-    evicted = [int(line.split()[3].replace(",", "")) for line in lines[-3:]]
-    assert rates == sorted(rates)
-    assert rates[0] < rates[-1]
-    assert evicted[0] > evicted[-1] == 0
-
-
 # ---- kv_transfer
 
 
@@ -356,15 +274,6 @@ def prompt_flops(model, num_tokens):
     cache = model.cache
     values = cache.num_layers * cache.num_heads * cache.head_values  # of keys and values, for one position
     return sum(2 * model.num_weights + 2 * (position + 0.5) * values for position in range(num_tokens))
-
-
-def test_bytes_of_tokens_by_hand():
-    found = {model.cache.name: model.bytes_per_token for model in kv_transfer.MODELS}
-    assert found == {
-        "Qwen3-0.6B": 28 * 2 * 8 * 128 * 2,
-        "Llama 3 70B": 80 * 2 * 8 * 128 * 2,
-        "DeepSeek-V3": 61 * (512 + 64) * 2,
-    }
 
 
 @pytest.mark.parametrize("model", kv_transfer.MODELS, ids=lambda model: model.cache.name)
@@ -384,13 +293,6 @@ def test_weights_of_the_layers_are_those_of_the_network():
     assert users_fit.count_parameters(QWEN3_06B) - embedding == pytest.approx(qwen.num_weights, rel=0.01)
     layer = 2 * 8192 * 64 * 128 + 2 * 8192 * 8 * 128 + 3 * 8192 * 28672  # q and o; k and v; the MLP
     assert 80 * layer == pytest.approx(llama.num_weights, rel=0.01)
-
-
-def test_kv_transfer_prints_its_rates(run_main):
-    lines = run_main(kv_transfer, "--tokens", 1000, "--gbits", 8, "--tflops", 100)
-    assert lines[0] == "a prompt of 1,000 tokens, in milliseconds; computed at 100 TFLOP/s"
-    row = next(line.split() for line in lines if line.startswith("Qwen3-0.6B"))
-    assert row[1:4] == ["114,688", "1.0", "114.7"]
 
 
 # ---- state_bytes
@@ -423,13 +325,6 @@ def test_a_config_json_has_the_sizes_of_the_engines_caches():
         pool = llm.engine.runner.layout.pool
         assert shape.bytes_of_state == pool.bytes_per_slot == llm.get_stats().states.bytes_per_slot
         assert shape.bytes_per_token * 4 == cache.bytes_per_block
-
-
-def test_state_bytes_prints_the_memory_of_sequences(run_main):
-    lines = run_main(state_bytes, "--tokens", 1024)
-    rows = {re.split(r" {2,}", line)[0]: re.split(r" {2,}", line)[1:] for line in lines}
-    assert rows["Qwen3-0.6B"] == ["-", "0.109", "112"]
-    assert [line.split()[-1] for line in lines if line.startswith("Qwen3.5-0.8B")] == ["31", "48", "1,590"]
 
 
 def test_calculators_of_k_and_v_refuse_states(run_main, capsys):

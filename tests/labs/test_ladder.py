@@ -21,7 +21,7 @@ from labs import (
     recompute,
     static_batch,
 )
-from labs.ladder import compare_programs, compare_with_claims, make_requests, plot
+from labs.ladder import compare_programs, compare_with_claims, plot
 from labs.model import TINY_QWEN3, Model
 from tests.conftest import hf_greedy
 
@@ -37,7 +37,6 @@ PROGRAMS = {
     "prefix_cache": lambda folder: prefix_cache.Engine(folder, 20, 4, 16),
     "one_file": lambda folder: one_file.Engine(folder, 20, 4, 16),
     "engine": lambda folder: engine_options.Engine(folder, 20, 4, 16),
-    "engine, fast layers": lambda folder: engine_options.Engine(folder, 20, 4, 16, fast_layers=True),
     "engine, overlap": lambda folder: engine_options.Engine(folder, 20, 4, 16, fast_layers=True, overlap=True),
 }
 
@@ -83,14 +82,6 @@ def test_each_program_is_greedy_decoding(program, tiny_checkpoint, expected_of):
 
 
 POOLS = ["on_demand", "mixed_batches", "prefix_cache", "one_file"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", POOLS)
-@pytest.mark.parametrize("seed", range(4, 11))
-@pytest.mark.thinned
-def test_random_pools(program, seed, tiny_checkpoint):
-    check_random_pool(program, seed, tiny_checkpoint)
 
 
 @pytest.mark.parametrize("program", POOLS)
@@ -181,7 +172,7 @@ def test_a_prompt_is_cut_into_chunks_while_another_sequence_decodes(tiny_checkpo
 # ---- the prefix cache
 
 
-@pytest.mark.parametrize(("num_tokens", "num_found"), [(18, 16), (17, 16), (16, 12)])
+@pytest.mark.parametrize(("num_tokens", "num_found"), [(17, 16), (16, 12)])
 @pytest.mark.parametrize("program", [prefix_cache, one_file])
 def test_what_is_cached_is_not_computed_again(program, num_tokens, num_found, tiny_checkpoint):
     """The last token is always computed, because a step needs its logits."""
@@ -253,7 +244,7 @@ def test_answers_begin_with_the_most_likely_tokens(forked, tiny_checkpoint):
     assert engine.generate(prompts, 8) == expected[::3], "one answer is greedy"
 
 
-@pytest.mark.parametrize(("num_tokens", "n", "num_copies"), [(6, 1, 0), (6, 2, 1), (6, 4, 3), (8, 4, 0), (9, 3, 2)])
+@pytest.mark.parametrize(("num_tokens", "n", "num_copies"), [(6, 1, 0), (6, 4, 3), (8, 4, 0)])
 def test_only_a_shared_block_that_is_partly_filled_is_copied(num_tokens, n, num_copies, forked, tiny_checkpoint):
     engine, steps = forked()
     prompt = list(range(5, 5 + num_tokens))
@@ -281,13 +272,6 @@ def test_the_only_owner_that_is_left_does_not_copy(forked, tiny_checkpoint):
     assert engine.num_copies == 0
 
 
-def test_answers_of_one_token_need_no_blocks_of_their_own(forked, tiny_checkpoint):
-    engine, steps = forked()
-    prompt = list(range(5, 11))
-    assert engine.generate([prompt], 1, n=5) == simple_answers(tiny_checkpoint[0], [prompt], [1], 5)
-    assert (len(steps), engine.num_copies) == (1, 0)
-
-
 def test_a_pool_for_one_answer_computes_several(forked, tiny_checkpoint):
     """Five blocks hold one answer of 20 tokens. The others are preempted, and find the prompt's full blocks again."""
     prompt = list(range(5, 15))
@@ -297,22 +281,7 @@ def test_a_pool_for_one_answer_computes_several(forked, tiny_checkpoint):
     assert engine.scheduler.num_cached_tokens >= 8
 
 
-@pytest.mark.parametrize("what", ["the copy", "the new block"])
-def test_a_missing_copy_changes_answers(what, forked, tiny_checkpoint, monkeypatch):
-    """The comparison with the simplest program notices both halves of copy-on-write."""
-    prompts = [list(range(first, first + 6)) for first in (5, 40, 90)]
-    expected = simple_answers(tiny_checkpoint[0], prompts, [12] * 3, 3)
-    engine, _ = forked()
-    assert engine.generate(prompts, 12, n=3) == expected
-    if what == "the copy":
-        monkeypatch.setattr(one_file.Engine, "copy_blocks", lambda self: self.scheduler.block_manager.copies.clear())
-    else:
-        monkeypatch.setattr(one_file.BlockManager, "try_grow", prefix_cache.BlockManager.try_grow)
-    engine, _ = forked()
-    assert engine.generate(prompts, 12, n=3) != expected
-
-
-@pytest.mark.parametrize("n", [0, -1, 301])
+@pytest.mark.parametrize("n", [0, 301])
 def test_the_number_of_answers_is_checked(n, forked):
     engine, _ = forked()
     with pytest.raises(ValueError, match=f"n must be >= 1 and <= 300, .*got {n}"):
@@ -325,22 +294,13 @@ def test_the_number_of_answers_is_checked(n, forked):
 EMPTY, TOO_LONG = [([], 1), ([1], 0)], [([1] * 200, 1), ([1], 200)]  # `recompute.py` keeps nothing: all lengths fit
 
 
-@pytest.mark.parametrize(
-    ("program", "prompt", "max_tokens"),
-    [("recompute", *case) for case in EMPTY]
-    + [(program, *case) for program in list(PROGRAMS)[1:9] for case in EMPTY + TOO_LONG],
-)
-def test_what_does_not_fit_is_refused(program, prompt, max_tokens, tiny_checkpoint):
-    folder, _ = tiny_checkpoint
-    engine = PROGRAMS[program](folder)
-    with pytest.raises(ValueError, match="prompt and max_tokens must be >= 1"):
-        engine.generate([[1, 2], prompt], [3, max_tokens])
+@pytest.mark.parametrize("program", list(PROGRAMS)[:9])
+def test_what_does_not_fit_is_refused(program, tiny_checkpoint):
+    engine = PROGRAMS[program](tiny_checkpoint[0])
+    for prompt, max_tokens in EMPTY + (TOO_LONG if program != "recompute" else []):
+        with pytest.raises(ValueError, match="prompt and max_tokens must be >= 1"):
+            engine.generate([[1, 2], prompt], [3, max_tokens])
     assert len(engine.generate([[1, 2]], 3)[0]) <= 3, "the refused requests are gone"
-
-
-def test_the_one_file_has_at_most_360_lines():
-    with open(one_file.__file__, encoding="utf-8") as file:
-        assert len(file.readlines()) <= 360
 
 
 def test_neighbours_differ_in_one_idea():
@@ -357,10 +317,9 @@ def test_neighbours_differ_in_one_idea():
         assert 30 < num_changed <= 120, f"{name}.py differs in {num_changed} lines from the program before it"
 
 
-@pytest.mark.parametrize("program", [mixed_batches, prefix_cache, one_file])
-def test_sizes_are_checked(program, tiny_checkpoint):
+def test_sizes_are_checked(tiny_checkpoint):
     with pytest.raises(ValueError, match="block_size must be >= 1, got 0"):
-        program.Engine(tiny_checkpoint[0], num_blocks=4, block_size=0, max_num_batched_tokens=8)
+        one_file.Engine(tiny_checkpoint[0], num_blocks=4, block_size=0, max_num_batched_tokens=8)
 
 
 @pytest.mark.parametrize(
@@ -376,12 +335,6 @@ def test_the_network_says_which_models_it_reads(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"plain Qwen3 models, got model_type {config['model_type']!r}"):
         Model(tmp_path)
-
-
-def test_requests_of_the_ladder_without_a_tokenizer(tiny_checkpoint):
-    prompts, limits = make_requests(Model(tiny_checkpoint[0]), 5)
-    assert len({tuple(prompt) for prompt in prompts}) == len(limits) == 5
-    assert len({tuple(prompt[:48]) for prompt in prompts}) == 1, "they begin alike"
 
 
 @pytest.mark.slow
@@ -413,7 +366,7 @@ def test_the_ladder(capsys, tmp_path):
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("options", [[], ["--fast-layers"], ["--fast-layers", "--overlap"]])
+@pytest.mark.parametrize("options", [[], ["--fast-layers", "--overlap"]])
 def test_options_do_not_change_the_answers(options, run_main):
     questions = ["What is the KV cache?", "Who are you?"]
     model = Model(TINY_QWEN3)

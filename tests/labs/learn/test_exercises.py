@@ -114,11 +114,10 @@ def test_each_mistake_is_found_and_explained(name, i, tmp_path):
     """The planted cases suffice, so that a machine which is too slow for all random ones finds it, too."""
     exercise = BUILDS[name]
     mistake = exercise.mistakes[i]
-    for num_random in (0, 150):
-        report = check(exercise, mistake.apply(exercise.solution), tmp_path, num_random)
-        assert not report.passed
-        assert report.mistake == mistake.name.en
-        assert mistake.why.en in report.paragraphs
+    report = check(exercise, mistake.apply(exercise.solution), tmp_path, num_random=0)
+    assert not report.passed
+    assert report.mistake == mistake.name.en
+    assert mistake.why.en in report.paragraphs
 
 
 @pytest.mark.slow
@@ -132,18 +131,16 @@ def test_each_wrong_number_is_explained(name, tmp_path):
         assert wrong.why.en in report.paragraphs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, one in BUILDS.items() if type(one) is Build])
-def test_there_are_six_mistakes_and_two_other_right_answers(name):
-    exercise = BUILDS[name]
-    assert len(exercise.mistakes) >= 6
-    assert len(list(OTHER_ANSWERS.glob(f"{name}__*.py"))) >= 2
+def test_there_are_six_mistakes_and_another_right_answer():
+    builds = {name: len(one.mistakes) for name, one in BUILDS.items() if type(one) is Build}
+    assert min(builds.values()) >= 6
+    assert {file.stem for file in OTHER_ANSWERS.glob("*.py")} >= set(builds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(OTHER_ANSWERS.glob("*.py")), ids=lambda file: file.stem)
-def test_right_answers_that_are_built_differently_pass(file, tmp_path):
-    report = check(EXERCISES[file.stem.split("__")[0]], file.read_text(encoding="utf-8"), tmp_path, num_random=150)
+def test_a_right_answer_that_is_built_differently_passes(file, tmp_path):
+    report = check(EXERCISES[file.stem], file.read_text(encoding="utf-8"), tmp_path, num_random=50)
     assert report.passed, report
 
 
