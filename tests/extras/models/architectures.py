@@ -80,8 +80,7 @@ class Architecture:
     Three of their keys are not fields of the config: `seed` of the weights, `lens` of the prompts, `max_model_len`.
     """
 
-    config_class: type
-    model_class: type
+    kind: str  # names the classes of transformers, which take seconds to import
     shape: dict
     variants: dict
     num_default: int = 1
@@ -90,13 +89,20 @@ class Architecture:
     bf16_ratio: float = 1.5
     """And how many times that of `transformers` this error may be."""
 
+    @property
+    def config_class(self):
+        return getattr(transformers, f"{self.kind}Config")
+
+    @property
+    def model_class(self):
+        return getattr(transformers, f"{self.kind.removesuffix('Text')}ForCausalLM")
+
 
 OF_GEMMA = {"sliding_window": 9, "query_pre_attn_scalar": 20}
 LAYERS_OF_GEMMA = ["sliding_attention", "full_attention", "sliding_attention"]
 ARCHITECTURES = {
     "llama": Architecture(
-        transformers.LlamaConfig,
-        transformers.LlamaForCausalLM,
+        "Llama",
         SHAPE,
         {
             "llama3": ROPES["llama3"],
@@ -110,8 +116,7 @@ ARCHITECTURES = {
         },
     ),
     "mistral": Architecture(
-        transformers.MistralConfig,
-        transformers.MistralForCausalLM,
+        "Mistral",
         SHAPE,
         {
             "short window": {"sliding_window": 9},
@@ -122,8 +127,7 @@ ARCHITECTURES = {
         },
     ),
     "qwen2": Architecture(
-        transformers.Qwen2Config,
-        transformers.Qwen2ForCausalLM,
+        "Qwen2",
         {**SHAPE, **HEADS_SHARE_THE_WIDTH},
         {
             "plain": {},
@@ -134,8 +138,7 @@ ARCHITECTURES = {
         },
     ),
     "qwen3": Architecture(
-        transformers.Qwen3Config,
-        transformers.Qwen3ForCausalLM,
+        "Qwen3",
         SHAPE,
         {
             "yarn": ROPES["yarn"],
@@ -145,8 +148,7 @@ ARCHITECTURES = {
         },
     ),
     "gemma3": Architecture(
-        transformers.Gemma3TextConfig,
-        transformers.Gemma3ForCausalLM,
+        "Gemma3Text",
         {
             **SHAPE,
             "num_hidden_layers": 3,
@@ -163,8 +165,7 @@ ARCHITECTURES = {
         },
     ),
     "phi3": Architecture(
-        transformers.Phi3Config,
-        transformers.Phi3ForCausalLM,
+        "Phi3",
         {**SHAPE, **HEADS_SHARE_THE_WIDTH, "pad_token_id": None},
         {
             "partial": rope("default", partial_rotary_factor=0.75),
@@ -202,8 +203,7 @@ LATENT = {
 WITH_MSCALES = {**YARN, "mscale": 0.9, "mscale_all_dim": 1.2}
 ARCHITECTURES |= {
     "qwen3_moe": Architecture(
-        transformers.Qwen3MoeConfig,
-        transformers.Qwen3MoeForCausalLM,
+        "Qwen3Moe",
         {**SHAPE, **EXPERTS},
         {
             "normalised": {"norm_topk_prob": True},
@@ -220,8 +220,7 @@ ARCHITECTURES |= {
         **OF_EXPERTS,
     ),
     "mixtral": Architecture(
-        transformers.MixtralConfig,
-        transformers.MixtralForCausalLM,
+        "Mixtral",
         {**SHAPE, "num_local_experts": 4},
         {
             "plain": {},
@@ -234,8 +233,7 @@ ARCHITECTURES |= {
         **OF_EXPERTS,
     ),
     "deepseek_v2": Architecture(
-        transformers.DeepseekV2Config,
-        transformers.DeepseekV2ForCausalLM,
+        "DeepseekV2",
         {**LATENT, "n_shared_experts": 2, "topk_method": "greedy"},
         {
             "groups": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
@@ -253,8 +251,7 @@ ARCHITECTURES |= {
         **OF_EXPERTS,
     ),
     "deepseek_v3": Architecture(
-        transformers.DeepseekV3Config,
-        transformers.DeepseekV3ForCausalLM,
+        "DeepseekV3",
         {**LATENT, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
         {
             "yarn with mscales": rope("yarn", **WITH_MSCALES),
@@ -269,8 +266,7 @@ ARCHITECTURES |= {
         **OF_EXPERTS,
     ),
     "gpt_oss": Architecture(
-        transformers.GptOssConfig,
-        transformers.GptOssForCausalLM,
+        "GptOss",
         {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
         {
             "clamped": {"swiglu_limit": 0.7, "swiglu_alpha": 1.3, **rope("yarn", **YARN, truncate=False)},
@@ -285,8 +281,7 @@ ARCHITECTURES |= {
         **OF_EXPERTS,
     ),
     "granite": Architecture(
-        transformers.GraniteConfig,
-        transformers.GraniteForCausalLM,
+        "Granite",
         {**SHAPE, **HEADS_SHARE_THE_WIDTH, "pad_token_id": None},
         {
             "factors": {
@@ -302,8 +297,7 @@ ARCHITECTURES |= {
         bf16_error=0.08,
     ),
     "smollm3": Architecture(
-        transformers.SmolLM3Config,
-        transformers.SmolLM3ForCausalLM,
+        "SmolLM3",
         {**SHAPE, **HEADS_SHARE_THE_WIDTH, "num_hidden_layers": 3, "pad_token_id": None},
         {
             "every second layer is not rotated": {"no_rope_layer_interval": 2},
