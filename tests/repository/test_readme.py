@@ -48,18 +48,12 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 QUOTES = [block for block in BLOCKS if block.startswith("# nanovllm/")]
 
 
-def test_readme_quotes_what_runs():
-    files = {re.match(r"# (\S+\.py)", quote)[1] for quote in QUOTES}
-    assert files == {"nanovllm/engine.py", "nanovllm/layers/flash_attention.py", "nanovllm/cuda_graphs.py"}
-
-
-@pytest.mark.parametrize("quote", QUOTES)
-def test_quoted_lines_stand_in_the_source_in_this_order(quote):
-    first, *quoted = quote.splitlines()
-    source = (ROOT / re.match(r"# (\S+\.py)", first)[1]).read_text(encoding="utf-8")
-    lines = iter([without_comment(line) for line in source.splitlines()])
-    wanted = [line for line in map(without_comment, quoted) if line]
-    assert [line for line in wanted if line not in lines] == []  # `in` reads on from the line found before
+def test_quoted_lines_stand_in_the_source_in_this_order():
+    for first, *quoted in map(str.splitlines, QUOTES):
+        source = read(re.match(r"# (\S+\.py)", first)[1])
+        lines = iter([without_comment(line) for line in source.splitlines()])
+        wanted = [line for line in map(without_comment, quoted) if line]
+        assert [line for line in wanted if line not in lines] == []  # `in` reads on from the line found before
 
 
 def without_comment(line):
@@ -96,19 +90,13 @@ def test_the_code_of_architecture_runs(capsys):
 PAGES = ["README.md", "README.zh.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
 
 
-@pytest.mark.parametrize("path", [page for page in PAGES if page != "docs/index.md"])
-def test_links_lead_to_files(path):
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", without_code(read(path)))
-    local = [target for target in targets if not target.startswith("http")]
-    assert len(local) > (15 if path.startswith("README") else 0)
-    missing = [target for target in local if not (ROOT / path).parent.joinpath(target).exists()]
-    assert missing == []
-
-
-@pytest.mark.parametrize("path", PAGES)
-def test_links_have_the_names_of_their_files(path):
-    links = re.findall(r"\[`([^`/ ]+\.py)`\]\((?!http)([^)#]+)", read(path))
-    assert [link for link in links if Path(link[1]).name != link[0]] == []
+def test_links_lead_to_files():
+    for path in PAGES:
+        targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", without_code(read(path)))
+        local = [target for target in targets if not target.startswith("http")]
+        assert [target for target in local if not (ROOT / path).parent.joinpath(target).exists()] == [], path
+        links = re.findall(r"\[`([^`/ ]+\.py)`\]\((?!http)([^)#]+)", read(path))
+        assert [link for link in links if Path(link[1]).name != link[0]] == [], path
 
 
 def test_comments_name_files_that_are_there():
@@ -141,10 +129,6 @@ def test_both_languages_have_the_same_code_and_links():
     assert sorted(links[chinese]) == sorted(other.get(link, link) for link in links[README])
 
 
-def test_both_languages_have_the_same_reading_order():
-    assert re.findall(READING_ROW, read("README.zh.md"), re.MULTILINE) == READING_ORDER
-
-
 def test_links_lead_to_headings():
     texts = {ROOT / path: without_code(read(path)) for path in PAGES}
     for path, text in texts.items():
@@ -174,11 +158,8 @@ def test_all_options_are_compared():
     assert named == [field.name for field in dataclasses.fields(Config)]
 
 
-# ---- the reading order, and the map
+# ---- the map
 
-# | [`file`](path) | …
-READING_ROW = r"^\| \[`([^`]+)`\]\(nanovllm/\1\) \|"
-READING_ORDER = re.findall(READING_ROW, README, re.MULTILINE)
 MAP = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
 MAP_ROW = r"^\| \[`([^`]+)`\]\(\.\./(nanovllm|nanovllm_extras)/\1\) \| [^|]+ \|$"
 NAMED = [f"{package}/{file}" for file, package in re.findall(MAP_ROW, MAP, re.MULTILINE)]
@@ -191,14 +172,3 @@ def files_of(package):
 
 def test_the_map_names_every_file_once():
     assert sorted(NAMED) == sorted(files_of(PACKAGE) | files_of(EXTRAS))
-
-
-def test_the_map_begins_with_the_core():
-    core = files_of(PACKAGE)
-    assert set(NAMED[: len(core)]) == core
-
-
-def test_the_reading_order_is_of_the_core():
-    assert READING_ORDER[0] == "engine.py"
-    assert len(READING_ORDER) >= 11
-    assert {f"nanovllm/{file}" for file in READING_ORDER} <= files_of(PACKAGE)
