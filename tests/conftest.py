@@ -5,25 +5,18 @@ import gc
 import itertools
 import os
 import pathlib
+import re
 import shutil
 import sys
 
 import pytest
-import tokenizers
-import torch
-import transformers
 
-import nanovllm
-from nanovllm import model_runner
 from tests.broken_checkpoint import broken  # noqa: F401 (a fixture)
 from tests.hub_cache import hub_cache  # noqa: F401 (a fixture)
 
-# On models this small a second thread only waits for the first.
-torch.set_num_threads(1)
 os.environ["NANOVLLM_SELF_CHECK"] = "off"  # the models are random, and their shapes many: no result is ever found again
-os.environ["OMP_NUM_THREADS"] = "1"  # nor do processes that tests start want to wait for each other
-transformers.utils.logging.disable_progress_bar()
-model_runner.CPU_KV_CACHE_BYTES = 64 << 20  # to fill a gigabyte with zeros takes longer than most tests
+os.environ["OMP_NUM_THREADS"] = "1"  # processes that tests start do not want to wait for each other either
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def every_second(values):
@@ -33,6 +26,8 @@ def every_second(values):
 
 def has_extras():
     """Whether nanovllm_extras is there: CI runs the core's own tests in a copy without it."""
+    import nanovllm
+
     return (pathlib.Path(nanovllm.__file__).parents[1] / "nanovllm_extras").exists()
 
 
@@ -43,12 +38,34 @@ def examples(n):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    if "PYTEST_XDIST_WORKER" in os.environ or not getattr(config.option, "numprocesses", None):
+        prepare_libraries()
     # Extensions complain at the end of what was never collected. It is undone after pytest's own five searches for
     # garbage, since what is cleaned up first was registered last.
     config.add_cleanup(gc.unfreeze)
     gc.freeze()
     if config.option.markexpr == "slow":
         os.environ.setdefault("NANOVLLM_SWEEP", "1")  # read by `examples`, in the processes of pytest-xdist too
+
+
+def prepare_libraries():
+    """Set up what tests use. The process that only hands out tests to others does not import it: it takes seconds."""
+    import torch
+    import transformers
+
+    from nanovllm import model_runner
+
+    torch.set_num_threads(1)  # on models this small a second thread only waits for the first
+    transformers.utils.logging.disable_progress_bar()
+    model_runner.CPU_KV_CACHE_BYTES = 64 << 20  # to fill a gigabyte with zeros takes longer than most tests
+
+
+def has_gpu():
+    if sys.platform == "linux" and not any(map(os.path.exists, GPU_DEVICES)):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,12 +76,22 @@ def pytest_cmdline_main(config):
     options = config.option
     is_whole = config.args_source is config.ArgsSource.TESTPATHS and not options.keyword
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
-    if is_worker or not is_whole or not config.pluginmanager.hasplugin("xdist") or torch.cuda.is_available():
+    if is_worker or not is_whole or not config.pluginmanager.hasplugin("xdist") or has_gpu():
         return
     if options.numprocesses is None and not options.usepdb and options.capture != "no":
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if num_cores > 1:
             options.numprocesses, options.dist = min(num_cores, 8), "worksteal"
+
+
+def pytest_ignore_collect(collection_path, config):
+    """A file whose tests all have a mark that this run leaves out is not imported: some need libraries of their own."""
+    left_out = re.findall(r"not (\w+)", config.option.markexpr)
+    if collection_path.suffix == ".py" and left_out:
+        marks = re.search(r"^pytestmark = (\[$.*?^\]|.*?$)", collection_path.read_text(encoding="utf-8"), re.M | re.S)
+        if marks and any(re.search(rf"mark\.{mark}\b", marks[1]) for mark in left_out):
+            return True
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -137,6 +164,8 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def _leave_the_gpu_as_it_was():
     """What a test held there goes when it ends: other processes may test on the same GPU."""
+    import torch
+
     yield
     if torch.cuda.is_initialized():
         gc.collect()
@@ -195,6 +224,9 @@ class TinyCheckpoints:
     @functools.cache  # noqa: B019 (lives as long as the test session)
     def make(self, seed=0, **shape):
         """(folder, transformers model in float32); `shape` overrides fields of Qwen3Config."""
+        import torch
+        import transformers
+
         defaults = {
             "vocab_size": 300,
             "hidden_size": 64,
@@ -242,6 +274,9 @@ def tiny_checkpoint(checkpoints):
 @pytest.fixture(scope="session")
 def with_tokenizer(tiny_checkpoint, tmp_path_factory):
     """`tiny_checkpoint` with a tokenizer of single bytes: 256 tokens and one special; the model has 300."""
+    import tokenizers
+    import transformers
+
     folder = tmp_path_factory.mktemp("bytes") / "model"
     shutil.copytree(tiny_checkpoint[0], folder)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -256,6 +291,8 @@ def with_tokenizer(tiny_checkpoint, tmp_path_factory):
 
 def hf_greedy(model, prompt_token_ids, max_tokens):
     """Greedy completion of one prompt by `transformers`: a list of token ids."""
+    import torch
+
     input_ids = torch.tensor([prompt_token_ids])
     with torch.no_grad():
         output = model.generate(

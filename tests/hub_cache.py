@@ -2,13 +2,14 @@
 
 import shutil
 
-import huggingface_hub
 import pytest
 
 
 @pytest.fixture
 def hub_cache(monkeypatch, tmp_path):
     """An empty hub cache, and no network."""
+    import huggingface_hub
+
     cache = tmp_path / "hub"
     cache.mkdir()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
