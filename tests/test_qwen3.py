@@ -3,12 +3,12 @@
 The network as a whole is compared in `test_llm.py`.
 """
 
+import importlib
 import json
 
 import pytest
 import torch
 import transformers
-from transformers.models.qwen3 import modeling_qwen3 as oracle
 
 from nanovllm.layers.basic import ApplyRotary, Embedding, FusedLinear, GatedMLP, Linear, RMSNorm, Rotary
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, read_qwen3_config
@@ -224,13 +224,19 @@ def test_other_architectures_are_refused(architectures):
 # ---- layers
 
 
+@pytest.fixture(scope="module")
+def oracle():
+    """The layers of `transformers`, which take a second to import."""
+    return importlib.import_module("transformers.models.qwen3.modeling_qwen3")
+
+
 def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
-def test_rms_norm_equals_transformers(dtype, eps):
+def test_rms_norm_equals_transformers(oracle, dtype, eps):
     ours, theirs = RMSNorm(48, eps), oracle.Qwen3RMSNorm(48, eps)
     weight = normal(48, seed=1)
     with torch.no_grad():
@@ -247,7 +253,7 @@ def test_rms_norm_equals_transformers(dtype, eps):
 )
 @pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
-def test_rotary_equals_transformers(head_dim, theta, dtype, tolerance):
+def test_rotary_equals_transformers(oracle, head_dim, theta, dtype, tolerance):
     config = transformers.Qwen3Config(**{**SHAPE, "head_dim": head_dim}, rope_theta=theta)
     positions = torch.tensor([0, 1, 2, 17, 1023, 4096, 40_959], dtype=torch.int32)
     q, k = normal(7, 4, head_dim, dtype=dtype), normal(7, 2, head_dim, seed=1, dtype=dtype)
@@ -261,7 +267,7 @@ def test_rotary_equals_transformers(head_dim, theta, dtype, tolerance):
         torch.testing.assert_close(turned, their[0].transpose(0, 1), rtol=tolerance, atol=tolerance)
 
 
-def test_mlp_equals_transformers():
+def test_mlp_equals_transformers(oracle):
     theirs = oracle.Qwen3MLP(transformers.Qwen3Config(**SHAPE))
     ours = GatedMLP(32, 48)
     with torch.no_grad():

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import TINY_QWEN3
 
@@ -22,7 +22,7 @@ MIN_CONTEXT = 1024
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(MODEL_DIR)
+    return transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_folder_is_small():
 
 
 def test_transformers_loads_it_unchanged():
-    model, info = AutoModelForCausalLM.from_pretrained(MODEL_DIR, output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(MODEL_DIR, output_loading_info=True)
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert not any(info[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
 
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.serve.async_llm import AsyncLLM
@@ -48,7 +48,7 @@ def test_embeddings_are_those_of_transformers_and_generation_is_refused(tiny_che
 
 
 def test_shards_that_automodel_writes(tiny_checkpoint, tmp_path):
-    AutoModel.from_pretrained(tiny_checkpoint[0]).save_pretrained(tmp_path, max_shard_size="100KB")
+    transformers.AutoModel.from_pretrained(tiny_checkpoint[0]).save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     llm = LLM(tmp_path, **OPTIONS)
     assert_embeddings(llm.embed(PROMPTS, use_tqdm=False), tiny_checkpoint[1], PROMPTS, ["last"] * 3)
@@ -90,7 +90,7 @@ def test_an_output_layer_of_its_own_is_used_though_config_json_ties_the_embeddin
         (folder / f"{'model' if num_files == 1 else i}.safetensors").unlink()
     usual = {name if name.startswith("model.") else f"model.{name}": tensor for name, tensor in tensors.items()}
     save_file(usual | head, folder / "model.safetensors", metadata={"format": "pt"})
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [one.outputs[0].token_ids for one in outputs] == [hf_greedy(theirs, prompt, 8) for prompt in PROMPTS]
 

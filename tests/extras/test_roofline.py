@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import QWEN3_06B, ModelShape, Workload, named_workload
 from benchmarks.roofline import (
@@ -94,7 +94,7 @@ def check_against_brute_force(rng, rates):
 
 
 def tiny_transformers_model():
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         hidden_size=TINY.hidden_size,
         intermediate_size=TINY.intermediate_size,
         num_hidden_layers=TINY.num_layers,
@@ -104,7 +104,7 @@ def tiny_transformers_model():
         vocab_size=TINY.vocab_size,
         attn_implementation="eager",
     )
-    return Qwen3ForCausalLM(config).eval()
+    return transformers.Qwen3ForCausalLM(config).eval()
 
 
 def count_flops(model, **inputs):

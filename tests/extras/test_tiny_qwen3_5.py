@@ -7,8 +7,8 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
 from nanovllm_extras.weights.checkpoint import resolve_model
@@ -28,7 +28,7 @@ def config() -> dict:
 
 @pytest.fixture(scope="module")
 def reference():
-    return AutoModelForCausalLM.from_pretrained(TINY_QWEN3_5, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(TINY_QWEN3_5, dtype=torch.float32).eval()
 
 
 def make_llm(**options) -> LLM:
@@ -49,7 +49,7 @@ def test_text_is_read_as_by_the_other_bundled_model(name):
 
 
 def test_transformers_loads_it_unchanged():
-    model, info = AutoModelForCausalLM.from_pretrained(TINY_QWEN3_5, output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(TINY_QWEN3_5, output_loading_info=True)
     assert type(model).__name__ == "Qwen3_5ForCausalLM"
     assert not any(info[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.weights.mxfp4 import dequantise
@@ -13,6 +12,12 @@ from tests.extras.models.architectures import MAX_TOKENS, Checkpoints
 
 VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]  # by code (OCP Microscaling Formats 1.0)
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_num_batched_tokens": 25, "block_size": 16, "num_kv_blocks": 40}
+
+
+def widened(blocks, scales, dtype):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    return convert_moe_packed_tensors(blocks, scales, dtype=dtype)
 
 
 def random_bytes(*shape, low=0, high=256, seed=0):
@@ -40,7 +45,7 @@ def test_a_scale_of_255_is_no_number():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_are_those_of_transformers(dtype):
     blocks, scales = random_bytes(3, 10, 4, 16), random_bytes(3, 10, 4, low=90, high=160)
-    theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)  # [3, 128, 10]
+    theirs = widened(blocks, scales, dtype=dtype)  # [3, 128, 10]
     assert torch.equal(dequantise(blocks, scales).to(dtype), theirs.transpose(1, 2))
 
 
@@ -61,7 +66,7 @@ def quantised(tmp_path_factory):
         shape = (num_experts, num_outputs, num_inputs // 32)
         blocks, scales = random_bytes(*shape, 16, seed=i), random_bytes(*shape, low=122, high=126, seed=i)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        model.get_parameter(name).data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        model.get_parameter(name).data = widened(blocks, scales, dtype=torch.float32)
     raw = json.loads((folder / "config.json").read_text())
     raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(raw))

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -236,14 +237,12 @@ def test_biases_of_zero_that_tools_write_are_dropped(tmp_path):
 
 def test_biases_are_loaded(tmp_path):
     """Qwen2's projections of q, k and v have one each."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
+    config = transformers.Qwen2Config(
         vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config)
+    model = transformers.Qwen2ForCausalLM(config)
     biases = {name: nn.init.normal_(bias) for name, bias in model.named_parameters() if name.endswith("_proj.bias")}
     assert len(biases) == 6
     model.save_pretrained(tmp_path / "plain")
