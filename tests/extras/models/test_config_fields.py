@@ -72,6 +72,12 @@ def changes(raw):
                 yield name, value
 
 
+def write_config(folder, raw):
+    """Replace config.json. To truncate the old file may wait for the disk."""
+    (folder / "config.json").unlink(missing_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
 def logits_of_transformers(model_class, folder, prompt):
     """None where it loads nothing, or starts a weight at random."""
     try:
@@ -84,7 +90,14 @@ def logits_of_transformers(model_class, folder, prompt):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "gemma3" else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+    "name",
+    [
+        "gemma3",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("llama", "qwen2", "phi3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "smollm3")
+        ),
+    ],
 )
 def test_a_changed_field_is_computed_or_refused(tmp_path, caplog, name):
     caplog.set_level(logging.ERROR)
@@ -111,7 +124,7 @@ def change_fields(folder, model_class, prompt, skipped=()):
     for field, value in changes(raw):
         if field in skipped:
             continue
-        (folder / "config.json").write_text(json.dumps({**raw, field: value}))
+        write_config(folder, {**raw, field: value})
         theirs = logits_of_transformers(model_class, folder, prompt)
         try:
             options = {"max_num_batched_tokens": 25, "block_size": 16, "num_kv_blocks": 8, "dtype": "float32"}

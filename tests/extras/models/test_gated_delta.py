@@ -12,8 +12,12 @@ from nanovllm_extras.models.layer_inputs import StateMetadata
 from nanovllm_extras.models.qwen3_5 import read_qwen3_5_config
 from tests.extras.models.hybrid_checkpoints import make_config, set_weights_that_matter
 
-theirs = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
 HEADS, KEY_DIM, VALUE_DIM = 3, 8, 5
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
 
 
 def random_inputs(num_tokens, dtype=torch.float64, decay=1.0, seed=0):
@@ -42,8 +46,7 @@ def token_by_token(state, inputs):
     return out, state
 
 
-@pytest.mark.parametrize("num_tokens", [1, 64, 130])
-@pytest.mark.parametrize("decay", [0.0, 1e-3, 1.0, 60.0])
+@pytest.mark.parametrize(("num_tokens", "decay"), [(1, 1.0), (64, 0.0), (64, 60.0), (130, 1e-3), (130, 1.0)])
 def test_chunks_are_the_definition(num_tokens, decay):
     """In float64. A decay of 60 for each token is e^-3000 over a chunk, and its inverse is infinite."""
     state, inputs = random_inputs(num_tokens, decay=decay)
@@ -60,16 +63,6 @@ def test_a_decode_is_the_definition():
     out, new = advance(states, *rows)
     for i, (one, tensors) in enumerate([(state, inputs), *others]):
         torch.testing.assert_close((out[i : i + 1], new[i]), token_by_token(one, tensors))
-
-
-@pytest.mark.parametrize("function", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
-def test_chunks_are_those_of_transformers(function):
-    state, (q, k, v, log_decay, beta) = random_inputs(100, torch.float32, decay=0.3)
-    rows = [t[None] for t in (q, k, v, log_decay, beta)]
-    expected, last = getattr(theirs, function)(*rows, initial_state=state[None], output_final_state=True)
-    out, new = advance_by_chunks(state, q * KEY_DIM**-0.5, k, v, log_decay, beta)
-    torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(new, last[0], rtol=1e-5, atol=1e-5)
 
 
 # ---- the layer
@@ -89,7 +82,7 @@ def metadata_of(chunks, num_decodes, sources=None):
 
 
 @pytest.fixture(scope="module")
-def layers():
+def layers(theirs):
     """(ours, theirs, whose weights are the same, the pools of states with four slots)"""
     torch.manual_seed(0)
     config = make_config()
@@ -133,17 +126,3 @@ def test_padding_reaches_only_the_null_slot(layers):
     for pool in (conv, recurrent):
         assert pool[2].any()
         assert not pool[[1, 3, 4]].any()
-
-
-def test_drafts_are_decodes_one_after_the_other(layers):
-    """Slot 4 has one token, slot 1 a token and two drafts, which write to 2 and 3. Each state is kept."""
-    layer, _, pools = layers
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
-    chunks = [(4, 9, 1), (1, 5, 1), (2, 6, 1), (3, 7, 1)]
-    drafted, plain = ([torch.randn(t.shape, generator=torch.Generator().manual_seed(1)) for t in pools] for _ in "ab")
-    out = layer(x, *drafted, metadata_of(chunks, 4, sources=[4, 1, 1, 2]))
-    torch.testing.assert_close(out[:1], layer(x[:1], *plain, metadata_of(chunks[:1], 1)))
-    for i in (1, 2, 3):
-        torch.testing.assert_close(out[i : i + 1], layer(x[i : i + 1], *plain, metadata_of([(1, 4 + i, 1)], 1)))
-        for one, other in zip(drafted, plain, strict=True):
-            torch.testing.assert_close(one[i], other[1])

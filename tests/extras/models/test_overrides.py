@@ -5,6 +5,7 @@ The oracle is the same engine with the values in the file: `test_config_fields.p
 
 import copy
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -17,12 +18,11 @@ from nanovllm_extras.weights.checkpoint import read_model_config
 from tests.extras.models import gemma4_checkpoints, hybrid_checkpoints
 from tests.extras.models.architectures import ARCHITECTURES, IS_4, Checkpoints
 from tests.extras.models.test_architectures import logits_of
-from tests.extras.models.test_config_fields import changes, with_rotary_positions_elsewhere, written
+from tests.extras.models.test_config_fields import changes, with_rotary_positions_elsewhere, write_config, written
 
 pytestmark = pytest.mark.skipif(IS_4, reason="the files are made with transformers 5")
 FULL, SLIDING = "full_attention", "sliding_attention"
 POSITIONS = {"rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"}
-GEMMA4 = {"Gemma4ForCausalLM": False, "Gemma4ForConditionalGeneration": True}  # whether it nests its fields
 NESTED = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Gemma4ForConditionalGeneration")
 
 
@@ -38,8 +38,8 @@ def file_of(name):
     return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [name]}
 
 
-NAMES = [*ARCHITECTURES, "Lfm2ForCausalLM", "Qwen3_5ForCausalLM", "Gemma4ForCausalLM", *NESTED]
-OF_ONE_ROPE = [name for name in NAMES if not name.lower().startswith("gemma")]
+OF_EACH_KIND = ("llama", "phi3", "deepseek_v3", "gpt_oss", "Lfm2ForCausalLM", "Qwen3_5ForConditionalGeneration")
+"""Of the architectures with one kind of positions, those that read them in different ways."""
 
 
 def nest(raw):
@@ -50,7 +50,7 @@ def nest(raw):
 
 def outcome(folder, raw, overrides=None):
     """Return what the network computes, with angles instead of where they were read; or why it is refused."""
-    (folder / "config.json").write_text(json.dumps(raw))
+    write_config(folder, raw)
     try:
         model_class, shape = read_model_config(folder, overrides)
     except (ValueError, TypeError):
@@ -81,17 +81,15 @@ def assert_same(folder, name, raw, overrides, same):
     return expected
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*OF_EACH_KIND, "gemma3", "Gemma4ForConditionalGeneration"])
 def test_each_field_has_the_effect_that_it_has_in_the_file(tmp_path, name):
     """Of each field that the file has, and of null in its place."""
     raw = file_of(name)
-    outcomes = []
-    for field, value in changes(raw):
-        if field not in POSITIONS and field != "original_max_position_embeddings":
-            for one in (value, None):
-                same = {**raw, field: one}
-                outcomes.append(assert_same(tmp_path, name, raw, {field: one}, same))
-    assert sum(one not in ("refused", outcome(tmp_path, raw)) for one in outcomes) > 3
+    found = [one for one in changes(raw) if one[0] not in POSITIONS and one[0] != "original_max_position_embeddings"]
+    nulls = [(field, None) for field in sorted({field for field, _ in found})]
+    outcomes = [assert_same(tmp_path, name, raw, {field: one}, {**raw, field: one}) for field, one in [*found, *nulls]]
+    plain = outcome(tmp_path, raw)
+    assert sum(one not in ("refused", plain) for one in outcomes) > 3
 
 
 # ---- positions
@@ -123,19 +121,18 @@ def with_type_key(fields, key):
     return fields and {key if name == "rope_type" else name: value for name, value in fields.items()}
 
 
-@pytest.mark.parametrize("name", OF_ONE_ROPE)
-@pytest.mark.parametrize("new", [*DICTS, None])
-def test_a_dict_of_positions_replaces_that_of_the_file(tmp_path, name, new):
-    """In four spellings, over each type in two spellings. Theta and the rotated share stay, where 4 has them."""
+@pytest.mark.parametrize("name", OF_EACH_KIND)
+def test_a_dict_of_positions_replaces_that_of_the_file(tmp_path, name):
+    """In four spellings, over a type in two spellings. Theta and the rotated share stay, where 4 has them."""
     base = file_of(name)
     known = OF_PHI3 if name == "phi3" else tuple(DICTS)
-    for old in known:
-        beside = {key: value for key, value in (base["rope_parameters"] or {}).items()
-                  if key == "partial_rotary_factor"} | {"rope_theta": 500.0}  # fmt: skip
-        file = {**base, "rope_parameters": {**rope_dict(base, old), **beside}}
+    beside = {key: value for key, value in (base["rope_parameters"] or {}).items()
+              if key == "partial_rotary_factor"} | {"rope_theta": 500.0}  # fmt: skip
+    for i, new in enumerate([*DICTS, None]):
+        file = {**base, "rope_parameters": {**rope_dict(base, known[(i + 1) % len(known)]), **beside}}
         given = None if new is None else rope_dict(base, new)
-        absent = {} if name == "gpt_oss" else {"rope_type": "default"}  # null is yarn there, as in transformers
-        if new is None and name == "gpt_oss":
+        absent = {"rope_type": "default"}
+        if name == "gpt_oss":  # null is yarn there, as in transformers
             absent = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                       "original_max_position_embeddings": 4096}  # fmt: skip
         wanted = {**base, "rope_parameters": {**(given or absent), **beside}}
@@ -143,44 +140,44 @@ def test_a_dict_of_positions_replaces_that_of_the_file(tmp_path, name, new):
             wanted["original_max_position_embeddings"] = given["original_max_position_embeddings"]
         for raw in (file, with_rotary_positions_elsewhere(file)):
             for key in ("rope_type", "type"):
-                found = assert_same(tmp_path, name, raw, {"rope_scaling": with_type_key(given, key)}, wanted)
+                spelled = with_type_key(given, key)
+                found = assert_same(tmp_path, name, raw, {"rope_scaling": spelled}, wanted)
                 if given is not None:
-                    both = {"rope_parameters": {**with_type_key(given, key), **beside}}
-                    assert_same(tmp_path, name, raw, both, wanted)
-                    both = {"rope_scaling": with_type_key(given, key), **beside}
-                    assert_same(tmp_path, name, raw, both, wanted)
+                    assert_same(tmp_path, name, raw, {"rope_parameters": {**spelled, **beside}}, wanted)
+                    assert_same(tmp_path, name, raw, {"rope_scaling": spelled, **beside}, wanted)
         assert (found == "refused") == (name == "phi3" and str(new).startswith("yarn"))  # which means longrope there
 
 
-@pytest.mark.parametrize("name", OF_ONE_ROPE)
-@pytest.mark.parametrize("old", DICTS)
-def test_rope_parameters_of_null_leave_what_is_beside_them(tmp_path, name, old):
+@pytest.mark.parametrize("name", OF_EACH_KIND)
+def test_rope_parameters_of_null_leave_what_is_beside_them(tmp_path, name):
     """transformers 5 has theta in the dict, transformers 4 beside it."""
     base = file_of(name)
-    file = {**base, "rope_parameters": {**rope_dict(base, old), "rope_theta": 500.0}}
-    file_of_4 = with_rotary_positions_elsewhere(file)
-    assert_same(tmp_path, name, file, {"rope_parameters": None}, {**base, "rope_parameters": None})
-    kept = {key: value for key, value in file_of_4.items() if key != "rope_scaling"}
-    assert_same(tmp_path, name, file_of_4, {"rope_parameters": None}, kept)
+    for old in DICTS:
+        file = {**base, "rope_parameters": {**rope_dict(base, old), "rope_theta": 500.0}}
+        file_of_4 = with_rotary_positions_elsewhere(file)
+        assert_same(tmp_path, name, file, {"rope_parameters": None}, {**base, "rope_parameters": None})
+        kept = {key: value for key, value in file_of_4.items() if key != "rope_scaling"}
+        assert_same(tmp_path, name, file_of_4, {"rope_parameters": None}, kept)
 
 
-@pytest.mark.parametrize("name", OF_ONE_ROPE)
-@pytest.mark.parametrize("old", DICTS)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 @pytest.mark.parametrize("field", ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings"])
-def test_a_value_beside_the_dict_replaces_that_in_it(tmp_path, name, old, field):
+def test_a_value_beside_the_dict_replaces_that_in_it(tmp_path, name, field):
     base = file_of(name)
     share = {} if name in ("phi3", "llama") or name.startswith("Qwen3_5") else {"partial_rotary_factor": 1.0}
-    inside = {**(base["rope_parameters"] or {}), **rope_dict(base, old), "rope_theta": 500.0, **share}
-    file = {**base, "rope_parameters": inside}
     value = {"rope_theta": 77.0, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 48}[field]
-    wanted = {**base, "rope_parameters": {**inside, field: value}}
-    if name == "phi3" and field == "original_max_position_embeddings":
-        wanted[field] = value
-    for raw in (file, with_rotary_positions_elsewhere(file)):
-        found = assert_same(tmp_path, name, raw, {field: value}, wanted)
-        assert (found == "refused") <= (field == "partial_rotary_factor" or (name == "phi3" and old.startswith("yarn")))
-    without = {**base, "rope_parameters": {key: one for key, one in inside.items() if key != "rope_theta"}}
-    assert_same(tmp_path, name, file, {"rope_theta": None}, without)
+    for old in DICTS:
+        inside = {**(base["rope_parameters"] or {}), **rope_dict(base, old), "rope_theta": 500.0, **share}
+        file = {**base, "rope_parameters": inside}
+        wanted = {**base, "rope_parameters": {**inside, field: value}}
+        if name == "phi3" and field == "original_max_position_embeddings":
+            wanted[field] = value
+        is_refused = field == "partial_rotary_factor" or (name == "phi3" and old.startswith("yarn"))
+        for raw in (file, with_rotary_positions_elsewhere(file)):
+            found = assert_same(tmp_path, name, raw, {field: value}, wanted)
+            assert (found == "refused") <= is_refused
+        without = {**base, "rope_parameters": {key: one for key, one in inside.items() if key != "rope_theta"}}
+        assert_same(tmp_path, name, file, {"rope_theta": None}, without)
 
 
 GEMMA3_ROPES = {FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
@@ -228,23 +225,21 @@ def test_positions_of_gemma_3_with_two_thetas(tmp_path, overrides, wanted):
             assert outcome(tmp_path, file, given) == same
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("Gemma4")])
 @pytest.mark.parametrize(
     "field", ["rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor",
               "original_max_position_embeddings"]
 )  # fmt: skip
-@pytest.mark.parametrize("is_null", [False, True])
-def test_gemma_4_refuses_by_name_what_it_does_not_read(tmp_path, name, field, is_null):
-    value = None if is_null else {"rope_scaling": YARN}.get(field, 0.5)
-    for raw in (file_of(name), nest(file_of(name))):
-        (tmp_path / "config.json").write_text(json.dumps(raw))
+def test_gemma_4_refuses_by_name_what_it_does_not_read(tmp_path, field):
+    raw = file_of("Gemma4ForConditionalGeneration")
+    for file, value in itertools.product((raw, nest(raw)), (None, {"rope_scaling": YARN}.get(field, 0.5))):
+        write_config(tmp_path, file)
         for given in ({field: value}, {"text_config": {field: value}}):
             with pytest.raises(ValueError, match=f"hf_overrides: {field} has no effect .* set by rope_parameters"):
                 read_model_config(tmp_path, given)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("Gemma4")])
-def test_positions_of_gemma_4_are_replaced(tmp_path, name):
+def test_positions_of_gemma_4_are_replaced(tmp_path):
+    name = "Gemma4ForConditionalGeneration"
     raw = file_of(name)
     for parameters in (
         {FULL: {"rope_type": "default", "rope_theta": 77.0}, SLIDING: {"type": "proportional", "rope_theta": 5.0}},
@@ -255,7 +250,7 @@ def test_positions_of_gemma_4_are_replaced(tmp_path, name):
         assert_same(tmp_path, name, raw, {"rope_parameters": parameters}, same)
 
 
-@pytest.mark.parametrize("name", OF_ONE_ROPE)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_a_theta_of_windows_is_refused_by_name_where_no_layer_has_it(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(file_of(name)))
     with pytest.raises(ValueError, match="hf_overrides: rope_local_base_freq has no effect on this architecture"):

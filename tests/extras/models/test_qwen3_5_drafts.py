@@ -16,8 +16,6 @@ import torch
 import transformers
 
 from nanovllm_extras import LLM, Config, SamplingParams
-from nanovllm_extras.memory.slots import Slots
-from tests.conftest import every_second
 from tests.extras.failing_request import FailingError, isolating_engine, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import (
     QWEN35,
@@ -64,16 +62,13 @@ def make_drafting_llm(hybrids, share_right=0.7, **options):
     return make_llm(hybrids.make()[0], speculative_config=drafting(Knowing(texts_of(hybrids), share_right)), **options)
 
 
-DEFAULT_CASES = [("torch", 7, 4, "large", 1), ("cpu", 13, 16, "large", 0.7), ("torch", 64, 1, "tiny", 0.7),
-                 ("cpu", 64, 16, "tiny", 0)]  # fmt: skip
+DEFAULT_CASES = [("cpu", 13, 16, "large", 0.7), ("torch", 64, 1, "tiny", 0.7), ("torch", 7, 4, "large", 1)]
 
 
 def cases():
     """(backend, budget, block size, pool, share of right drafts)"""
-    grid = itertools.product(["torch", "cpu"], [1, 7, 13, 64], [1, 4, 16], ["large", "tiny"], [0, 0.7, 1])
-    for i, case in enumerate(grid):
-        is_taken = case in DEFAULT_CASES or i % 5 < 2  # two or three of each backend, budget and block size
-        if is_taken and (case[0] == "torch" or case[2] == 16):
+    for case in itertools.product(["torch", "cpu"], [7, 13, 64], [1, 4, 16], ["large", "tiny"], [0, 0.7, 1]):
+        if case[0] == "torch" or case[2] == 16:
             yield pytest.param(*case, marks=[] if case in DEFAULT_CASES else [pytest.mark.slow])
 
 
@@ -82,26 +77,23 @@ def test_tokens_are_those_of_transformers(hybrids, backend, budget, block_size, 
     num_blocks = {"large": 480 // block_size, "tiny": {1: 76, **TINY_POOLS}[block_size]}[pool]
     llm = make_drafting_llm(hybrids, share_right, attention_backend=backend, block_size=block_size,
                             max_num_batched_tokens=budget, num_kv_blocks=num_blocks)  # fmt: skip
-    first = 3 if budget == 1 else 6  # which is slow
-    check_greedy(llm, hybrids.prompts()[:first], hybrids.greedy()[:first])
-    check_greedy(llm, hybrids.prompts()[:first][::-1], hybrids.greedy()[:first][::-1])  # with hits
+    check_greedy(llm, hybrids.prompts(), hybrids.greedy())
+    check_greedy(llm, hybrids.prompts()[::-1], hybrids.greedy()[::-1])  # with hits
     stats = llm.get_stats()
-    assert (stats.num_draft_tokens > 0) == (budget > 1)  # a step has no more rows than the budget
-    if budget > 1:
-        kept = stats.num_accepted_tokens / stats.num_draft_tokens
-        assert (kept == share_right) if share_right in (0, 1) else (0 < kept < 1)
-    if pool == "large" and budget > 1:
+    kept = stats.num_accepted_tokens / stats.num_draft_tokens
+    assert (kept == share_right) if share_right in (0, 1) else (0 < kept < 1)
+    if pool == "large":
         assert stats.prefix_cache_hit_tokens > 0
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_num_batched_tokens": 7},
-        pytest.param({"max_num_batched_tokens": 13, "num_kv_blocks": 24}, marks=pytest.mark.slow),
-        pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 3}, marks=pytest.mark.slow),
-        pytest.param({"attention_backend": "cpu", "block_size": 16}, marks=pytest.mark.slow),
-        pytest.param({"max_num_seqs": 3, "enable_prefix_caching": False}, marks=pytest.mark.slow),
+        {"max_num_batched_tokens": 13, "num_kv_blocks": 24},
+        pytest.param(
+            {"attention_backend": "cpu", "block_size": 16, "max_num_seqs": 3, "enable_prefix_caching": False},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -122,9 +114,13 @@ def test_samples_are_those_without_drafts(hybrids, options):
 
 
 @pytest.mark.parametrize(
-    "options", every_second([{"max_num_batched_tokens": 11}, {"attention_backend": "cpu", "block_size": 16}]), ids=str
+    ("options", "share_right"),
+    [
+        ({"max_num_batched_tokens": 11}, 0.7),
+        pytest.param({"attention_backend": "cpu", "block_size": 16}, 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("share_right", [0.7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_conversation_finds_its_earlier_turns(hybrids, options, share_right):
     """Snapshots are every two blocks, also of outputs, where drafts are verified: the same hits as without drafts."""
     folder, model = hybrids.make()
@@ -147,26 +143,7 @@ def test_a_conversation_finds_its_earlier_turns(hybrids, options, share_right):
     assert engines[1].get_stats().num_accepted_tokens > 0
 
 
-def test_ngrams_of_a_text_that_repeats(hybrids):
-    folder, _ = hybrids.make()
-    prompts = [[5, 6, 7, 8] * 6, [1, 2, 3] * 5]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    plain = make_llm(folder).generate(prompts, params, use_tqdm=False)
-    looking_up = {**drafting("ngram"), "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    llm = make_llm(folder, speculative_config=looking_up)
-    found = llm.generate(prompts, params, use_tqdm=False)
-    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
-    assert llm.get_stats().num_draft_tokens > 0
-
-
-@pytest.mark.parametrize("fault", ["keep the last slot", "keep the first slot"])
-def test_a_rollback_to_another_slot_is_seen(hybrids, monkeypatch, fault):
-    rewind, row = Slots.rewind, -1 if fault == "keep the last slot" else 0
-    monkeypatch.setattr(Slots, "rewind", lambda slots, seq, _: rewind(slots, seq, row))
-    outputs = make_drafting_llm(hybrids).generate(hybrids.prompts(), GREEDY, use_tqdm=False)
-    assert [one.outputs[0].token_ids for one in outputs] != [token_ids for token_ids, _ in hybrids.greedy()]
-
-
+@pytest.mark.slow
 def test_a_request_that_fails_beside_drafts(hybrids):
     """Its steps run again, with the states before them. The others have drafts in these steps."""
     engine = isolating_engine(

@@ -4,7 +4,6 @@
 definition dequantises, and their inputs are rounded as the definition rounds them.
 """
 
-import itertools
 from copy import deepcopy
 
 import pytest
@@ -21,14 +20,8 @@ from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, logprobs, m
 
 pytest.importorskip("transformers.models.qwen3_5_moe")
 GROUP_SIZE = 32  # so that most layers have several groups
-DEFAULT_CASES = [("int8", "cpu", 13)]
-
-
-def cases():
-    """(method, backend, budget), most of which only the sweep takes."""
-    for case in itertools.product(["int8", "int4"], ["torch", "cpu"], [1, 7, 13, 64]):
-        if case[0] == "int8" or case[2] in (7, 64):  # 4 bits differ in the products, which know nothing of chunks
-            yield pytest.param(*case, marks=[] if case in DEFAULT_CASES else [pytest.mark.slow])
+CASES = [("int8", "cpu", 13)]  # (method, backend, budget)
+SLOW_CASES = [("int8", "torch", 64), ("int4", "cpu", 7), ("int4", "torch", 13)]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +51,9 @@ def make_quantised(folder, method, **options):
     return make_llm(folder, quantization=given, **options)
 
 
-@pytest.mark.parametrize(("method", "backend", "budget"), list(cases()))
+@pytest.mark.parametrize(
+    ("method", "backend", "budget"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
+)
 def test_tokens_are_those_of_transformers_with_rounded_weights(all_hybrids, method, backend, budget):
     """One rounding that goes the other way may change a log-probability a little, so they are compared roughly."""
     if backend == "cpu":
@@ -69,7 +64,7 @@ def test_tokens_are_those_of_transformers_with_rounded_weights(all_hybrids, meth
     layer = llm.engine.runner.model.model.layers[0].linear_attn
     assert isinstance(layer, CpuGatedDeltaNet) == (backend == "cpu")
     assert isinstance(layer.in_proj, CpuQuantisedFusedLinear if backend == "cpu" else QuantisedFusedLinear)
-    prompts = hybrids.prompts()[1:2] if (method, backend, budget) in DEFAULT_CASES else hybrids.prompts()[1:4]
+    prompts = hybrids.prompts()[1:2] if (method, backend, budget) in CASES else hybrids.prompts()[1:4]
     oracle = quantised(model, {"int8": 8, "int4": 4}[method])
     for _ in range(2):  # then prefixes are found
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -81,8 +76,7 @@ def test_tokens_are_those_of_transformers_with_rounded_weights(all_hybrids, meth
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["int8", "int4"])
-def test_the_kernels_give_the_same_tokens_in_every_batch(all_hybrids, method):
+def test_the_kernels_give_the_same_tokens_in_every_batch(all_hybrids):
     """The kernels compute token by token, so budgets, preemption, swap and samples change no bit."""
     need_a_compiler(torch.float32)
     hybrids, found = all_hybrids["Qwen3_5"], []
@@ -90,7 +84,7 @@ def test_the_kernels_give_the_same_tokens_in_every_batch(all_hybrids, method):
     swap = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}
     for options in ({"max_num_batched_tokens": 1}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 6},
                     {"max_num_batched_tokens": 64, "num_kv_blocks": 6, **swap}):  # fmt: skip
-        llm = make_quantised(hybrids.make()[0], method, attention_backend="cpu", **options)
+        llm = make_quantised(hybrids.make()[0], "int4", attention_backend="cpu", **options)
         outputs = llm.generate(hybrids.prompts(), params, use_tqdm=False)
         found.append([(one.token_ids, logprobs(one)) for output in outputs for one in output.outputs])
         check_all_free(llm)
@@ -98,8 +92,7 @@ def test_the_kernels_give_the_same_tokens_in_every_batch(all_hybrids, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["int8", "int4"])
-def test_experts_in_c_and_in_pytorch(all_hybrids, method):
+def test_experts_in_c_and_in_pytorch(all_hybrids):
     """With experts and the shared one, whose gate is a product with one output.
 
     Where a rounding goes the other way, a token may differ, and then those after it. Up to there, scores are close.
@@ -108,7 +101,7 @@ def test_experts_in_c_and_in_pytorch(all_hybrids, method):
     hybrids = all_hybrids["Qwen3_5Moe"]
     found = []
     for backend in ("torch", "cpu"):
-        llm = make_quantised(hybrids.make()[0], method, attention_backend=backend, max_num_batched_tokens=13)
+        llm = make_quantised(hybrids.make()[0], "int8", attention_backend=backend, max_num_batched_tokens=13)
         outputs = llm.generate(hybrids.prompts(), GREEDY, use_tqdm=False)
         found.append([(output.outputs[0].token_ids, logprobs(output.outputs[0])) for output in outputs])
     differences = []
