@@ -138,9 +138,9 @@ def replay(lines):
 def test_all_that_is_recorded_is_opened():
     assert set(check.EVENTS) == EVENTS
     for seed, window in enumerate([None, None, None, 2, 5, None]):
-        for limit in (10**9, 25):
-            for segment in random_run(seed, limit, window, has_drafts=seed == 5).lines.segments:
-                check_recording("run.jsonl", segment)
+        limit = (25, 10**9)[seed % 3 > 1]
+        for segment in random_run(seed, limit, window, has_drafts=seed == 5).lines.segments:
+            check_recording("run.jsonl", segment)
 
 
 def test_large_pool_costs_nothing_until_it_is_used():

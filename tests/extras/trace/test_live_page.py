@@ -241,44 +241,6 @@ def test_whatever_goes_to_a_step_stops_following(stage):
         page.keyboard.press("Escape")
 
 
-def test_page_of_a_server_without_a_step_says_so(chromium):  # noqa: F811
-    stage = Stage(num_blocks=64, block_size=4)
-    page = chromium.new_page(locale="en-US")
-    page.goto(f"{stage.address}/ui#lang=en")
-    page.locator("#step", has_text="No step yet").wait_for()
-    assert page.locator(".recording").count() == 0
-    stage.run.add([1] * 6, max_tokens=24)
-    stage.steps(2)
-    page.locator("#step", has_text="Step 2 of 2").wait_for()
-    assert page.locator(".recording").count() == 1
-    page.close()
-    stage.end()
-
-
-def test_playing_up_to_the_newest_step_follows(stage):
-    stage, page = stage
-    page.keyboard.press("ArrowLeft")
-    page.locator("#step", has_text="Step 2 of 3").wait_for()
-    page.keyboard.press(" ")
-    page.locator("#step", has_text="Step 3 of 3").wait_for()
-    stage.steps(1)
-    page.locator("#step", has_text="Step 4 of 4").wait_for()
-    assert page.get_by_label("Follow the newest step").is_checked()
-
-
-def test_key_at_the_moment_that_a_run_is_first_drawn_is_heard(stage):
-    stage, page = stage
-    page.add_init_script("""
-        new MutationObserver((_, observer) => {
-          if (!document.querySelector("#step")?.textContent.includes(" of ")) return;
-          observer.disconnect();
-          dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowLeft" }));
-        }).observe(document, { childList: true, subtree: true, characterData: true });
-    """)
-    page.reload()
-    page.locator("#step", has_text="Step 2 of 3").wait_for()
-
-
 def test_address_keeps_the_step_only_where_the_page_does_not_follow(stage):
     stage, page = stage
     page.wait_for_url("**/ui#lang=en")
@@ -320,16 +282,6 @@ def test_refused_message_is_taken_back_and_the_next_is_answered(stage):
     ask(page, "Third?")
     page.locator(".assistant", has_text="No.").wait_for()
     assert stage.asked[-1] == [("user", "Third?")]
-
-
-def test_answer_that_breaks_off_stays_and_says_so(stage):
-    stage, page = stage
-    error = json.dumps({"error": {"message": "the engine has failed"}})
-    stage.answer = (200, says("Well").replace("data: [DONE]", f"data: {error}"))
-    ask(page, "First?")
-    page.locator(".chat [role=alert]", has_text="The answer is cut short: the engine has failed.").wait_for()
-    assert talk(page) == ["First?", "Well"]
-    assert page.locator("#message").input_value() == ""
 
 
 def test_reload_keeps_the_conversation(stage):

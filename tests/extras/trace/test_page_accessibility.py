@@ -25,13 +25,11 @@ def contradicted():
     return lines
 
 
-@pytest.mark.parametrize("recordings", [[LINES], [LINES, contradicted()]], ids=["one", "two"])
-@pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("lang", ["en", "zh"])
-def test_axe_finds_nothing(show, recordings, width, lang):  # noqa: F811
+@pytest.mark.parametrize(("width", "lang"), [(390, "zh"), (1440, "en")])
+def test_axe_finds_nothing(show, width, lang):  # noqa: F811
     from axe_playwright_python.sync_playwright import Axe
 
-    page = show(*recordings, at=f"#step=4&seq=2&block=1&lang={lang}&theme=light", width=width)
+    page = show(LINES, contradicted(), at=f"#step=4&seq=2&block=1&lang={lang}&theme=light", width=width)
     page.add_style_tag(content=ALL_SHOWN)
     page.wait_for_timeout(200)  # until what follows the scrubbing is drawn
     options = {"rules": {"target-size": {"enabled": True}}}

@@ -41,11 +41,10 @@ def known():
 
 
 @pytest.mark.parametrize("kind", ["plain", "swap", "drafts", "drafts and swap"])
-@pytest.mark.parametrize("limit", [10**9, 9])
-def test_pages_own_replay_has_the_slots_of_the_engine_at_every_step(show, known, limit, kind):  # noqa: F811
+def test_pages_own_replay_has_the_slots_of_the_engine_at_every_step(show, known, kind):  # noqa: F811
     page, num_steps = show(known), 0
     for seed in range(6):
-        segments, truth = random_slots(seed, limit, kind)
+        segments, truth = random_slots(seed, (10**9, 9)[seed % 2], kind)
         found = page.evaluate(SLOTS, [segments])
         assert len(found) == len(truth)
         for step, true in truth.items():
@@ -117,17 +116,6 @@ def check_source(page, event, line):
     event.locator(".source").click()
     page.get_by_role("dialog").get_by_text(line).first.wait_for()
     page.keyboard.press("Escape")
-
-
-def test_cut_at_a_snapshot_has_its_own_reason_and_no_moment_of_the_budget(show, known):  # noqa: F811
-    page = show(known, at="#step=1")
-    row = page.locator(".step .rows tr").inner_text().split("\t")
-    assert [one.strip() for one in row] == [
-        "A", "8", "tokens 0 … 7 of 10", "cut: the chunk ends where a snapshot of the state is taken",
-    ]  # fmt: skip
-    page.keyboard.press("l")
-    page.locator(".step .rows", has_text="截断：这一段止于要保存状态快照的位置").wait_for()
-    assert "chunked-prefill" not in page.evaluate("momentsOf(nanovllm.runs[0]).map((one) => one.kind)")
 
 
 def test_events_of_slots_say_what_happens_and_lead_to_their_source(show, known):  # noqa: F811
@@ -216,25 +204,7 @@ def is_marked(page, block):
     return cell_color(page, block, 0.18, 0.8) == "#1b1e23"
 
 
-def test_scrubbing_does_not_move_what_is_below_the_slots(show, known):  # noqa: F811
-    page = show(known)
-    places = set()
-    for step in range(1, 10):
-        page.evaluate(f"location.hash = 'step={step}'")
-        page.locator("#step", has_text=f"Step {step} ").wait_for()
-        places.add(page.evaluate("document.querySelector('.timeline').offsetTop"))
-    assert len(places) == 1
-
-
 @pytest.mark.parametrize(("width", "lang"), [(390, "zh"), (1440, "en")])
 def test_axe_finds_nothing_and_nothing_runs_over_the_side(show, known, width, lang):  # noqa: F811
     page = show(known, at=f"#step=3&seq=2&block=2&lang={lang}&theme=light", width=width)
     check_both_themes(page, width)
-
-
-def test_pages_of_models_without_states_have_no_slots(show):  # noqa: F811
-    from tests.extras.trace_traffic import known_run
-
-    page = show(known_run()[0])
-    assert page.locator(".states").count() == 0
-    assert "snapshot" not in page.locator("#app").inner_text()

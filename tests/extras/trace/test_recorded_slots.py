@@ -1,6 +1,7 @@
 """Slots of recurrent states in recordings: what is replayed is what the block manager has, at every step."""
 
 import copy
+import functools
 import json
 
 import pytest
@@ -18,6 +19,8 @@ from tests.extras.models.hybrid_checkpoints import make_config
 from tests.extras.trace.slot_traffic import known_slots, random_slots
 from tests.extras.trace_traffic import Lines
 
+known_lines = functools.cache(known_slots)
+
 
 def events_of(lines):
     return [event for line in lines[1:] for event in line["events"]]
@@ -30,22 +33,12 @@ def replay_all(lines):
     return replay
 
 
-def sweep(first):
-    """Return seeds, of which those from `first` on are slow tests."""
-    return [*range(first), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(first, 24))]
-
-
-@pytest.mark.parametrize("limit", [10**9, 9])
-@pytest.mark.parametrize("seed", sweep(4))
-def test_replayed_slots_are_those_of_the_block_manager(seed, limit):
-    assert compare_with_replay(*random_slots(seed, limit)) >= {"slot", "snapshot", "drop", "roll_back"}
-
-
-@pytest.mark.parametrize("kind", ["swap", "drafts", "drafts and swap", "overlap", "overlap and swap"])
-@pytest.mark.parametrize("seed", sweep(4))
-def test_replayed_slots_with_swap_drafts_and_overlap_are_those_of_the_block_manager(seed, kind):
+@pytest.mark.parametrize("kind", ["plain", "swap", "drafts", "drafts and swap", "overlap", "overlap and swap"])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2, 3))])
+def test_replayed_slots_are_those_of_the_block_manager(seed, kind):
     for limit in (10**9, 9):
-        compare_with_replay(*random_slots(seed, limit, kind))
+        codes = compare_with_replay(*random_slots(seed, limit, kind))
+        assert codes >= {"slot", "snapshot", "drop", "roll_back"} or kind != "plain"
 
 
 def test_states_are_swapped_and_drafts_accepted_and_recordings_begin_between():
@@ -145,74 +138,78 @@ def test_recording_of_an_engine_has_its_slots(tmp_path):
     assert [event[3] for event in events_of(lines) if event[0] == "admit"] == [0, 12]
 
 
-def change(lines, code, place, value):
-    changed = copy.deepcopy(lines)
+def change(code, place, value, has_swap=False):
+    changed = copy.deepcopy(known_lines(has_swap))
     next(event for event in events_of(changed) if event[0] == code)[place] = value
     return changed
 
 
-def without(lines, code):
-    changed = copy.deepcopy(lines)
+def without(code, has_swap=False):
+    changed = copy.deepcopy(known_lines(has_swap))
     for line in changed[1:]:
         line["events"] = [event for event in line["events"] if event[0] != code]
     return changed
 
 
-def without_slots(header):
-    return {name: value for name, value in header.items() if name != "num_slots"}
+def with_header(**fields):
+    """A field that is `...` is left out."""
+    header, *lines = known_lines()
+    return [{name: value for name, value in {**header, **fields}.items() if value is not ...}, *lines]
 
 
 def with_state(**fields):
     state = {"free": [1, 2, 3, 4, 5, 6], "cached": [], "loaded": [], "seqs": [], **fields}
-    return [known_slots()[0] | {"state": state}]
+    return with_header(state=state)[:1]
 
 
+ONLY_COPIES = [[], [], [[1, 9]]], [[], [], [[-1, -2]]]
 CORRUPT = {
-    "slot 9": (change(known_slots(), "slot", 2, 9), "slot of slot must be a slot, got 9"),
-    "slot -1": (change(known_slots(), "slot", 2, -1), "slot of slot must be a slot, got -1"),
-    "source 9": (change(known_slots(), "slot", 3, 9), "source of slot must be a slot, a host slot or 0, got 9"),
-    "move 0": (change(known_slots(has_swap=True), "move", 2, 0), "slot of move must be a slot or a host slot, got 0"),
-    "block 0": (change(known_slots(), "snapshot", 3, 0), "block of snapshot must be a block of the pool"),
-    "tokens": (change(known_slots(), "snapshot", 4, None), "num_tokens of snapshot must be an integer >= 0"),
-    "moves": (change(known_slots(), "schedule", 6, [[], [], [[1, 9]]]), "moves of schedule must be a list of moves"),
-    "host": (change(known_slots(), "schedule", 6, [[], [], [[-1, -2]]]), "moves of schedule must be a list of moves"),
-    "chunk": (change(known_slots(), "schedule", 4, [[1, 0, 8, "rain"]]), "chunks of schedule must be a list of chunks"),
-    "no slots": ([without_slots(known_slots()[0]), *known_slots()[1:]], "slot of slot must be a slot, got 1"),
-    "slots": ([known_slots()[0] | {"num_slots": 0}], "num_slots must be a number of slots from 1"),
-    "owner": (with_state(slots=[[1, 2]]), "slot 2 must belong to a sequence of the state, got 1"),
-    "snapshots": (with_state(snapshots=[[1, 7, 4]]), r"snapshots must be a list of \[slot, block, tokens\]"),
-    "copies": (with_state(state_copies=[[1]]), r"state_copies must be a list of \[slot, slot\]"),
-}  # fmt: skip
+    "slot 9": (change, ("slot", 2, 9), "slot of slot must be a slot, got 9"),
+    "slot -1": (change, ("slot", 2, -1), "slot of slot must be a slot, got -1"),
+    "source 9": (change, ("slot", 3, 9), "source of slot must be a slot, a host slot or 0, got 9"),
+    "move 0": (change, ("move", 2, 0, True), "slot of move must be a slot or a host slot, got 0"),
+    "block 0": (change, ("snapshot", 3, 0), "block of snapshot must be a block of the pool"),
+    "tokens": (change, ("snapshot", 4, None), "num_tokens of snapshot must be an integer >= 0"),
+    "moves": (change, ("schedule", 6, ONLY_COPIES[0]), "moves of schedule must be a list of moves"),
+    "host": (change, ("schedule", 6, ONLY_COPIES[1]), "moves of schedule must be a list of moves"),
+    "chunk": (change, ("schedule", 4, [[1, 0, 8, "rain"]]), "chunks of schedule must be a list of chunks"),
+    "no slots": (with_header, {"num_slots": ...}, "slot of slot must be a slot, got 1"),
+    "slots": (with_header, {"num_slots": 0}, "num_slots must be a number of slots from 1"),
+    "owner": (with_state, {"slots": [[1, 2]]}, "slot 2 must belong to a sequence of the state, got 1"),
+    "snapshots": (with_state, {"snapshots": [[1, 7, 4]]}, r"snapshots must be a list of \[slot, block, tokens\]"),
+    "copies": (with_state, {"state_copies": [[1]]}, r"state_copies must be a list of \[slot, slot\]"),
+}
 
 
 @pytest.mark.parametrize("name", CORRUPT)
 def test_corrupt_slots_are_refused(name):
-    lines, message = CORRUPT[name]
+    make, given, message = CORRUPT[name]
+    lines = make(**given) if isinstance(given, dict) else make(*given)
     with pytest.raises(ValueError, match=message):
         check_recording("bad.jsonl", lines)
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
+    ("make", "given", "message"),
     [
-        (change(known_slots(), "schedule", 6, [[], [], [[1, 2]]]), "nothing has asked"),
-        (without(known_slots(), "snapshot"), "nothing has asked"),
-        (change(known_slots(), "snapshot", 2, 1), "slot 1, which is in use"),
-        (change(known_slots(), "snapshot", 3, 6), "block 6, which is not cached"),
-        (without(known_slots(), "free"), "block 4 is taken, and block None is the first free one"),
-        (without(known_slots(has_swap=True), "move"), "slot 4 is copied to slot -1, and nothing has asked"),
-        (change(known_slots(has_swap=True), "move", 2, -2), "slot 4 is copied to slot -1, and nothing has asked"),
-        (change(known_slots(has_swap=True), "slot", 3, -1), "takes a slot and owns slot 0"),
-        (change(known_slots(has_swap=True), "move", 2, 3), "moves to slot 3, which is in use"),
+        (change, ("schedule", 6, [[], [], [[1, 2]]]), "nothing has asked"),
+        (without, ("snapshot",), "nothing has asked"),
+        (change, ("snapshot", 2, 1), "slot 1, which is in use"),
+        (change, ("snapshot", 3, 6), "block 6, which is not cached"),
+        (without, ("free",), "block 4 is taken, and block None is the first free one"),
+        (without, ("move", True), "slot 4 is copied to slot -1, and nothing has asked"),
+        (change, ("move", 2, -2, True), "slot 4 is copied to slot -1, and nothing has asked"),
+        (change, ("slot", 3, -1, True), "takes a slot and owns slot 0"),
+        (change, ("move", 2, 3, True), "moves to slot 3, which is in use"),
     ],
 )
-def test_slots_that_contradict_the_copies_are_noticed(lines, message):
+def test_slots_that_contradict_the_copies_are_noticed(make, given, message):
     with pytest.raises(ReplayError, match=message):
-        replay_all(lines)
+        replay_all(make(*given))
 
 
 def test_a_copy_that_is_never_done_is_noticed():
-    lines = known_slots()
+    lines = copy.deepcopy(known_lines())
     for event in events_of(lines):
         if event[0] == "schedule":
             event[6][2] = []
