@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import math
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,10 +30,6 @@ VLLM_DEFAULTS = {
     "ignore_eos": False,
     "max_tokens": 16,
 }
-
-
-def test_fields_and_defaults_are_vllms():
-    assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS
 
 
 NOT_INTEGERS = [1.5, "2", True, [3]]
@@ -63,53 +60,64 @@ WRONG_TYPE = {
 }
 
 
-def cases(table):
-    return [(field, value, says) for field, (says, values) in table.items() for value in values]
+@pytest.fixture
+def fields():
+    """The class under test, and its tables. `tests/extras/test_request_params.py` has another one."""
+    tables = {"out_of_range": OUT_OF_RANGE, "wrong_type": WRONG_TYPE, "legal": LEGAL}
+    return SimpleNamespace(kind=SamplingParams, defaults=VLLM_DEFAULTS, **tables)
 
 
-def assert_refused(fields, exception, says, cls=SamplingParams):
+def assert_refused(kind, given, exception, says):
     with pytest.raises(exception) as info:
-        cls(**fields)
+        kind(**given)
     for part in says:
         assert part in str(info.value), f"{part!r} is not in {info.value}"
 
 
-@pytest.mark.parametrize(("field", "value", "says"), cases(OUT_OF_RANGE))
-def test_values_out_of_range(field, value, says):
-    assert_refused({field: value}, ValueError, [field, f"got {value}", *says])
+def test_fields_and_defaults_are_vllms(fields):
+    assert dataclasses.asdict(fields.kind()) == fields.defaults
 
 
-@pytest.mark.parametrize(("field", "value", "says"), cases(WRONG_TYPE))
-def test_values_of_the_wrong_type(field, value, says):
-    assert_refused({field: value}, TypeError, [field, f"got {value!r}", *says])
+def test_values_out_of_range(fields):
+    for name, (says, values) in fields.out_of_range.items():
+        for value in values:
+            assert_refused(fields.kind, {name: value}, ValueError, [name, f"got {value}", *says])
 
 
-def test_token_ids_in_lists():
-    assert_refused({"stop_token_ids": [4, -1]}, ValueError, ["stop_token_ids[1]", ">= 0", "got -1"])
-    assert_refused({"stop_token_ids": [4, 5, 1.5]}, TypeError, ["stop_token_ids[2]", ">= 0", "got 1.5"])
-    assert_refused({"stop_token_ids": [True]}, TypeError, ["stop_token_ids[0]", ">= 0", "got True"])
+def test_values_of_the_wrong_type(fields):
+    for name, (says, values) in fields.wrong_type.items():
+        for value in values:
+            assert_refused(fields.kind, {name: value}, TypeError, [name, f"got {value!r}", *says])
 
 
-def test_strings_in_lists():
-    assert_refused({"stop": ["a", ""]}, ValueError, ["stop[1]", "empty", "''"])
-    assert_refused({"stop": ["a", 5]}, TypeError, ["stop[1]", "str", "5"])
-    assert_refused({"stop": [None]}, TypeError, ["stop[0]", "str", "None"])
+def test_token_ids_in_lists(fields):
+    for name in fields.defaults.keys() & {"stop_token_ids", "allowed_token_ids"}:
+        assert_refused(fields.kind, {name: [4, -1]}, ValueError, [f"{name}[1]", ">= 0", "got -1"])
+        assert_refused(fields.kind, {name: [4, 5, 1.5]}, TypeError, [f"{name}[2]", ">= 0", "got 1.5"])
+        assert_refused(fields.kind, {name: [True]}, TypeError, [f"{name}[0]", ">= 0", "got True"])
 
 
-def test_an_empty_stop_string():
-    assert_refused({"stop": ""}, ValueError, ["stop", "empty", "''"])
+def test_strings_in_lists(fields):
+    for name in fields.defaults.keys() & {"stop", "bad_words"}:
+        assert_refused(fields.kind, {name: ["a", ""]}, ValueError, [f"{name}[1]", "empty", "''"])
+        assert_refused(fields.kind, {name: ["a", 5]}, TypeError, [f"{name}[1]", "str", "5"])
+        assert_refused(fields.kind, {name: [None]}, TypeError, [f"{name}[0]", "str", "None"])
+
+
+def test_an_empty_stop_string(fields):
+    assert_refused(fields.kind, {"stop": ""}, ValueError, ["stop", "empty", "''"])
 
 
 @pytest.mark.parametrize("n", [2, 5])
-def test_many_greedy_samples_are_refused(n):
-    assert_refused({"n": n, "temperature": 0}, ValueError, ["n ", "1", "temperature 0", f"got {n}"])
-    assert SamplingParams(n=n, temperature=1e-3).n == n
-    assert SamplingParams(n=1, temperature=0).temperature == 0
+def test_many_greedy_samples_are_refused(fields, n):
+    assert_refused(fields.kind, {"n": n, "temperature": 0}, ValueError, ["n ", "1", "temperature 0", f"got {n}"])
+    assert fields.kind(n=n, temperature=1e-3).n == n
+    assert fields.kind(n=1, temperature=0).temperature == 0
 
 
-def test_unknown_fields():
-    for field in ("top_q", "temprature"):
-        assert_refused({field: 1}, TypeError, [field])
+def test_unknown_fields(fields):
+    for name in ("top_q", "temprature"):
+        assert_refused(fields.kind, {name: 1}, TypeError, [name])
 
 
 LEGAL = [
@@ -137,10 +145,10 @@ LEGAL = [
 ]
 
 
-@pytest.mark.parametrize("fields", LEGAL, ids=str)
 def test_legal_values_are_kept_as_they_are(fields):
-    params = SamplingParams(**fields)
-    assert {name: getattr(params, name) for name in fields} == fields
+    for given in fields.legal:
+        params = fields.kind(**given)
+        assert {name: getattr(params, name) for name in given} == given
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
