@@ -23,6 +23,7 @@ from nanovllm_extras.sampling.runner_hooks import ArrivingTokens
 from tests.conftest import hf_greedy
 from tests.extras.failing_request import isolating_engine
 
+SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 16}
 both_ways = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])
 
 
@@ -92,8 +93,7 @@ def failing_at(num_tokens):
 PROMPTS = {"a": ids(26), "b": ids(26), "c": ids(17) + ids(5, seed=1), "d": ids(9, seed=2), "e": ids(3, seed=3)}
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 5])
-@both_ways
+@pytest.mark.parametrize(("overlap", "num_tokens"), [(True, 0), (False, 1), (True, 5)])
 def test_who_fails_ends_alone_and_nothing_is_computed_anew(tiny_checkpoint, answer, overlap, num_tokens):
     engine = make_engine(tiny_checkpoint[0], overlap)
     for request_id, prompt in PROMPTS.items():
@@ -161,8 +161,7 @@ BREAKAGES = {  # what raises -> the parameters of the request that makes it rais
 }
 
 
-@pytest.mark.parametrize("breakage", BREAKAGES)
-@both_ways
+@pytest.mark.parametrize(("overlap", "breakage"), [(i % 2 == 1, name) for i, name in enumerate(BREAKAGES)])
 def test_wherever_it_fails(tiny_checkpoint, answer, monkeypatch, overlap, breakage):
     owner, method, params = BREAKAGES[breakage]
     working = getattr(owner, method)
@@ -239,8 +238,7 @@ def test_all_samples_of_a_request_end_with_it(tiny_checkpoint, answer, overlap):
     assert [one.token_ids for one in outputs["good"].outputs] == [one.token_ids for one in expected.outputs]
 
 
-@pytest.mark.parametrize("sample", [0, 1])
-@both_ways
+@pytest.mark.parametrize(("overlap", "sample"), [(False, 0), (True, 1)])
 def test_a_request_ends_with_the_error_of_any_of_its_samples(tiny_checkpoint, answer, monkeypatch, overlap, sample):
     working = Request.read_token
 
@@ -261,8 +259,7 @@ def test_a_request_ends_with_the_error_of_any_of_its_samples(tiny_checkpoint, an
     assert engine.get_stats().num_finished == 1
 
 
-@pytest.mark.parametrize("failing", [(4,), (4, 5)], ids=["once", "again"])
-@both_ways
+@pytest.mark.parametrize(("overlap", "failing"), [(False, (4, 5)), (True, (4,))])
 def test_if_the_forward_pass_fails_nobody_is_at_fault(tiny_checkpoint, answer, overlap, failing):
     """Then the step raises, its requests wait, and go on, and may fail again."""
     engine = make_engine(tiny_checkpoint[0], overlap)
@@ -288,10 +285,9 @@ def test_if_the_forward_pass_fails_nobody_is_at_fault(tiny_checkpoint, answer, o
     assert tokens_of(outputs) == {request_id: answer(prompt, 10) for request_id, prompt in PROMPTS.items()}
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.sparse(2)
-@pytest.mark.parametrize("preemption", [{}, {"preemption_mode": "swap", "swap_space_bytes": 1 << 16}])
-@both_ways
+@pytest.mark.parametrize(
+    ("overlap", "preemption", "seed"), [(False, {}, 0), (True, SWAP, 1), (True, {}, 2), (False, SWAP, 3)]
+)
 def test_random_traffic_in_which_every_third_request_fails(tiny_checkpoint, answer, overlap, preemption, seed):
     """Amid preemption, swaps, prefix hits and chunks: the others' tokens are those of `transformers`."""
     rng = random.Random(seed)
