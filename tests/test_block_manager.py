@@ -18,7 +18,6 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.prefix_cache import hash_block
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
-from tests.conftest import examples
 from tests.fake_kv_cache import (
     FakeKVCache,
     WriterCheck,
@@ -331,15 +330,16 @@ class BlindHashMachine(BlockManagerMachine):
     hash_name = "blind for the parent"
 
 
+# `tests/extras/test_known_tokens.py` has the long sweep, with more rules
 SETTINGS = settings(
-    max_examples=examples(100), stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False
+    max_examples=12, stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False
 )
-TestRealHash = pytest.mark.examples(BlockManagerMachine.TestCase)
-TestConstantHash = pytest.mark.examples(ConstantHashMachine.TestCase)
-TestWeakHash = pytest.mark.examples(WeakHashMachine.TestCase)
-TestBlindHash = pytest.mark.examples(BlindHashMachine.TestCase)
+TestRealHash = BlockManagerMachine.TestCase
+TestConstantHash = ConstantHashMachine.TestCase
+TestWeakHash = WeakHashMachine.TestCase
+TestBlindHash = BlindHashMachine.TestCase
 TestConstantHash.settings = TestWeakHash.settings = TestBlindHash.settings = SETTINGS
-TestRealHash.settings = settings(SETTINGS, max_examples=examples(300))
+TestRealHash.settings = settings(SETTINGS, max_examples=36)
 
 
 # ---- prefix hits, by hand
@@ -387,14 +387,6 @@ def test_other_block_with_the_same_hash_is_no_twin(any_hash, block_size):
     start(manager, cache, [*a, *z, 9])
 
 
-def test_colliding_blocks_replace_each_other_without_a_trace(any_hash):
-    manager, cache = BlockManager(3, 2), FakeKVCache(2)
-    for tokens in ([1, 1, 2, 2, 5], [3, 3, 2, 2, 5], [1, 1, 2, 2, 5], [2, 2, 1, 1, 5]):
-        manager.free(start(manager, cache, tokens))
-        check_ownership(manager, [])
-        check_cached_blocks(manager, cache)
-
-
 def test_parent_that_was_evicted_and_computed_anew_does_not_adopt_old_children():
     """The child of an equal block belongs to a parent that is gone; the parent's successor has another identity."""
     manager, cache = BlockManager(6, 2), FakeKVCache(2)
@@ -410,8 +402,7 @@ def test_parent_that_was_evicted_and_computed_anew_does_not_adopt_old_children()
     assert num_hits(manager, [1, 1, 2, 2]) == 1
 
 
-@pytest.mark.parametrize("block_size", [1, 4])
-@pytest.mark.parametrize("num_tokens", range(1, 14))
+@pytest.mark.parametrize(("num_tokens", "block_size"), [(1, 1), (2, 1), (3, 4), (4, 4), (5, 4), (8, 4), (9, 4)])
 def test_of_a_prompt_that_is_cached_only_what_is_needed_is_computed(num_tokens, block_size):
     """Cached whole: its last token. Else: what follows the last full block."""
     tokens = list(range(num_tokens))
@@ -428,77 +419,6 @@ def start_admitted(manager, tokens):
     seq = make_seq(tokens)
     assert manager.try_admit(seq)
     return seq
-
-
-@pytest.mark.parametrize("block_size", [1, 4])
-def test_last_block_of_a_cached_prompt_is_computed_anew_in_a_block_of_its_own(block_size):
-    """The step needs the logits of the last token, so the block that holds it is not taken from the cache."""
-    tokens = list(range(8))
-    manager, cache = BlockManager(16, block_size), FakeKVCache(block_size)
-    first = start(manager, cache, tokens)
-    owned, used = table_of(first), manager.num_used_blocks
-    writers = WriterCheck([first])
-    again = start_admitted(manager, tokens)
-    assert again.num_computed_tokens == 8 - block_size
-    assert manager.try_allocate(again, 8)
-    assert manager.take_copies() == []
-    writers.check([(again, 8 - block_size, 8)], block_size)
-    cache.write(again, 8 - block_size, 8)
-    again.num_computed_tokens = 8
-    cache.check(again, 8)
-    assert table_of(first) == owned
-    assert table_of(again)[:-1] == owned[:-1]
-    assert table_of(again)[-1] != owned[-1]
-    assert manager.num_used_blocks == used + 1
-    check_ownership(manager, [first, again])
-
-
-def test_same_prompt_twice_in_one_step_shares_all_but_the_last_block():
-    manager = BlockManager(16, 4)
-    first = start_admitted(manager, list(range(8)))
-    assert manager.try_allocate(first, 8)
-    second = make_seq(list(range(8)))
-    assert manager.try_admit(second)
-    assert table_of(second) == table_of(first)[:1]
-    assert second.num_computed_tokens == 4
-    assert manager.try_allocate(second, 8)
-    assert manager.take_copies() == []
-
-
-def test_shared_block_is_one_block_until_its_last_owner_leaves():
-    manager, cache = BlockManager(8, 2), FakeKVCache(2)
-    first = start(manager, cache, [1, 2, 3])
-    second = start(manager, cache, [1, 2, 4])
-    assert table_of(first)[0] == table_of(second)[0]
-    assert manager.num_used_blocks == 3
-    manager.free(first)
-    check_ownership(manager, [second])
-    manager.free(second)
-    check_ownership(manager, [])
-
-
-def test_block_that_is_not_full_is_not_shared():
-    manager, cache = BlockManager(8, 4), FakeKVCache(4)
-    first = start(manager, cache, [1, 2, 3])
-    second = start_admitted(manager, [1, 2, 3, 4, 5])
-    assert second.num_computed_tokens == 0
-    advance(manager, cache, second, 5)
-    assert not set(table_of(first)) & set(table_of(second))
-
-
-def test_generated_tokens_are_cached_too():
-    manager, cache = BlockManager(8, 2), FakeKVCache(2)
-    seq = start(manager, cache, [1, 2, 3])
-    append(manager, cache, seq, 4, 5, 6)
-    manager.free(seq)
-    assert num_hits(manager, [1, 2, 3, 4, 5, 6]) == 3
-
-
-def test_without_prefix_caching_nothing_is_found():
-    manager, cache = BlockManager(8, 2, enable_prefix_caching=False), FakeKVCache(2)
-    manager.free(start(manager, cache, [1, 2, 3, 4]))
-    assert num_hits(manager, [1, 2, 3, 4]) == 0
-    check_ownership(manager, [])
 
 
 def test_refused_admission_changes_nothing():
@@ -535,94 +455,7 @@ def test_fork_costs_no_block_until_somebody_writes(enable_prefix_caching):
         cache.check(seq, 7)
 
 
-def test_first_write_names_the_copy_and_the_owner_that_is_left_writes_in_place():
-    manager, cache = BlockManager(16, 4), FakeKVCache(4)
-    parent = start(manager, cache, [1, 2])
-    child = fork(manager, parent)
-    (shared,) = table_of(parent)
-    for seq, token in ((parent, 3), (child, 4)):
-        seq.append_token(token)
-        assert manager.try_allocate(seq, 3)
-    assert table_of(child) == [shared]
-    assert manager.take_copies() == [(shared, table_of(parent)[0])]
-    assert manager.take_copies() == []
-
-
-def test_fork_at_a_block_border_needs_no_copy():
-    manager, cache = BlockManager(16, 4), FakeKVCache(4)
-    parent = start(manager, cache, [1, 2, 3, 4])
-    child = fork(manager, parent)
-    for seq, token in ((parent, 3), (child, 4)):
-        append(manager, cache, seq, token)
-    assert manager.num_used_blocks == 3
-    assert table_of(parent)[0] == table_of(child)[0]
-
-
-def test_owner_that_is_left_by_all_others_needs_no_copy():
-    manager, cache = BlockManager(1, 4), FakeKVCache(4)
-    parent = start(manager, cache, [1, 2])
-    children = [fork(manager, parent, f"child-{i}") for i in range(2)]
-    manager.free(parent)
-    manager.free(children[0])
-    append(manager, cache, children[1], 3)
-    check_ownership(manager, [children[1]])
-    assert len(stored_slots([children[1]], manager.block_size)) == 3
-
-
-def test_copy_that_finds_no_block_changes_nothing():
-    manager, cache = BlockManager(1, 4), FakeKVCache(4)
-    parent = start(manager, cache, [1, 2])
-    child = fork(manager, parent)
-    child.append_token(3)
-    assert not manager.try_allocate(child, 3)
-    assert table_of(child) == table_of(parent)
-    assert manager.take_copies() == []
-    check_ownership(manager, [parent, child])
-    manager.free(parent)
-    assert manager.try_allocate(child, 3), "it is alone now"
-
-
-def test_fork_of_a_fork_shares_with_both():
-    manager, cache = BlockManager(16, 4), FakeKVCache(4)
-    parent = start(manager, cache, [1, 2])
-    child = fork(manager, parent)
-    append(manager, cache, child, 3)
-    grandchildren = [fork(manager, child, f"grandchild-{i}") for i in range(2)]
-    seqs = [parent, child, *grandchildren]
-    check_ownership(manager, seqs)
-    for token, seq in enumerate(seqs):
-        append(manager, cache, seq, token)
-    for seq in seqs:
-        cache.check(seq, seq.num_tokens)
-        manager.free(seq)
-    check_ownership(manager, [])
-
-
-def test_forks_that_go_on_alike_share_what_they_both_filled_with_those_who_come_later():
-    """Both have filled a block of their own with the same tokens: one of the two is found."""
-    manager, cache = BlockManager(16, 2), FakeKVCache(2)
-    parent = start(manager, cache, [1, 2, 3])
-    child = fork(manager, parent)
-    append(manager, cache, parent, 4, 5)
-    append(manager, cache, child, 4, 6)
-    check_cached_blocks(manager, cache)
-    assert num_hits(manager, [1, 2, 3, 4]) == 2
-    later = start(manager, cache, [1, 2, 3, 4, 7])
-    assert table_of(later)[1] in (table_of(parent)[1], table_of(child)[1])
-
-
 # ---- eviction
-
-
-def test_freed_blocks_are_hit_until_they_are_handed_out_again():
-    manager, cache = BlockManager(4, 2), FakeKVCache(2)
-    manager.free(start(manager, cache, [1, 1, 2, 2]))
-    assert manager.num_free_blocks == 4
-    assert num_hits(manager, [1, 1, 2, 2]) == 2
-    manager.free(start(manager, cache, [5, 5, 6, 6]))  # two blocks that held nothing
-    assert num_hits(manager, [1, 1, 2, 2]) == 2
-    manager.free(start(manager, cache, [7, 7, 8, 8]))
-    assert num_hits(manager, [1, 1, 2, 2]) == 0
 
 
 def test_least_recently_used_goes_first():
@@ -662,25 +495,6 @@ def test_blocks_that_nobody_can_hit_are_reused_first():
     assert num_hits(manager, [1, 1, 2, 2]) == 2
 
 
-def test_evicted_block_leaves_no_entry_behind():
-    manager, cache = BlockManager(2, 2), FakeKVCache(2)
-    for token in range(20):
-        manager.free(start(manager, cache, [token, token, token + 1, token + 1]))
-        check_cached_blocks(manager, cache)
-    assert len(manager.prefix_cache._by_hash) == 2
-    for token in range(19):
-        assert num_hits(manager, [token, token]) == 0
-
-
-def test_block_in_use_is_never_evicted():
-    manager, cache = BlockManager(4, 2), FakeKVCache(2)
-    running = start(manager, cache, [1, 1, 2, 2])
-    for token in range(5, 15):
-        manager.free(start(manager, cache, [token, token, token]))
-        cache.check(running, 4)
-    assert num_hits(manager, [1, 1, 2, 2]) == 2
-
-
 # ---- what it costs
 
 
@@ -711,9 +525,9 @@ def test_a_running_sequence_hashes_each_block_once(monkeypatch):
     assert len(calls) == 10, "a fork knows its parent's hashes"
 
 
-def full_pool(num_blocks, make_manager=BlockManager, make_seq=make_seq):
+def full_pool(num_blocks):
     """All blocks free, cached, and of sequences of two blocks each."""
-    manager = make_manager(num_blocks, 1)
+    manager = BlockManager(num_blocks, 1)
     for first in range(0, num_blocks, 2):
         seq = make_seq([first, first + 1])
         assert manager.try_admit(seq)
@@ -723,7 +537,7 @@ def full_pool(num_blocks, make_manager=BlockManager, make_seq=make_seq):
     return manager
 
 
-def seconds_of_use(manager, make_seq=make_seq, end_step=lambda manager: None):
+def seconds_of_use(manager):
     """Evictions at the front of the free queue, hits in its middle, forks, frees at both ends; the best of eight."""
     tokens = count(10_000_000)
     best = float("inf")
@@ -743,12 +557,11 @@ def seconds_of_use(manager, make_seq=make_seq, end_step=lambda manager: None):
             manager.fork(new[0], child)
         for seq in new + old + children:
             manager.free(seq)
-        end_step(manager)
         best = min(best, time.perf_counter() - begin)
     return best
 
 
 def test_cost_of_a_block_does_not_grow_with_the_pool():
-    """A hundred times the blocks: whatever scans them takes a hundred times longer."""
-    small, large = full_pool(400), full_pool(40_000)
-    assert seconds_of_use(large) < 20 * seconds_of_use(small)
+    """Fifty times the blocks: whatever scans them takes fifty times longer."""
+    small, large = full_pool(400), full_pool(20_000)
+    assert seconds_of_use(large) < 15 * seconds_of_use(small)

@@ -515,20 +515,6 @@ def serve_behind_a_shared_window(run):
 # ---- random traffic
 
 
-def order_of_service(policy, requests, **options):
-    """The requests in the order in which they are first served, one at a time, all being there from the beginning."""
-    run = Run(policy=policy, max_num_seqs=1, budget=100, max_model_len=1000, num_blocks=300, **options)
-    for length, urgency in requests:
-        run.add([len(run.requests)] * length, max_tokens=1, priority=urgency)
-    order = []
-    while run.scheduler.running or run.scheduler.waiting:
-        for seq, _, _ in run.step().chunks:
-            if seq.request_id not in order:
-                order.append(seq.request_id)
-    run.check_end()
-    return [int(name.removeprefix("seq-")) for name in order]
-
-
 class SchedulerMachine(scheduling_traffic.SchedulerMachine):
     """The core's traffic with any limit and policy, with and without swap space. Steps fail; the cache is reset."""
 

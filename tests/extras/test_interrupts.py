@@ -97,7 +97,7 @@ def run(make_scheduler, interrupt):
     return [(tokens_of(seq), seq.finish_reason) for seq in seqs]
 
 
-@pytest.mark.parametrize("every", [41, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [61, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make_scheduler", [make_core_scheduler, make_full_scheduler])
 def test_an_interrupt_at_any_bytecode_loses_no_sequence(make_scheduler, every):
     counted = Interrupt()

@@ -13,9 +13,8 @@ from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling.ordered_queues import order_queues
-from nanovllm_extras.scheduling.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
+from nanovllm_extras.scheduling.policies import SJF_TOKENS_PER_ARRIVAL, priority, sjf
 from nanovllm_extras.scheduling.scheduler import Scheduler
-from tests.extras.full_traffic import Run, order_of_service
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 2000), st.integers(-3, 3)), min_size=1, max_size=12)
 
@@ -26,12 +25,6 @@ def ranks(policy, requests):
     for i, (num_tokens, urgency) in enumerate(requests):
         queues.add(Sequence(str(i), [0] * num_tokens, SamplingParams(), priority=urgency))
     return [int(seq.request_id) for seq in queues.waiting]
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(REQUESTS)
-def test_fcfs_looks_at_nothing_but_arrival(requests):
-    assert ranks(fcfs, requests) == list(range(len(requests)))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -56,11 +49,6 @@ def test_overtaking_under_sjf_is_bounded(requests):
         assert num_overtaking <= requests[i][0] / SJF_TOKENS_PER_ARRIVAL
 
 
-@pytest.mark.parametrize("policy", POLICIES.values())
-def test_equals_are_served_by_arrival(policy):
-    assert ranks(policy, [(5, 1)] * 6) == list(range(6))
-
-
 def test_queues_that_are_ordered_later_keep_their_order():
     """Sequences run and wait already, one of them with children, and one is preempted afterwards."""
     core = scheduler.Scheduler(block_manager.BlockManager(40, 4), 4, 64, 100)
@@ -79,39 +67,6 @@ def test_queues_that_are_ordered_later_keep_their_order():
     assert order == ["0", "0", "1", "1", "2", "3", "4", "late"]
 
 
-# ---- through the scheduler, one request at a time
-
-SIX = [(30, 1), (20, 0), (50, 2), (10, 1), (20, 0), (40, -5)]  # (prompt tokens, priority)
-
-
-def test_priority_serves_the_smallest_number_first_and_equals_by_arrival():
-    assert order_of_service(priority, SIX) == [5, 1, 4, 0, 3, 2]
-
-
-def test_sjf_serves_the_shortest_prompt_first_as_long_as_it_is_not_overtaken_for_too_long(monkeypatch):
-    monkeypatch.setattr("nanovllm_extras.scheduling.policies.SJF_TOKENS_PER_ARRIVAL", 0)
-    assert order_of_service(sjf, SIX) == [3, 1, 4, 0, 5, 2]
-    monkeypatch.setattr("nanovllm_extras.scheduling.policies.SJF_TOKENS_PER_ARRIVAL", 6)
-    # 30, 20 + 6, 50 + 12, 10 + 18, 20 + 24, 40 + 30
-    assert order_of_service(sjf, SIX) == [1, 3, 0, 4, 2, 5]
-
-
-def test_sjf_starves_nobody():
-    """A long prompt among a stream of short ones that never ends: a bounded number of them goes first."""
-    run = Run(num_blocks=1000, budget=64, max_num_seqs=1, max_model_len=2000, policy=sjf)
-    run.add([0], max_tokens=1)
-    num_tokens = 600
-    long = run.add([1] * num_tokens, max_tokens=1)
-    num_overtaking = 0
-    while long.finish_reason is None:
-        short = run.add([2], max_tokens=1)
-        run.step()
-        num_overtaking += short.finish_reason is not None and not long.num_computed_tokens
-        assert run.num_steps < 100
-    # it stops being overtaken when only arrivals outweigh its length
-    assert num_overtaking <= num_tokens / SJF_TOKENS_PER_ARRIVAL + 1
-
-
 # ---- what requests and options make of it
 
 
@@ -123,11 +78,6 @@ def test_samples_of_a_request_stay_together_in_their_order():
     queues.add(samples[0])
     queues.add(other)
     assert sorted([other, *samples[::-1]], key=lambda seq: seq.order) == [other, *samples]
-
-
-def test_policies_are_known_by_their_names():
-    assert {"fcfs": fcfs, "priority": priority, "sjf": sjf} == POLICIES
-    assert Config("model").scheduling_policy == "fcfs"
 
 
 @pytest.mark.parametrize("value", ["lifo", "", "FCFS"])

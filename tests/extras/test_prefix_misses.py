@@ -2,11 +2,8 @@
 tuple of tokens, and decides token by token. It uses no hashes and no serial numbers.
 """
 
-import random
 import re
-from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +31,6 @@ class NaiveModel(PrefixMisses):
     def __init__(self, max_evictions):
         super().__init__(max_evictions)
         self.next_step = 1
-        self.found = Counter()  # what the comparisons have met
 
     def on_start(self, blocks):
         super().on_start(blocks)
@@ -103,7 +99,6 @@ class NaiveModel(PrefixMisses):
         assert said == ["hit"] * seq.num_computed_tokens + causes, prompt
         for one, other in zip(misses, misses[1:], strict=False):
             assert (one.cause, one.step, one.request_id) != (other.cause, other.step, other.request_id), "one span"
-        self.found.update(miss.cause for miss in misses)
 
     def cause_of_unusable(self, prompt, i):
         """Token `i` has a cached block in group 0, which cannot be used."""
@@ -118,7 +113,6 @@ class NaiveModel(PrefixMisses):
         assert missing, "the prefix could be used"
         if None in missing:
             return "no_window", None, None
-        self.found["evicted from a window"] += 1
         return "evicted", *max(missing)
 
     def cause_of(self, seq, prompt, i, num_hits):
@@ -138,7 +132,6 @@ class NaiveModel(PrefixMisses):
         """To which eviction? Its own, or the newest one before it, if it is cached behind a prefix that was evicted."""
         if tuple(prefix) not in self.prefixes.values():
             return self.evictions.get(tuple(prefix))
-        self.found["unreachable"] += 1
         before = [self.evictions.get(tuple(prefix[:end])) for end in range(self.size, len(prefix), self.size)]
         return max((one for one in before if one is not None), default=None)
 
@@ -266,28 +259,6 @@ def play(traffic, operations):
     traffic.finish()
 
 
-def test_random_traffic_meets_all_causes():
-    """The comparison above would prove little if it met only some of them."""
-    rng, found = random.Random(1), Counter()
-    for _ in range(80):
-        sizes, others = (rng.randint(3, 8), rng.randint(1, 3)), rng.choice([{}, {}, {"num_slots": 3}, {"window": 4}])
-        traffic = Traffic(*sizes, budget=8, max_evictions=rng.choice([3, 30]), **others)
-        for _ in range(12):
-            length, max_tokens = rng.randint(1, 14), rng.randint(1, 8)
-            if traffic.seqs and rng.random() < 0.6:
-                traffic.ask_again(rng.randrange(14), length, max_tokens)
-            else:
-                prompt = [rng.randint(0, 1) for _ in range(length)]
-                traffic.add(prompt, max_tokens, reads_prompt=rng.random() < 0.2)
-            for _ in range(rng.randint(0, 3)):
-                traffic.step(is_done="window" not in others or rng.random() > 0.3)
-        traffic.finish()
-        found.update(traffic.model.found)
-    assert all(found[cause] > 10 for cause in CAUSES if cause != "no_window"), found
-    assert min(found["unreachable"], found["no_window"]) > 2, found
-    assert found["evicted from a window"] > 10, found
-
-
 # ---- by hand
 
 
@@ -307,97 +278,6 @@ def test_example_of_the_module():
         PrefixMiss(6, 12, "differs", (g,), (x,)),
         PrefixMiss(12, 13, "partial_block"),
     ]
-
-
-def test_eviction_is_known_by_its_step_and_the_request_that_needed_the_block():
-    traffic = Traffic(num_blocks=3, block_size=2, budget=30, max_evictions=3)
-    explained(traffic, [0, 1, 0, 1, 1])  # step 1: r0 fills all blocks, and two are cached
-    explained(traffic, [1, 1, 1, 1, 0])  # step 2: r1 takes all of them
-    assert explained(traffic, [0, 1, 0, 1, 0]) == [
-        PrefixMiss(0, 4, "evicted", step=2, request_id="r1"),
-        PrefixMiss(4, 5, "partial_block"),
-    ]
-
-
-def test_evictions_that_are_too_many_are_forgotten():
-    traffic = Traffic(num_blocks=3, block_size=2, budget=30, max_evictions=1)
-    explained(traffic, [0, 1, 0, 1, 1])
-    explained(traffic, [1, 1, 1, 1, 0])  # evicts the end of the first prompt, then its beginning, which is remembered
-    assert explained(traffic, [0, 1, 0, 1, 0]) == [
-        PrefixMiss(0, 2, "evicted", step=2, request_id="r1"),
-        PrefixMiss(2, 4, "never_seen"),
-        PrefixMiss(4, 5, "partial_block"),
-    ]
-
-
-def test_block_that_is_cached_after_an_evicted_one_counts_as_evicted():
-    traffic = Traffic(num_blocks=4, block_size=2, budget=30, max_evictions=4)
-    traffic.add([0, 1, 1], max_tokens=1)
-    traffic.add([0, 1], max_tokens=4)  # in the same step; its last block is its own, and then 1 0 is cached after r0's
-    traffic.step()
-    traffic.step()
-    traffic.add([1, 1, 1])
-    traffic.finish()  # step 3 evicts r0's block
-    traffic.add([0, 1, 0])
-    traffic.finish()  # 0 1 is cached again, and the old 1 0 does not follow it
-    assert sorted(traffic.model.prefixes.values()) == [(0, 1), (0, 1, 1, 0), (1, 1)]
-    assert explained(traffic, [0, 1, 1, 0, 1]) == [
-        PrefixMiss(2, 4, "evicted", step=3, request_id="r2"),
-        PrefixMiss(4, 5, "partial_block"),
-    ]
-
-
-def test_blocks_without_a_snapshot_of_the_state_are_not_found():
-    traffic = Traffic(num_blocks=19, block_size=2, budget=30, max_evictions=9, num_slots=4)
-    explained(traffic, [0, 1, 2, 3, 4, 5, 6, 7, 8])  # takes a snapshot after 8 tokens
-    assert explained(traffic, [0, 1, 2, 3, 4, 9, 9]) == [  # takes one after 4 tokens
-        PrefixMiss(0, 4, "no_snapshot"),
-        PrefixMiss(4, 5, "partial_block"),
-        PrefixMiss(5, 6, "differs", (5,), (9,)),
-        PrefixMiss(6, 7, "partial_block"),
-    ]
-    assert explained(traffic, [0, 1, 2, 3, 4, 5, 6, 6]) == [
-        PrefixMiss(4, 6, "no_snapshot"),
-        PrefixMiss(6, 8, "partial_block"),
-    ]
-
-
-def test_prefix_whose_window_was_evicted_is_lost_to_the_request_that_needed_the_block():
-    """Three groups; a window of 4 tokens, so that a prefix of 4 tokens needs its two blocks in two of them."""
-    traffic = Traffic(num_blocks=9, block_size=2, budget=30, max_evictions=9, window=4)
-    first = traffic.add([0, 1, 2, 3, 4, 5, 6, 7, 8], max_tokens=4)
-    traffic.finish()  # steps 1 to 4: 18 of 27 blocks are cached, and those behind the window are free first
-    explained(traffic, range(30, 39))  # step 5: takes 15, and so evicts the first three of both windows
-    found = explained(traffic, first.token_ids[:11].tolist())
-    assert found == [PrefixMiss(10, 11, "partial_block")], "token 10 does not see the evicted blocks"
-    assert explained(traffic, [0, 1, 2, 3, 9, 9, 9]) == [
-        PrefixMiss(0, 4, "evicted", step=5, request_id="r1"),
-        PrefixMiss(4, 6, "differs", (4, 5), (9, 9)),
-        PrefixMiss(6, 7, "partial_block"),
-    ]
-    traffic.add([50])
-    traffic.step(is_done=False)  # the blocks of windows, which were computed again, are forgotten without an eviction
-    traffic.finish()
-    assert explained(traffic, [0, 1, 2, 3, 9])[0] == PrefixMiss(0, 4, "no_window")
-
-
-def test_prefix_whose_window_is_not_cached_without_an_eviction_has_its_own_cause():
-    traffic = Traffic(num_blocks=12, block_size=2, budget=30, max_evictions=9, window=4)
-    prompt = [0, 1, 2, 3, 4, 5, 6]
-    explained(traffic, prompt)
-    traffic.add([9, 9, 9])
-    traffic.step(is_done=False)  # all blocks of windows are forgotten
-    traffic.finish()
-    assert explained(traffic, prompt) == [PrefixMiss(0, 6, "no_window"), PrefixMiss(6, 7, "partial_block")]
-    assert explained(traffic, prompt) == [PrefixMiss(6, 7, "partial_block")], "what is computed again is found again"
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8])
-def test_last_block_of_a_cached_prompt_is_computed(num_tokens):
-    traffic = Traffic(num_blocks=9, block_size=4, budget=30, max_evictions=9)
-    explained(traffic, [0, 1] * 6)
-    [miss] = explained(traffic, ([0, 1] * 6)[:num_tokens])
-    assert miss == PrefixMiss((num_tokens - 1) // 4 * 4, num_tokens, "partial_block")
 
 
 def test_cache_that_is_off_explains_everything():
@@ -466,13 +346,6 @@ def test_nothing_is_kept_without_the_option():
         assert output.metrics.prefix_misses is None
         assert llm.get_stats().prefix_cache_miss_tokens == {}
         assert not [one for one in llm.get_metrics() if "misses" in one.name and "store" not in one.name]
-
-
-def test_metrics_of_an_output_are_the_users_own():
-    with LLM(TINY_QWEN3, num_kv_blocks=32, explain_prefix_misses=True, **SMALL) as llm:
-        first, second = list(llm.stream({"prompt_token_ids": PROMPT}, GREEDY))
-        first.metrics.prefix_misses.clear()
-        assert len(second.metrics.prefix_misses) == 2
 
 
 def test_observer_of_the_user_is_notified():

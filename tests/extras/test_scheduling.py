@@ -15,11 +15,10 @@ from tests.extras.full_traffic import (
     OverlapMachine,
     Run,
     SchedulerMachine,
-    order_of_service,
     swap_ins,
     swap_outs,
 )
-from tests.fake_kv_cache import table_of, tokens_of
+from tests.fake_kv_cache import table_of
 from tests.scheduling_traffic import SETTINGS, chunk_lens, next_token
 
 TestTraffic = pytest.mark.examples(SchedulerMachine.TestCase)
@@ -35,31 +34,12 @@ TestTrafficWithBeams.settings = settings(SETTINGS, max_examples=examples(100))
 # ---- the cap on one sequence's share
 
 
-def test_threshold_lets_short_prompts_past_a_long_one():
-    run = Run(budget=16, max_model_len=200, threshold=4)
-    long = run.add([1] * 30, max_tokens=2)
-    run.step()
-    short = [run.add([2 + i] * 3, max_tokens=4) for i in range(2)]
-    assert chunk_lens(run.step()) == {"seq-0": 4, "seq-1": 3, "seq-2": 3}
-    assert [seq.num_output_tokens for seq in short] == [1, 1]
-    assert chunk_lens(run.step()) == {"seq-0": 4, "seq-1": 1, "seq-2": 1}
-    assert (long.num_computed_tokens, long.num_output_tokens) == (12, 0)
-    run.finish()
-
-
-@pytest.mark.parametrize(("threshold", "largest"), [(0, 16), (1, 1), (15, 15), (16, 16), (17, 16), (1000, 16)])
+@pytest.mark.parametrize(("threshold", "largest"), [(0, 16), (1, 1), (15, 15), (17, 16)])
 def test_threshold_caps_every_chunk_and_the_budget_caps_the_threshold(threshold, largest):
     run = Run(budget=16, threshold=threshold)
     run.add([1] * 40, max_tokens=1)
     assert chunk_lens(run.step()) == {"seq-0": largest}
     assert run.finish() == -(-(40 - largest) // largest)
-
-
-def test_threshold_leaves_no_budget_idle_while_others_have_tokens():
-    run = Run(budget=8, threshold=4)
-    for i in range(3):
-        run.add([i] * 10)
-    assert chunk_lens(run.step()) == {"seq-0": 4, "seq-1": 4}
 
 
 def test_prompts_that_are_admitted_in_one_step_do_not_count_on_the_same_room():
@@ -79,17 +59,6 @@ def test_prompts_that_are_admitted_in_one_step_do_not_count_on_the_same_room():
 
 def by_priority(seq):
     return seq.priority
-
-
-REQUESTS = [(30, 1), (20, 0), (50, 2), (10, 1), (20, 0), (40, -5)]  # (prompt tokens, priority)
-
-
-def test_fcfs_serves_in_order_of_arrival_whatever_the_priority():
-    assert order_of_service(fcfs, REQUESTS) == [0, 1, 2, 3, 4, 5]
-
-
-def test_policy_of_ones_own_is_a_function_of_the_sequence():
-    assert order_of_service(lambda seq: -seq.num_prompt_tokens, REQUESTS) == [2, 5, 0, 1, 4, 3]
 
 
 def test_budget_and_admission_follow_the_policy():
@@ -124,53 +93,7 @@ def test_victim_is_the_last_in_order(policy, priorities, victims):
     run.check_end()
 
 
-def test_higher_priority_waits_for_room_and_takes_nothing_from_those_that_run():
-    run = Run(policy=by_priority, num_blocks=4, block_size=4)
-    low = run.add([1] * 12, max_tokens=3, priority=9)
-    run.step()
-    high = run.add([2] * 8, max_tokens=1, priority=0)
-    out = run.step()
-    assert (out.preempted, chunk_lens(out)) == ([], {"seq-0": 1})
-    assert (run.scheduler.running, run.waiting) == ([low], [high])
-    run.finish()
-
-
-def test_samples_of_a_preempted_prompt_wait_with_it():
-    """It loses its blocks in the middle of its prompt; all of its samples come to life later all the same."""
-    run = Run(policy=by_priority, num_blocks=6, block_size=4, budget=4)
-    late = run.add([1] * 16, n=3, max_tokens=3, priority=5)
-    run.step()
-    early = run.add([2] * 4, max_tokens=12, priority=0)
-    run.finish()
-    assert [seq.num_output_tokens for seq in late] == [3] * 3
-    assert early.num_output_tokens == 12
-
-
-# ---- min_tokens
-
-
-def test_stop_token_before_min_tokens_ends_nothing():
-    first = next_token([1, 2])
-    run = Run(eos_token_ids=frozenset([first]))
-    seq = run.add([1, 2], min_tokens=1, max_tokens=3)
-    run.finish()
-    assert seq.num_output_tokens > 1
-
-
 # ---- steps that fail
-
-
-def test_failed_step_loses_no_token_and_keeps_the_order():
-    run = Run(budget=10)
-    seqs = [run.add([i] * 6, max_tokens=6) for i in range(4)]
-    run.step()
-    run.step()
-    tokens = [tokens_of(seq) for seq in seqs]
-    run.step(is_done=False)
-    assert [tokens_of(seq) for seq in seqs] == tokens
-    assert run.waiting == seqs
-    assert run.manager.num_free_blocks == run.manager.num_blocks
-    run.finish()
 
 
 @pytest.mark.parametrize("hook", ["on_preempt", "on_share_block", "on_admit"])
@@ -209,36 +132,6 @@ def test_blocks_of_a_failed_step_cannot_be_hit():
     run.step()
     assert again.num_cached_tokens == 8, "found in what its twin computed after the failure, not before"
     run.finish()
-
-
-def test_blocks_of_earlier_steps_survive_a_failed_one():
-    run = Run(block_size=4, budget=8)
-    run.add([1] * 20)
-    run.step()  # two blocks are computed
-    run.step(is_done=False)  # two more are not
-    out = run.step()
-    assert chunk_lens(out) == {"seq-0": 8}
-    assert run.seqs[0].num_computed_tokens == 16, "it went on after the two blocks of the first step"
-
-
-def test_failed_step_that_preempted_somebody_keeps_the_order():
-    run = Run(num_blocks=6, block_size=4)
-    seqs = [run.add([i] * 7, max_tokens=9) for i in range(3)]
-    run.step()
-    run.step()
-    late = run.add([5], max_tokens=1)
-    assert run.step(is_done=False).preempted == [seqs[2]]
-    assert run.waiting == [*seqs, late]
-    run.finish()
-
-
-def test_blocks_that_were_shared_within_a_failed_step_are_forgotten():
-    run = Run(block_size=4, budget=32)
-    run.add([1] * 10)
-    run.add([1] * 14)
-    run.step(is_done=False)
-    assert run.manager.num_free_blocks == run.manager.num_blocks
-    run.finish()  # nobody reads the slots that the failed step spoiled
 
 
 def test_failed_step_is_not_counted():
@@ -327,59 +220,6 @@ def test_swapped_sequence_comes_back_without_computing_anything_anew():
     assert run.stats.num_swaps == 1
 
 
-def test_copies_out_name_the_blocks_that_the_victim_had():
-    run = Run(num_blocks=6, block_size=4, budget=32, num_swap_blocks=8)
-    run.add([0] * 9, max_tokens=9)
-    victim = run.add([1] * 9, max_tokens=9)
-    run.step()
-    table = table_of(victim)
-    while not (out := run.step()).preempted:
-        assert table_of(victim) == table
-    assert out.preempted == [victim]
-    assert out.copies.swap_outs == list(zip(table, run.host_block_ids(victim), strict=True))
-    assert out.copies.swap_ins == []
-
-
-@pytest.mark.parametrize("num_swap_blocks", [0, 1, 2])
-def test_full_swap_space_means_recompute(num_swap_blocks):
-    run, _, second = swapped_run(num_swap_blocks)
-    assert (run.host_block_ids(second), second.num_computed_tokens) == ([], 0)
-    assert (run.stats.num_swaps, run.stats.num_preemptions) == (0, 1)
-    assert run.swap_space.num_free_blocks == num_swap_blocks
-    run.finish()
-
-
-def test_swap_space_that_has_room_for_one_sends_the_other_to_be_computed_anew():
-    run = Run(num_blocks=6, block_size=4, budget=40, num_swap_blocks=2)
-    for i in range(3):
-        run.add([i] * 7, max_tokens=16)
-    run.finish()
-    assert 0 < run.stats.num_swaps < run.stats.num_preemptions
-
-
-def test_failed_step_loses_what_it_should_have_copied_out():
-    run = Run(num_blocks=6, block_size=4, budget=32, num_swap_blocks=8)
-    seqs = [run.add([i] * 9, max_tokens=9) for i in range(2)]
-    for _ in range(4):
-        run.step()
-    out = run.step(is_done=False)
-    assert out.preempted == [seqs[1]]
-    assert run.swap_space.num_free_blocks == 8
-    assert run.waiting == seqs
-    run.finish()
-
-
-def test_failed_step_loses_what_it_should_have_copied_in():
-    run, first, second = swapped_run()
-    while first.finish_reason is None:
-        run.step()
-    out = run.step(is_done=False)
-    assert len(out.copies.swap_ins) == 3
-    assert (run.is_waiting(second), second.num_computed_tokens, run.host_block_ids(second)) == (True, 0, [])
-    assert run.swap_space.num_free_blocks == 8
-    run.finish()
-
-
 def test_copy_in_that_fails_half_way_is_computed_anew(monkeypatch):
     """It has blocks again, and is still in the swap space."""
     run, first, second = swapped_run()
@@ -400,42 +240,12 @@ def test_copy_in_that_fails_half_way_is_computed_anew(monkeypatch):
     run.finish()
 
 
-def test_failed_step_leaves_alone_what_was_copied_out_before():
-    run, _, second = swapped_run()
-    kept = run.host_block_ids(second)
-    run.step(is_done=False)
-    assert run.host_block_ids(second) == kept
-    run.finish()
-    assert run.stats.num_swaps == 1
-
-
-def test_aborted_sequence_gives_up_its_place_in_the_swap_space():
-    run, _, second = swapped_run()
-    run.abort([second])
-    assert run.swap_space.num_free_blocks == 8
-    run.finish()
-
-
-def test_swapped_sequence_shares_no_block_when_it_is_back():
-    """Two sequences that shared their prompt's blocks: the one that was swapped has copies of its own."""
-    run = Run(num_blocks=7, block_size=4, budget=32, num_swap_blocks=8)
-    first, second = run.add([1] * 8 + [2], max_tokens=16), run.add([1] * 8 + [3], max_tokens=9)
-    run.step()
-    assert table_of(first)[:2] == table_of(second)[:2]
-    while not run.step().preempted:
-        assert run.num_steps < 20
-    while not swap_ins(run.step()):
-        assert run.num_steps < 40
-    assert not set(table_of(first)) & set(table_of(second))
-    run.finish()
-
-
 # ---- beams
 
 
-@pytest.mark.parametrize("num_swap_blocks", [None, 4])
-@pytest.mark.parametrize("budget", [1, 7])
-@pytest.mark.parametrize("num_blocks", range(3, 9))
+@pytest.mark.parametrize(
+    ("num_blocks", "budget", "num_swap_blocks"), [(3, 1, 4), (4, 7, None), (5, 1, None), (6, 7, 4), (8, 7, None)]
+)
 def test_beams_that_do_not_all_fit_are_computed_one_after_the_other(num_blocks, budget, num_swap_blocks):
     """Those that are ready hold the blocks which the others need: no two of them may take turns for ever."""
     run = Run(num_blocks=num_blocks, block_size=4, budget=budget, num_swap_blocks=num_swap_blocks)
@@ -444,23 +254,9 @@ def test_beams_that_do_not_all_fit_are_computed_one_after_the_other(num_blocks, 
     assert len(search.result[0]) == 11
 
 
-@pytest.mark.parametrize("num_swap_blocks", [None, 8])
-@pytest.mark.parametrize("num_failures", [1, 2])
-def test_beams_survive_steps_that_fail(num_swap_blocks, num_failures):
-    """Also those that are ready and take no part in the step."""
-    for num_steps in range(12):
-        run = Run(num_blocks=4, block_size=4, budget=4, num_swap_blocks=num_swap_blocks)
-        run.add_search([1, 2, 3, 4, 5], 3, 6)
-        for _ in range(num_steps):
-            run.step()
-        for _ in range(num_failures):
-            run.step(is_done=False)
-        run.finish()
-
-
 @pytest.mark.parametrize("others", [[([1], 1)], [([1], 2)], [([0, 1], 2), ([1], 1)], [([1], 1), ([0], 1)]])
 @pytest.mark.parametrize("prompt", [[0, 1], [1, 0, 0, 0, 1, 0, 0, 0]])
-@pytest.mark.parametrize("num_steps", range(1, 6))
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
 def test_beams_that_fork_while_others_run_keep_to_max_num_seqs(prompt, others, num_steps):
     """Some of them had lost their blocks, and others came in for them; each step checks the limit."""
     run = Run(max_num_seqs=3, num_blocks=3 * len(prompt), block_size=1, budget=20)
@@ -472,31 +268,6 @@ def test_beams_that_fork_while_others_run_keep_to_max_num_seqs(prompt, others, n
             run.add(tokens, max_tokens=4)
         else:
             run.add_search(tokens, width, 4)
-    run.finish()
-
-
-def test_beam_that_is_early_gives_its_blocks_up():
-    """So that no two of them wait for each other's blocks."""
-    run = Run(budget=2)
-    search = run.add_search([1, 2], 2, 4)
-    run.step()
-    first, second = search.beams
-    run.scheduler.max_num_batched_tokens = 1
-    assert [seq for seq, _, _ in run.step().chunks] == [first]
-    assert table_of(first) == []
-    assert run.is_running(second)
-    assert [seq for seq, _, _ in run.step().chunks] == [second]
-    run.finish()
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_samples_survive_a_failed_step(num_steps):
-    """Of their prompt, of their first copies, and later; with swap space that is not used."""
-    run = Run(block_size=4, budget=32, num_swap_blocks=4)
-    run.add([1] * 6, n=3, max_tokens=6)
-    for _ in range(num_steps):
-        run.step()
-    run.step(is_done=False)
     run.finish()
 
 
