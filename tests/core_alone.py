@@ -19,11 +19,6 @@ sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in str(getatt
 """
 
 
-def core_files() -> list[Path]:
-    """Return the core's Python files, relative to the package."""
-    return [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
-
-
 def copy_core(folder: Path) -> Path:
     """Copy the package `nanovllm`, its own tests and the example to `folder`."""
     ignored = shutil.ignore_patterns("__pycache__", "extras", "labs", "repository")

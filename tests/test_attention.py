@@ -65,8 +65,7 @@ def test_decodes_on_a_gpu_are_gathered_by_the_quarter_gibibyte_at_most(monkeypat
     assert len(gathered) == 1
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("block_size", [1, 8, 16])
+@pytest.mark.parametrize(("block_size", "seed"), [(1, 0), (8, 1), (16, 2)])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
 def test_mixed_batch_equals_the_reference(num_heads, num_kv_heads, block_size, seed):
     backend = TorchAttention(num_heads, num_kv_heads, [8, 32, 64][seed], block_size)
@@ -77,17 +76,6 @@ def test_mixed_batch_equals_the_reference(num_heads, num_kv_heads, block_size, s
 def test_mixed_batch_with_large_blocks_equals_the_reference():
     backend = TorchAttention(4, 2, 16, 256)
     step = Step(backend, [(255, 1), (256, 1), (0, 1), (0, 256), (250, 7), (512, 3)])
-    check_close(step.run(backend), step)
-
-
-@pytest.mark.parametrize(
-    "lens",
-    [[(0, 1)], [(7, 1), (8, 1), (9, 1)], [(0, 7), (0, 8), (0, 9)], [(5, 4), (8, 8), (16, 2)], [(9, 1), (0, 17)]],
-    ids=["one token", "decodes", "whole prompts", "later chunks", "decode and prompt"],
-)
-def test_each_kind_of_batch_equals_the_reference(lens):
-    backend = TorchAttention(4, 2, 16, 8)
-    step = Step(backend, lens)
     check_close(step.run(backend), step)
 
 
@@ -149,13 +137,3 @@ def test_attention_leaves_the_cache_of_other_tokens_alone():
         assert sorted(slots[part[1]].tolist()) == sorted(step.batch.metadata.slot_mapping.tolist())
     kept = ~before.isnan()
     assert torch.equal(before[kept], step.cache[kept])
-
-
-def test_oracle_sees_a_slot_that_was_never_filled():
-    """The poison works: with one token of the past missing, the output is NaN."""
-    backend = TorchAttention(4, 2, 16, 8)
-    step = Step(backend, [(9, 1), (0, 12)])
-    step.layer_cache[:, step.batch.metadata.block_tables[0, 0], 3] = math.nan
-    out = step.run(backend)
-    assert out[0].isnan().all()
-    assert not out[1:].isnan().any()

@@ -44,35 +44,10 @@ def test_the_hash_is_splitmix64():
     assert mix(np.array(states, dtype=np.uint64)).tolist() == expected
 
 
-def test_uniforms_lie_in_the_unit_interval():
-    seeds = [0, 1, 2**32, 2**63, 2**64 - 1, *range(100, 2000)]
-    uniforms = uniforms_of([at(seed, 0, 0) for seed in seeds])
-    assert uniforms.dtype == np.float64
-    assert uniforms.min() >= 0
-    assert uniforms.max() < 1
-
-
 def test_the_largest_hash_is_below_one_and_the_smallest_is_zero(monkeypatch):
     for bits, expected in ((2**64 - 1, 1 - 2.0**-52), (0, 0.0)):
         monkeypatch.setattr("nanovllm.batch.mix", lambda x, bits=bits: np.full_like(x, bits))
         assert uniforms_of([at(5, 0, 0)]).tolist() == [expected]
-
-
-def test_equal_for_equal_and_different_for_different():
-    triples = [(seed, i, position) for seed in range(12) for i in range(12) for position in range(30)]
-    uniforms = uniforms_of([at(*triple) for triple in triples])
-    assert len(set(uniforms.tolist())) == len(triples)
-    again = uniforms_of([at(*triple) for triple in triples])
-    assert uniforms.tolist() == again.tolist()
-
-
-def test_independent_of_the_order_in_the_batch():
-    triples = [(seed, i, position) for seed in (3, 2**64 - 1) for i in range(3) for position in (0, 1, 500)]
-    together = dict(zip(triples, uniforms_of([at(*t) for t in triples]).tolist(), strict=True))
-    shuffled = np.random.default_rng(0).permutation(len(triples)).tolist()
-    for order in (shuffled, shuffled[:5], [7]):
-        drawn = uniforms_of([at(*triples[i]) for i in order]).tolist()
-        assert drawn == [together[triples[i]] for i in order]
 
 
 def test_position_counts_output_tokens_only():
@@ -134,12 +109,6 @@ def test_plain_rows_ask_for_nothing():
     assert_nothing_special(batch)
     torch.testing.assert_close(batch.temperatures, torch.tensor([0, 0.7, 1, 1]), rtol=0, atol=0)
     assert batch.uniforms.tolist() == uniforms_of(rows).tolist()
-
-
-def test_greedy_rows_need_no_uniforms():
-    batch = sampling_of([sequence(temperature=0)] * 3)
-    assert_nothing_special(batch)
-    assert batch.uniforms is None
 
 
 def test_greedy_rows_need_no_truncation():

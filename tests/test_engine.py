@@ -17,7 +17,7 @@ from nanovllm.config import Config
 from nanovllm.engine import LLMEngine
 from nanovllm.request import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from tests.conftest import every_second, examples, hf_greedy
+from tests.conftest import hf_greedy
 from tests.core_traffic import MODEL, SMALL, drive, random_requests
 from tests.failing_runs import Failing
 
@@ -177,7 +177,7 @@ def test_counts_of_a_run(checkpoint):
 # ---- random traffic
 
 
-@pytest.mark.parametrize("seed", every_second(range(8)))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_is_greedy_as_in_transformers(checkpoint, answer, seed):
     """Random budgets, limits, block sizes and tiny pools; prompts that begin alike arrive while others run."""
     rng = random.Random(seed)
@@ -207,7 +207,7 @@ def test_random_traffic_is_greedy_as_in_transformers(checkpoint, answer, seed):
     assert_at_rest(engine)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(4)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_tiny_pool_gives_what_one_request_at_a_time_gives(seed):
     """Several samples, stop strings and all sampling parameters, with the bundled model's tokenizer."""
     requests = list(random_requests(random.Random(seed), 12))
@@ -230,40 +230,15 @@ def script(engine, token_ids):
     engine.runner.run = lambda batch: torch.tensor([next(said) for _ in batch.logits_indices])
 
 
-@pytest.mark.parametrize("text", ["plain words", "café ☕ naïve 你好 👩‍🚀 ¡olé!", "👍🏽" * 5, "\n\t  "])
-def test_text_grows_by_whole_characters(with_tokenizer, text):
+def test_text_grows_by_whole_characters(with_tokenizer):
     """A character of several tokens appears when its last byte comes; the last text is the whole."""
-    engine = make_engine(with_tokenizer)
+    engine, text = make_engine(with_tokenizer), "café ☕ naïve 你好 👩‍🚀 ¡olé!"
     token_ids = transformers.AutoTokenizer.from_pretrained(with_tokenizer).encode(text)
     script(engine, token_ids)
     engine.add_request("a", "x", greedy(len(token_ids)))
     texts = []
     run(engine, lambda i, outputs: texts.append(outputs[0].outputs[0].text))
     assert texts == [text.encode()[:i].decode(errors="ignore") for i in range(1, len(token_ids) + 1)]
-
-
-def test_a_stop_string_is_held_back_and_cut(with_tokenizer):
-    engine = make_engine(with_tokenizer)
-    token_ids = transformers.AutoTokenizer.from_pretrained(with_tokenizer).encode("so stand, stop")
-    script(engine, token_ids)
-    engine.add_request("a", "x", greedy(40, stop=["stop", "zzz"]))
-    texts = []
-    output = run(engine, lambda i, outputs: texts.append(outputs[0].outputs[0].text))["a"].outputs[0]
-    held = ["", "so", "so ", "so ", "so ", "so sta", "so stan", "so stand"]
-    assert texts == [*held, "so stand,", *["so stand, "] * 5]
-    assert (output.text, output.token_ids) == ("so stand, ", token_ids)
-    assert (output.finish_reason, output.stop_reason) == ("stop", "stop")
-    assert_at_rest(engine)
-
-
-def test_the_end_token_is_not_in_the_text(with_tokenizer):
-    engine = make_engine(with_tokenizer)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(with_tokenizer)
-    token_ids = [*tokenizer.encode("Hi"), tokenizer.eos_token_id]
-    script(engine, token_ids)
-    engine.add_request("a", "x", greedy(10, ignore_eos=False))
-    completion = run(engine)["a"].outputs[0]
-    assert (completion.text, completion.token_ids, completion.finish_reason) == ("Hi", token_ids, "stop")
 
 
 # ---- bad requests
@@ -274,15 +249,10 @@ def test_the_end_token_is_not_in_the_text(with_tokenizer):
     [
         pytest.param(("a", ids(5)), ValueError, ["'a'"], id="id of an unfinished request"),
         pytest.param((7, ids(5)), TypeError, ["request_id", "7"], id="id is a number"),
-        pytest.param(("b", []), ValueError, ["empty"], id="empty"),
-        pytest.param(("b", [300]), ValueError, ["300", "299"], id="outside the vocabulary"),
-        pytest.param(("b", [1] * 512), ValueError, ["512", "511"], id="too long"),
         pytest.param(("b", [1] * 300), ValueError, ["300", "256"], id="longer than the cache"),
         pytest.param(("b", "text"), ValueError, ["tokenizer"], id="no tokenizer"),
         pytest.param(("b", [1], {"max_tokens": 3}), TypeError, ["SamplingParams"], id="sampling_params"),
         pytest.param(("b", [1], greedy(stop="x")), ValueError, ["stop", "tokenizer"], id="stop needs a tokenizer"),
-        pytest.param(("b", [1], greedy(stop_token_ids=[300])), ValueError, ["300", "299"], id="stop token"),
-        pytest.param(("b", [1], SamplingParams(n=257)), ValueError, ["n", "257", "256"], id="too many samples"),
     ],
 )
 def test_bad_requests_change_nothing(checkpoint, answer, arguments, exception, says):
@@ -325,7 +295,7 @@ def test_an_id_may_be_used_again_when_its_request_is_over(checkpoint, answer):
 PROMPTS = {"a": ids(26), "b": ids(20) + ids(7, seed=1), "c": ids(9, seed=2), "d": ids(3, seed=3), "e": ids(15)}
 
 
-@pytest.mark.parametrize("victim", every_second(PROMPTS))
+@pytest.mark.parametrize("victim", ["a", "c", "e"])
 def test_abort_after_each_step(checkpoint, answer, victim):
     """Waiting, amid a chunked prefill, decoding, preempted: the others go on, and its prompt works when it comes again.
 
@@ -334,7 +304,7 @@ def test_abort_after_each_step(checkpoint, answer, victim):
     options = {"num_kv_blocks": 13, "max_num_batched_tokens": 6, "max_num_seqs": 4}
     engine = make_engine(checkpoint[0], **options, enable_prefix_caching=victim != "c")
     has_tokens = set()
-    for num_steps in range(0, 1000, 3):
+    for num_steps in range(0, 1000, 4):
         for request_id, prompt in PROMPTS.items():
             engine.add_request(request_id, prompt, greedy(12))
         outputs = {}
@@ -379,10 +349,9 @@ def test_abort_of_all_after_each_step(checkpoint):
 
 
 @pytest.mark.parametrize(("exception", "when"), [(RuntimeError, "before"), (KeyboardInterrupt, "after")])
-@pytest.mark.examples
 def test_a_step_that_fails_drops_all_requests(checkpoint, answer, exception, when):
-    """Each step in turn fails: the engine is empty, no block is taken for filled, and the next requests are served."""
-    for nth in range(1, 100, 3 // examples(3)):  # each third step by default
+    """Each third step fails: the engine is empty, no block is taken for filled, and the next requests are served."""
+    for nth in range(1, 100, 3):
         engine = make_engine(checkpoint[0], num_kv_blocks=13, max_num_batched_tokens=6, max_num_seqs=4)
         failing = Failing(engine, nth, exception, when)
         for request_id, prompt in PROMPTS.items():
@@ -448,7 +417,7 @@ def test_an_interrupt_at_any_line_of_a_step_drops_all_requests(checkpoint, answe
     serve(counted, greedy(6))
     rng, expected = random.Random(0), {name: answer(prompt, 6) for name, prompt in PROMPTS.items()}
     assert lines.num_lines > 5000
-    for i, nth in enumerate(rng.sample(range(1, lines.num_lines // 2), 60)):
+    for i, nth in enumerate(rng.sample(range(1, lines.num_lines // 2), 40)):
         InterruptedStep(engine, nth)
         with pytest.raises(KeyboardInterrupt):
             serve(engine, greedy(6))
@@ -457,38 +426,3 @@ def test_an_interrupt_at_any_line_of_a_step_drops_all_requests(checkpoint, answe
         if i % 6 == 0:
             assert serve(engine, greedy(6)) == expected
             assert_at_rest(engine)
-
-
-# ---- two engines
-
-
-def test_two_engines_step_by_step(checkpoint, checkpoints):
-    """Different models, block sizes and budgets: each gives what it gives by itself."""
-    other_folder, other_model = checkpoints.make(num_hidden_layers=3, num_key_value_heads=1)
-    engines = [
-        make_engine(checkpoint[0], block_size=16, num_kv_blocks=40, max_num_batched_tokens=64),
-        make_engine(other_folder, block_size=4, num_kv_blocks=60, max_num_batched_tokens=7),
-        make_engine(checkpoint[0], block_size=1, num_kv_blocks=90, max_num_batched_tokens=30),
-    ]
-    prompts = [ids(50), ids(17, seed=1), ids(33)]
-    for engine in engines:
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), prompt, greedy(12))
-    results = [{}, {}, {}]
-    while any(engine.has_unfinished_requests() for engine in engines):
-        for engine, result in zip(engines, results, strict=True):
-            result |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
-    for result, model in zip(results, (checkpoint[1], other_model, checkpoint[1]), strict=True):
-        assert result == {str(i): hf_greedy(model, prompt, 12) for i, prompt in enumerate(prompts)}
-
-
-def test_a_failure_of_one_engine_leaves_the_other_alone(checkpoint, answer):
-    first, second = make_engine(checkpoint[0]), make_engine(checkpoint[0])
-    for engine in (first, second):
-        engine.add_request("a", ids(9), greedy(6))
-        engine.step()
-    Failing(first, 1, RuntimeError, "before")
-    with pytest.raises(RuntimeError):
-        first.step()
-    assert_at_rest(first)
-    assert tokens_of(run(second)) == {"a": answer(ids(9), 6)}

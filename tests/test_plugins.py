@@ -8,7 +8,6 @@ import sys
 from importlib.metadata import EntryPoint
 
 import pytest
-import torch
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams, plugins
 from nanovllm.layers.attention import BackendError, TorchAttention
@@ -17,7 +16,6 @@ from nanovllm.plugins import find_architecture
 
 PROMPT = [5, 6, 7, 8, 9]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
-CPU = torch.device("cpu")
 
 
 class Counting(TorchAttention):
@@ -120,12 +118,6 @@ def test_torch_imports_no_plug_in(install, monkeypatch):
     assert type(make(attention_backend="torch").engine.runner.backend) is TorchAttention
 
 
-def test_backends_are_told_of_eager_engines(install):
-    install(a=here(Counting))
-    make(enforce_eager=True)
-    assert Counting.calls == [("replace_layers", "Qwen3ForCausalLM", 64, "cpu", True)]
-
-
 # ---- what cannot be used
 
 
@@ -181,13 +173,6 @@ def test_a_backend_that_computes_wrongly_is_replaced_by_the_next_one(install, ca
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert record.message.startswith("Wrong is not used: its layers compute other numbers")
     assert "not Wrong: its layers compute other numbers" in llm.engine.description
-    assert tokens(llm) == right
-
-
-def test_pytorch_is_the_last(install, right):
-    install(w=here(Wrong))
-    llm = make()
-    assert type(llm.engine.runner.backend) is TorchAttention
     assert tokens(llm) == right
 
 

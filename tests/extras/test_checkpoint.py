@@ -71,17 +71,6 @@ def test_an_empty_quantization_config_is_no_quantisation(broken, tiny_checkpoint
 # ---- from a name to a folder
 
 
-def test_folder_is_taken_as_str_and_as_path(tiny_checkpoint):
-    folder = tiny_checkpoint[0]
-    assert resolve_model(folder) == resolve_model(str(folder)) == folder
-
-
-def test_home_is_expanded(tiny_checkpoint, monkeypatch):
-    folder = tiny_checkpoint[0]
-    monkeypatch.setenv("HOME", str(folder.parent))
-    assert resolve_model(f"~/{folder.name}") == folder
-
-
 def test_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path.name}' holds no config.json"):
         resolve_model(tmp_path)
@@ -115,16 +104,6 @@ def test_hub_id_without_a_config_is_refused(hub_cache, tiny_checkpoint):
 
 
 # ---- tokenizer
-
-
-def test_model_without_tokenizer_files_has_none(tiny_checkpoint):
-    assert load_tokenizer(Config(tiny_checkpoint[0]), tiny_checkpoint[0]) is None
-
-
-def test_tokenizer_is_read(tokenizer_folder):
-    tokenizer = load_tokenizer(Config(tokenizer_folder), tokenizer_folder)
-    assert tokenizer.encode("b a b", add_special_tokens=False) == [2, 1, 2]
-    assert tokenizer.eos_token_id == 3
 
 
 def test_tokenizer_of_another_folder_is_read(tiny_checkpoint, tokenizer_folder):

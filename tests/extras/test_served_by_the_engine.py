@@ -6,6 +6,7 @@ Oracles: `transformers` token for token; the classes and functions of `nanovllm/
 import json
 import logging
 import os
+import runpy
 import subprocess
 import sys
 
@@ -89,35 +90,40 @@ def test_breakpoints_in_the_engine_fire(backend, functions):
     assert [function.__qualname__ for function in functions if function.__code__ not in called] == []
 
 
-def modules_loaded(code):
-    """The modules of this package that a program loads, in a process of its own."""
-    code += "\nimport json, sys; print(json.dumps([one for one in sys.modules if one.startswith('nanovllm_extras')]))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-RUN = """
+RUNS = """
+import json, sys
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-llm = LLM(TINY_QWEN3, attention_backend={backend!r}, device="cpu", num_kv_blocks=20)
-llm.generate("What is a block table?", SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+
+for backend in ("torch", "auto"):
+    llm = LLM(TINY_QWEN3, attention_backend=backend, device="cpu", num_kv_blocks=20)
+    llm.generate("What is a block table?", SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    print(json.dumps([llm.engine.description, [one for one in sys.modules if one.startswith("nanovllm_extras")]]))
 """
 
 
-def test_a_run_without_plug_ins_loads_nothing_from_here():
-    assert modules_loaded(RUN.format(backend="torch")) == []
+def run_in_a_process(**environment):
+    """(description of the engine, modules of this package) of a run without plug-ins and of one with them."""
+    environment = {**os.environ, **environment}
+    command = [sys.executable, "-c", RUNS]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()[-2:]]
 
 
-def test_a_run_with_kernels_loads_no_engine_from_here():
-    loaded = modules_loaded(RUN.format(backend="auto"))
-    assert "nanovllm_extras.kernels.cpu.cpu_attention" in loaded
-    assert [one for one in loaded if one.partition(".")[2] in ("full_engine", "full_runner", "assembly", "serve")] == []
+def test_a_run_loads_no_engine_from_here():
+    (_, without_plug_ins), (_, with_kernels) = run_in_a_process()
+    assert without_plug_ins == []
+    assert "nanovllm_extras.kernels.cpu.cpu_attention" in with_kernels
+    engine = ("nanovllm_extras.engine.", "nanovllm_extras.execution.full_runner", "nanovllm_extras.serve")
+    assert [one for one in with_kernels if one.startswith(engine)] == []
 
 
-def test_the_example_runs_the_engine_that_one_reads():
-    done = subprocess.run([sys.executable, "example.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "nanovllm.engine.LLMEngine" in done.stdout
+def test_the_example_runs_the_engine_that_one_reads(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["example.py"])
+    runpy.run_path(str(ROOT / "example.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "nanovllm.engine.LLMEngine" in printed
     for measured in ("time to first token", "time per output token", "prefix-cache hit rate", "KV waste"):
-        assert measured in done.stdout
+        assert measured in printed
 
 
 # ---- kernels
@@ -219,14 +225,10 @@ def test_attention_is_checked_in_eager_engines_too(fresh_cache, monkeypatch, is_
     assert pytorch_layers(llm.engine.runner.model) != set()
 
 
-def test_without_a_compiler_pytorch_computes(tmp_path, monkeypatch):
-    environment = {**os.environ, "CC": str(tmp_path / "no-compiler"), "XDG_CACHE_HOME": str(tmp_path)}
-    code = RUN.format(backend="auto") + "print(llm.engine.description)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
-    assert "nanovllm.layers.attention.TorchAttention" in done.stdout.split("; ")[-1]
-    assert "not cpu: " in done.stdout
+def test_without_a_compiler_pytorch_computes(tmp_path):
+    _, (description, _) = run_in_a_process(CC=str(tmp_path / "no-compiler"), XDG_CACHE_HOME=str(tmp_path))
+    assert "nanovllm.layers.attention.TorchAttention" in description.split("; ")[-1]
+    assert "not cpu: " in description
 
 
 # ---- networks
@@ -241,8 +243,10 @@ REFUSED = {name: "a cache of latents: nanovllm_extras.LLM serves it" for name in
 REFUSED["qwen3"] = "nanovllm_extras.LLM may serve it"  # the variants that the engine's own network does not compute
 
 
-@pytest.mark.parametrize("backend", ["torch", "auto"])
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
+SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
+
+
+@pytest.mark.parametrize(("name", "backend"), [(name, ("auto", "torch")[i % 2]) for i, name in enumerate(SERVED)])
 def test_networks_from_here_give_the_tokens_of_transformers(checkpoints, name, backend):
     variant = next(iter(ARCHITECTURES[name].variants))
     folder, _ = checkpoints.make(name, variant)
