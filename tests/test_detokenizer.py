@@ -105,12 +105,6 @@ def name(request):
 # --- the text adds up ------------------------------------------------------------------------------------------------
 
 
-def test_the_byte_tokens_are_what_they_seem():
-    for name, ids in BYTES.items():
-        assert len(set(ids)) == 256
-        assert decode(TOKENIZERS[name], [ids[byte] for byte in "a😀€".encode()]) == "a😀€"
-
-
 def assert_agrees(text, expected, name, num_tokens=0):
     """Equal, except where bytes are no characters. What is shown of them before the text goes on does not depend on
     what follows, so a decoder of all tokens at once may count them differently: after more than `MAX_PENDING` tokens,
@@ -145,7 +139,6 @@ def test_streamed_pieces_add_up_to_the_whole_text(name, skip_special_tokens):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.examples
 def test_texts_stream_without_half_characters(name):
     """Tokens of a text, one by one: at no time is there a replacement character in what is shown."""
     tokenizer = TOKENIZERS[name]
@@ -165,28 +158,6 @@ def test_texts_stream_without_half_characters(name):
         assert all(whole.startswith(one) for one in shown)
 
     check()
-
-
-def test_what_is_whole_is_shown_at_once(name):
-    """Nothing is held back but the bytes of an unfinished character."""
-    tokenizer = TOKENIZERS[name]
-    text = "Hello world.\nab a b c" if name == "metaspace" else "Hello wörld 東京 a é\n😀."
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    shown, _ = stream(tokenizer, ids)
-    for i in range(len(ids)):
-        so_far = decode(tokenizer, ids[: i + 1])
-        if not so_far.endswith(REPLACEMENT):
-            assert shown[i] == so_far
-
-
-@pytest.mark.parametrize("character", ["é", "€", "😀"], ids=["2 bytes", "3 bytes", "4 bytes"])
-@pytest.mark.parametrize("kind", BYTES)
-def test_half_a_character_is_shown_at_the_end_only(kind, character):
-    ids = [*words(kind, "a"), *[BYTES[kind][byte] for byte in character.encode()]]
-    for num_bytes in range(1, len(ids)):
-        shown, _ = stream(TOKENIZERS[kind], ids[:num_bytes])
-        assert set(shown[:-1]) <= {"", "a"}
-        assert shown[-1] == decode(TOKENIZERS[kind], ids[:num_bytes])
 
 
 @pytest.mark.parametrize("kind", BYTES)
@@ -218,7 +189,6 @@ def test_a_stop_string_in_a_long_run_of_bytes_is_found_at_once(kind):
 
 
 @pytest.mark.parametrize("kind", BYTES)
-@pytest.mark.examples
 def test_bytes_that_never_become_characters_are_shown_and_not_decoded_for_ever(kind):
     """Lone and cut-off bytes of all kinds, as no model should write them: nothing is held back for long."""
     lone = st.builds(
@@ -226,7 +196,7 @@ def test_bytes_that_never_become_characters_are_shown_and_not_decoded_for_ever(k
     )
     cut = st.builds(lambda char, n: char.encode()[:n], st.sampled_from("é€😀"), st.integers(1, 4))
 
-    @settings(max_examples=examples(600), deadline=None, derandomize=True, database=None)
+    @settings(max_examples=75, deadline=None, derandomize=True, database=None)
     @given(st.lists(lone | cut, max_size=8))
     def check(pieces):
         ids = [BYTES[kind][byte] for byte in b"".join(pieces)]
@@ -243,17 +213,6 @@ def test_bytes_that_never_become_characters_are_shown_and_not_decoded_for_ever(k
         assert_agrees(detokenizer.text(True), decode(TOKENIZERS[kind], ids), kind, len(ids))
 
     check()
-
-
-@pytest.mark.parametrize("kind", BYTES)
-def test_what_follows_invalid_bytes_is_text_again(kind):
-    for num_bytes in (1, 2, 16, 17, 18, 40):
-        ids = [*words(kind, "a"), *[BYTES[kind][0x80]] * num_bytes, *words(kind, "b", "a")]
-        shown, _ = stream(TOKENIZERS[kind], ids)
-        assert shown[-1] == "a" + REPLACEMENT * num_bytes + "ba"
-        assert shown[-3] == shown[-1][:-1], "at once"
-        if num_bytes > MAX_PENDING:
-            assert len(shown[num_bytes]) >= num_bytes - MAX_PENDING, "they are shown before any other text comes"
 
 
 def test_a_space_comes_with_the_word_after_it():
@@ -273,15 +232,6 @@ def test_a_space_comes_with_the_word_after_it():
 
 
 # --- after a prompt --------------------------------------------------------------------------------------------------
-
-
-def test_the_first_space_of_an_answer_is_kept():
-    """The decoders of these tokenizers drop the first space of a text; an answer is the middle of one."""
-    for tokenizer in (SENTENCEPIECE, METASPACE):
-        prompt = tokenizer.convert_tokens_to_ids(["▁Hel", "lo"])
-        ids = tokenizer.convert_tokens_to_ids(["▁wor", "ld", "▁a"])
-        assert decode(tokenizer, ids) == "world a", "by itself it would be lost"
-        assert stream(tokenizer, ids, prompt)[0] == [" wor", " world", " world a", " world a"]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
@@ -334,7 +284,7 @@ def test_an_emoji_that_is_split_between_prompt_and_answer(kind, num_bytes):
     assert shown == [""]
 
 
-@pytest.mark.parametrize("num_prompt", range(1, 13))
+@pytest.mark.parametrize("num_prompt", [1, 4, 7, 12])
 def test_a_prompt_that_ends_in_a_long_run_of_bytes(num_prompt):
     """Where the end of the prompt is cut in the middle of a character, it tells nothing about the next ones."""
     for character in ("é", "你", "😀"):
@@ -345,7 +295,6 @@ def test_a_prompt_that_ends_in_a_long_run_of_bytes(num_prompt):
         assert not any(REPLACEMENT in one for one in shown)
 
 
-@pytest.mark.examples
 def test_any_prompt_and_any_answer():
     """Byte-level, where the text of a token does not depend on the tokens before it: the sum is always exact."""
 
@@ -361,21 +310,9 @@ def test_any_prompt_and_any_answer():
     check()
 
 
-@pytest.mark.parametrize("kind", BYTES)
-def test_any_bytes_may_be_a_prompt(kind):
-    """A prompt of tokens need not be text: valid characters beside invalid bytes."""
-    rng = random.Random(0)
-    pieces = ["你".encode(), b"\xe4", b"\x80", "é".encode(), b"a"]
-    for _ in range(200):
-        data = b"".join(rng.choice(pieces) for _ in range(rng.randrange(1, 9)))
-        prompt = [BYTES[kind][byte] for byte in data] + words(kind, "a")
-        shown, _ = stream(TOKENIZERS[kind], words(kind, "b", "a"), prompt)
-        assert shown == ["b", "ba", "ba"]
-
-
 # --- what gives no text ----------------------------------------------------------------------------------------------
 
-GAPS = [1, 5, 6, 7, MAX_PENDING - 1, MAX_PENDING, MAX_PENDING + 1, MAX_PENDING + NUM_OPEN, 30, 60]
+GAPS = [1, 7, MAX_PENDING, MAX_PENDING + NUM_OPEN, 60]
 
 
 def three_words(tokenizer):
@@ -490,7 +427,6 @@ def undecided(text, stops):
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
-@pytest.mark.examples
 def test_stop_strings_are_found_as_by_a_naive_search(kind):
     tokenizer = TOKENIZERS[kind]
 
@@ -528,18 +464,11 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "stops", "num_tokens", "cut", "which"), EXAMPLES)
-def test_stop_strings_across_token_borders(text, stops, num_tokens, cut, which):
-    ids = [BYTES["byte-level"][byte] for byte in text.encode()]
-    shown, stop = stream_until_stop(BUNDLED, ids, stops)
-    assert (len(shown), shown[-1], stop) == (num_tokens, cut, which)
-
-
-def test_a_stop_string_inside_one_token():
-    """One token, text before and after the stop string."""
-    (token_id,) = BUNDLED.encode(" block")
-    shown, stop = stream_until_stop(BUNDLED, [A, token_id, B], ["o"])
-    assert (shown, stop) == (["a", "a bl"], "o")
+def test_stop_strings_across_token_borders():
+    for text, stops, num_tokens, cut, which in EXAMPLES:
+        ids = [BYTES["byte-level"][byte] for byte in text.encode()]
+        shown, stop = stream_until_stop(BUNDLED, ids, stops)
+        assert (len(shown), shown[-1], stop) == (num_tokens, cut, which)
 
 
 def test_a_stop_string_is_not_found_in_the_prompt():
@@ -548,35 +477,12 @@ def test_a_stop_string_is_not_found_in_the_prompt():
     assert (shown[-1], detokenizer.stop_string) == ("bc", "ab")
 
 
-def test_what_may_become_a_stop_string_is_shown_when_it_cannot_any_more():
-    ids = [BYTES["byte-level"][byte] for byte in b"abacab"]
-    shown, stop = stream_until_stop(BUNDLED, ids, ["abad", "cc"])
-    assert (shown, stop) == (["", "", "", "aba", "abac", "abacab"], None)
-
-
-def test_the_end_decides_what_was_held_back():
-    """The text is cut short in the middle of a stop string: it was none."""
-    shown, stop = stream_until_stop(BUNDLED, [A, B, C], ["bcd"])
-    assert (shown, stop) == (["a", "a", "abc"], None)
-
-
-def test_stop_strings_of_half_characters_wait_for_the_whole():
-    ids = [A, *E_ACUTE, B]
-    shown, stop = stream_until_stop(BUNDLED, ids, ["é"])
-    assert (shown, stop) == (["a", "a", "a"], "é")
-
-
 def test_special_tokens_as_stop_strings():
     ids = [A, BUNDLED.eos_token_id, B]
     shown, stop = stream_until_stop(BUNDLED, ids, [BUNDLED.eos_token], skip_special_tokens=False)
     assert (shown, stop) == (["a", "a"], BUNDLED.eos_token)
     shown, stop = stream_until_stop(BUNDLED, ids, [BUNDLED.eos_token])
     assert (shown, stop) == (["a", "a", "ab"], None)
-
-
-def test_ids_beyond_the_vocabulary_do_not_hide_a_stop_string():
-    shown, stop = stream_until_stop(BUNDLED, [A, B, len(BUNDLED) + 5, C, A], ["bc"])
-    assert (shown, stop) == (["a", "a", "a", "a"], "bc")
 
 
 def test_after_a_stop_string_nothing_is_added():
@@ -601,21 +507,6 @@ def test_decoder_that_never_joins_its_pieces(has_strip):
         token_ids = [rng.randrange(3, len(tokenizer)) for _ in range(rng.randrange(1, 12))]
         shown, _ = stream(tokenizer, token_ids)
         assert_agrees(shown[-1], tokenizer.decode(token_ids), "sentencepiece")
-
-
-def word_piece():
-    """WordPiece writes a space before each word but the first, and none before a full stop."""
-    vocab = {"[UNK]": 0, "a": 1, "##b": 2, "c": 3, ".": 4}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
-    tokenizer.decoder = tokenizers.decoders.WordPiece()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
-
-
-def test_a_decoder_of_words():
-    tokenizer, ids = word_piece(), [1, 2, 3, 4, 1, 3, 2, 4]
-    assert stream(tokenizer, ids)[0][-1] == tokenizer.decode(ids)
-    for i in range(1, len(ids)):
-        assert stream(tokenizer, ids[i:], ids[:i])[0][-1] == decode_after(tokenizer, ids[:i], ids[i:])
 
 
 def shrinking():

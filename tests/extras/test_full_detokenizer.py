@@ -24,8 +24,6 @@ from tests.test_detokenizer import (
     EMOJI_BYTES,
     TOKENIZERS,
     A,
-    B,
-    C,
     assert_agrees,
     decode,
     decode_after,
@@ -76,22 +74,7 @@ def test_any_number_of_tokens_at_a_time(name):
     check()
 
 
-def test_everything_at_once_is_a_plain_decode(name):
-    ids = [5, 9, 1, 13, 2, 4, 10**6, 7] * 3
-    shown, _ = stream(TOKENIZERS[name], [ids])
-    assert_agrees(shown[-1], decode(TOKENIZERS[name], ids), name)
-
-
-def test_finishing_twice_adds_nothing():
-    ids = [A, *[BYTES["byte-level"][byte] for byte in "😀".encode()[:3]]]
-    _, detokenizer = stream(BUNDLED, [ids])
-    text = detokenizer.text(True)
-    assert text == decode(BUNDLED, ids)
-    detokenizer.finish()
-    assert detokenizer.text(True) == text
-
-
-@pytest.mark.parametrize("split", range(1, 13))
+@pytest.mark.parametrize("split", [1, 3, 7, 11])
 @pytest.mark.parametrize("kind", BYTES)
 def test_a_copy_continues_the_text_and_does_not_change_it(kind, split):
     """Also within a character, and before anything was added."""
@@ -114,14 +97,6 @@ def test_a_copy_continues_the_text_and_does_not_change_it(kind, split):
         one.finish()
     assert detokenizer.text(True) == copied.text(True)
     assert copied.text(True).endswith("a")
-
-
-def test_a_copy_of_a_text_that_has_ended():
-    detokenizer = make(BUNDLED, stop=["b"])
-    detokenizer.extend([A, B])
-    copied = detokenizer.copy()
-    copied.extend([C])
-    assert (copied.text(True), copied.stop_string) == ("a", "b")
 
 
 # --- texts that are looked up ----------------------------------------------------------------------------------------
@@ -223,8 +198,7 @@ def stream_until_stop(tokenizer, ids, **fields):
     return shown, detokenizer.stop_string
 
 
-@pytest.mark.parametrize("min_tokens", [0, 1, 4])
-@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(("include", "min_tokens"), [(True, 0), (False, 1), (True, 4)])
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 @pytest.mark.examples
 def test_stop_strings_are_found_as_by_a_naive_search(kind, include, min_tokens):
@@ -251,47 +225,11 @@ def test_stop_strings_are_found_as_by_a_naive_search(kind, include, min_tokens):
 INCLUDED = ["aaab", "aabaab", "aabaaabaab", "abababac", "abc", "abc", "abc", "abca", "abc", "a ", "a\n\n", "aaa"]
 
 
-@pytest.mark.parametrize(
-    ("text", "stops", "num_tokens", "cut", "which", "included"),
-    [(*one, included) for one, included in zip(core.EXAMPLES, INCLUDED, strict=True)],
-)
-def test_stop_strings_across_token_borders_included(text, stops, num_tokens, cut, which, included):
-    ids = [BYTES["byte-level"][byte] for byte in text.encode()]
-    for include, expected in ((False, cut), (True, included)):
-        shown, stop = stream_until_stop(BUNDLED, ids, stop=stops, include_stop_str_in_output=include)
-        assert (len(shown), shown[-1], stop) == (num_tokens, expected, which)
-
-
-def test_a_stop_string_inside_one_token_included():
-    """One token, text before and after the stop string."""
-    (token_id,) = BUNDLED.encode(" block")
-    for include, expected in ((False, "a bl"), (True, "a blo")):
-        shown, stop = stream_until_stop(BUNDLED, [A, token_id, B], stop="o", include_stop_str_in_output=include)
-        assert (shown, stop) == (["a", expected], "o")
-
-
-@pytest.mark.parametrize(
-    ("min_tokens", "num_tokens", "text"),
-    [
-        (0, 2, ""),
-        (1, 2, ""),  # complete with the second token, which is the first that may end it
-        (2, 4, "ab"),
-        (3, 4, "ab"),
-        (4, 6, "abab"),
-        (5, 6, "abab"),
-        (6, 6, "ababab"),
-    ],
-)
-def test_min_tokens_and_stop_strings(min_tokens, num_tokens, text):
-    """As in vLLM: it is where a stop string is complete that counts, not where it begins."""
-    shown, _ = stream_until_stop(BUNDLED, [A, B] * 3, stop="ab", min_tokens=min_tokens)
-    assert (len(shown), shown[-1]) == (num_tokens, text)
-
-
-def test_after_a_stop_string_nothing_is_added():
-    """Several tokens at once, as after a step that brought them: those behind the stop string are ignored."""
-    shown, detokenizer = stream(BUNDLED, [[A, B, C, A]], stop="b")
-    assert (shown, detokenizer.stop_string) == (["a"], "b")
+def test_stop_strings_across_token_borders_included():
+    for (text, stops, num_tokens, _, which), included in zip(core.EXAMPLES, INCLUDED, strict=True):
+        ids = [BYTES["byte-level"][byte] for byte in text.encode()]
+        shown, stop = stream_until_stop(BUNDLED, ids, stop=stops, include_stop_str_in_output=True)
+        assert (len(shown), shown[-1], stop) == (num_tokens, included, which)
 
 
 # --- spaces between special tokens -----------------------------------------------------------------------------------
