@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.execution.input_buffer import map_tensors
-from nanovllm_extras.sampling.logits import BadWords, BiasRows, encode_bad_words
+from nanovllm_extras.sampling.logits import BadWords, BiasRows
 from nanovllm_extras.sampling.logits_processors import ForbiddenTokens, MinTokens, apply_processors
 from tests.extras.sampling_rows import (
     EOS,
@@ -32,7 +32,6 @@ from tests.extras.sampling_rows import (
     assert_random_combinations,
     random_ids,
     random_logits,
-    sample,
     sampling_of,
     sequence,
 )
@@ -141,21 +140,6 @@ def test_a_row_is_drawn_the_same_whatever_its_neighbours_want():
     assert_a_row_is_drawn_the_same_whatever_its_neighbours_want(**FIELDS)
 
 
-def test_processors_see_their_own_row_and_output():
-    seen = []
-
-    def note(output_token_ids, logits):
-        seen.append((output_token_ids, logits.clone()))
-        return logits
-
-    raw = random_logits(3)
-    rows = [sequence(), sequence([1], [5, 6], logits_processors=[note], logit_bias={4: 1.0}), sequence()]
-    sample(raw, sampling_of(rows))
-    ((output_token_ids, logits),) = seen
-    assert output_token_ids == [5, 6]
-    assert torch.equal(logits, raw[1] + torch.eye(VOCAB_SIZE)[4])
-
-
 def test_frequencies_follow_the_distribution():
     assert_frequencies_follow_the_distribution(4, {"min_p": 0.05, "presence_penalty": 1.0})
 
@@ -190,11 +174,6 @@ def test_histories_are_filled_up_with_minus_one():
     assert penalties.presence.tolist() == [[0.5], [0], [0]]
     assert penalties.frequency.tolist() == [[0], [-1], [2]]
     assert penalties.repetition.tolist() == [[1], [1.5], [1]]
-
-
-def test_histories_before_any_output():
-    penalties = rows_of([sequence([1, 2], presence_penalty=1)])
-    assert penalties.output_ids.shape == (1, 0)
 
 
 def changes_of(rows):
@@ -238,47 +217,6 @@ def test_bad_words_forbid_their_last_token(words, prompt, output, forbidden):
     batch = sampling_of([sequence(), row])
     assert changes_of([sequence(), row]) == {(1, token_id): -math.inf for token_id in forbidden}
     assert bool(batch.processors) == bool(forbidden), "nothing to forbid costs nothing"
-
-
-def test_a_bad_word_is_forbidden_as_it_begins_a_text_and_as_it_follows_a_space():
-    rows = [sequence(output=[2, 3], bad_words=["x"]), sequence(output=[2], bad_words=[" x"])]
-    assert changes_of(rows) == {(0, 7): -math.inf, (0, 11): -math.inf, (1, 7): -math.inf}
-
-
-class CountedIds(list):
-    """Token ids that count how often two of them are compared."""
-
-    num_compared = 0
-    __hash__ = None
-
-    def __eq__(self, other):
-        CountedIds.num_compared += 1
-        return list.__eq__(self, other)
-
-
-def test_many_bad_words_are_not_compared_with_each_other():
-    class Digits:
-        def encode(self, text, add_special_tokens):
-            return CountedIds(map(ord, text))
-
-    words = [str(i) for i in range(500)] * 2
-    encoded = encode_bad_words(words, Digits(), vocab_size=200)
-    expected = [list(map(ord, text)) for word in words[:500] for text in (word, " " + word)]
-    assert CountedIds.num_compared == 0
-    assert encoded == expected
-
-
-def test_allowed_tokens_are_pairs_of_entry_and_token():
-    rows = [sequence(allowed_token_ids=[3, 5]), sequence(), sequence(allowed_token_ids=[7])]
-    allowed = rows_of(rows)
-    assert allowed.rows.tolist() == [0, 2]
-    assert list(zip(allowed.entries.tolist(), allowed.token_ids.tolist(), strict=True)) == [(0, 3), (0, 5), (1, 7)]
-
-
-def test_processors_come_with_their_row_and_the_output_so_far():
-    first, second = (lambda output_token_ids, logits: logits), (lambda output_token_ids, logits: -logits)
-    rows = [sequence(), sequence([1, 2], [8, 9], logits_processors=[first, second]), sequence(logits_processors=[])]
-    assert rows_of(rows).rows == [(1, [8, 9], (first, second))]
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ REQUESTS = {
     "text": {"max_tokens": 8},
     "bytes": {"max_tokens": 30, "allowed_token_ids": None},
     "stop string": {"max_tokens": 40, "stop": ["ab", "hag"]},
-    "stop string kept": {"max_tokens": 40, "stop": ["ab", "hag"], "include_stop_str_in_output": True},
-    "stop token": {"max_tokens": 40, "stop_token_ids": LETTERS[:1]},
     "three samples": {"max_tokens": 20, "n": 3, "stop_token_ids": LETTERS[:1], "logprobs": 1},
     "log-probabilities": {"max_tokens": 5, "logprobs": 2, "prompt_logprobs": 1},
     "no text": {"max_tokens": 5, "detokenize": False},
@@ -47,7 +45,7 @@ def summary(completion):
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_deltas_add_up_to_the_cumulative_outputs(llm, name):
+def test_deltas_add_up_to_the_cumulative_outputs_and_the_last_is_the_final_one(llm, name):
     whole = outputs_of(llm, RequestOutputKind.CUMULATIVE, REQUESTS[name])
     deltas = outputs_of(llm, RequestOutputKind.DELTA, REQUESTS[name])
     assert len(deltas) == len(whole)
@@ -69,11 +67,6 @@ def test_deltas_add_up_to_the_cumulative_outputs(llm, name):
             assert ends.get(one.index, (None, None)) == (one.finish_reason, one.stop_reason)
         assert (delta.prompt_logprobs is not None) == (so_far.prompt_logprobs is not None and i == 0)
         assert delta.metrics.num_output_tokens == so_far.metrics.num_output_tokens
-
-
-@pytest.mark.parametrize("name", REQUESTS)
-def test_final_only_is_the_last_output(llm, name):
-    whole = outputs_of(llm, RequestOutputKind.CUMULATIVE, REQUESTS[name])
     (final,) = outputs_of(llm, RequestOutputKind.FINAL_ONLY, REQUESTS[name])
     assert final.finished
     assert [summary(one) for one in final.outputs] == [summary(one) for one in whole[-1].outputs]

@@ -22,11 +22,7 @@ from tests import steps
 from tests.extras import sampling_rows
 from tests.extras.sampling_rows import (
     HISTORY,
-    VOCAB_SIZE,
-    assert_a_row_is_drawn_the_same_whatever_its_neighbours_want,
     assert_drawn_from,
-    assert_logprobs_are_those_of_the_model,
-    assert_random_combinations,
     random_logits,
     sample,
     sampling_of,
@@ -51,14 +47,6 @@ def test_min_tokens_alone_in_a_batch():
     ]
     rows = [sampling_rows.sequence(*HISTORY, **one) for one in fields]
     assert_drawn_from(random_logits(len(rows), scale=1.5), rows)
-
-
-def test_random_combinations_in_one_batch():
-    assert_random_combinations()
-
-
-def test_a_row_is_drawn_the_same_whatever_its_neighbours_want():
-    assert_a_row_is_drawn_the_same_whatever_its_neighbours_want()
 
 
 def test_a_greedy_batch_is_that_of_the_backends_argmax():
@@ -118,12 +106,6 @@ def test_plain_rows_ask_for_nothing():
     assert batch.uniforms.tolist() == plain.uniforms.tolist() == steps.uniforms_of(rows).tolist()
 
 
-def test_greedy_rows_need_no_uniforms():
-    batch = sampling_of([sequence(temperature=0)] * 3)
-    assert [name for name in SPECIAL if getattr(batch, name) is not None] == []
-    assert (batch.uniforms, batch.processors) == (None, ())
-
-
 # ---- log-probabilities
 
 
@@ -136,21 +118,11 @@ def test_num_logprobs_is_the_most_that_any_row_wants(wanted, expected):
     assert wants_only_tokens(batch) == (expected is None)
 
 
-@pytest.mark.parametrize("wanted", [[0, 0], [3, None, 0], [2, -1], [VOCAB_SIZE]])
-def test_logprobs_are_those_of_the_model_itself(wanted):
-    """Before temperature and masks, for rows that have both."""
-    assert_logprobs_are_those_of_the_model(wanted, {"temperature": 0.3, "top_k": 9, "min_tokens": 20})
-
-
 def test_ranks_count_from_one_over_the_whole_vocabulary():
     raw = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 4)
     logprobs = compute_logprobs(raw, torch.tensor([1, 3, 2, 0]), 1)
     assert logprobs.ranks.tolist() == [1, 2, 3, 4]
     assert logprobs.top_ids.tolist() == [[1]] * 4
-
-
-def test_more_logprobs_than_tokens_are_all():
-    assert compute_logprobs(random_logits(1), torch.tensor([0]), 10**6).top.shape == (1, VOCAB_SIZE)
 
 
 def test_half_precision_logits_are_judged_in_float32():
@@ -183,7 +155,3 @@ def test_min_tokens_masks_stop_tokens_of_both_kinds_until_it_is_reached(ignore_e
         rows = [sequence(), sequence(output=[9] * num_output_tokens, **fields)]
         expected = {(1, token_id) for token_id in stops} if num_output_tokens < 3 else set()
         assert forbidden_in(rows) == expected
-
-
-def test_min_tokens_masks_the_end_token_alone_too():
-    assert forbidden_in([sequence(min_tokens=1)]) == {(0, EOS)}
