@@ -3,7 +3,6 @@
 Figures that depend on no clock are computed once more by other means; times are only held against each other.
 """
 
-import importlib
 import json
 import os
 import re
@@ -30,9 +29,7 @@ from benchmarks import (
     layer_groups,
     long_prefill,
     offline,
-    peak,
     preemption,
-    quantised_products,
     roofline,
     sampling,
     speculation,
@@ -40,7 +37,6 @@ from benchmarks import (
 )
 from benchmarks.common import QWEN3_06B, ModelShape, named_workload, random_workload, read_config
 from benchmarks.roofline import Rates
-from nanovllm import engine
 from nanovllm_extras import TINY_QWEN3, LLMEngine
 from nanovllm_extras.engine import full_engine
 from nanovllm_extras.execution.full_runner import ModelRunner
@@ -55,54 +51,6 @@ TINY_WORK = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2"
 def cells(row):
     """Of a row of a Markdown table."""
     return [cell.strip() for cell in row.strip().strip("|").split("|")]
-
-
-# ---- what the documents say
-
-
-def documents():
-    """Return README, the pages, and the docstrings of benchmarks and calculators."""
-    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in markdown_files()}
-    folders = ("benchmarks", "benchmarks/gpu", "labs/calculators")
-    for path in [ROOT / "bench.py", *(path for folder in folders for path in ROOT.glob(f"{folder}/*.py"))]:
-        docstring = re.match(r'"""(.*?)"""', path.read_text(encoding="utf-8"), re.DOTALL)
-        texts[str(path.relative_to(ROOT))] = docstring[1] if docstring else ""
-    return texts
-
-
-def markdown_files():
-    folders = ("docs", "benchmarks", "labs")
-    return [ROOT / "README.md", *(path for folder in folders for path in ROOT.glob(f"{folder}/*.md"))]
-
-
-def named_commands():
-    """(module, the options that a document names with it); a command may go on behind a backslash."""
-    options = {}
-    for text in documents().values():
-        command = r"(?:python -m ((?:benchmarks|labs\.calculators)\.[\w.]*\w|labs\.ladder)|\b(bench)\.py)([^`#\n]*)"
-        # `benchmarks.pretend PROCESSOR COMMAND` runs another command
-        text = re.sub(r"python -m benchmarks\.pretend \w+ ", "", text.replace("\\\n", ""))
-        for match in re.finditer(command, text):
-            names = re.findall(r"(?<![\w:=-])--[a-z][a-z0-9-]*", match[3])  # not ENGINE:--option, an argument's own
-            options.setdefault(match[1] or match[2], set()).update(names)
-    return sorted(options.items())
-
-
-def test_the_documents_name_commands():
-    names = dict(named_commands())
-    assert {"--engine", "--extras", "--json", "--input-len"} <= names["bench"]
-    assert {"--engine", "--workload", "--first", "--json"} <= names["benchmarks.offline"]
-    assert {"--engines", "--python", "--env", "--repeats"} <= names["benchmarks.cpu"]
-    assert len(names) > 15
-
-
-# test_triton_attention.py runs the one that is left out, in a process of its own, because it imports triton
-@pytest.mark.parametrize(("name", "options"), [c for c in named_commands() if c[0] != "benchmarks.kernel_resources"])
-def test_named_commands_exist_and_know_the_named_options(name, options, run_main, capsys):
-    with pytest.raises(SystemExit) as end:
-        run_main(importlib.import_module(name), "--help")
-    assert end.value.code == 0
-    assert options <= set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
 
 
 # ---- the engine's own work
@@ -126,21 +74,19 @@ def test_tiers_of_the_store_are_measured(run_main, monkeypatch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
-@pytest.mark.parametrize("is_core", [False, True])
-def test_step_overhead_is_the_sum_of_the_parts_that_an_engine_runs(run_main, monkeypatch, tmp_path, is_core):
-    engine_module = engine if is_core else full_engine
-    real_build_batch = engine_module.build_batch
+def test_step_overhead_is_the_sum_of_the_parts_that_an_engine_runs(run_main, monkeypatch, tmp_path):
+    real_build_batch = full_engine.build_batch
 
     def slow_build_batch(*args):
         time.sleep(0.02)
         return real_build_batch(*args)
 
-    monkeypatch.setattr(engine_module, "build_batch", slow_build_batch)
-    sizes = ["--num-seqs", 2, 5, "--context-len", 20, "--block-size", 4, 16, *["--core"] * is_core]
+    monkeypatch.setattr(full_engine, "build_batch", slow_build_batch)
+    sizes = ["--num-seqs", 2, 5, "--context-len", 20, "--block-size", 4, 16]
     options = ["--option", "attention_backend=torch", "--option", "enforce_eager=True"]
     lines = run_main(step_overhead, *sizes, *options, "--steps", 1, "--json", tmp_path / "out.json")
     report = json.loads((tmp_path / "out.json").read_text())
-    assert (report["core"], report["options"]) == (is_core, {"attention_backend": "torch", "enforce_eager": True})
+    assert (report["core"], report["options"]) == (False, {"attention_backend": "torch", "enforce_eager": True})
     rows = report["rows"]
     assert [(r["num_seqs"], r["context_len"], r["block_size"]) for r in rows] == [
         (2, 20, 4), (2, 20, 16), (5, 20, 4), (5, 20, 16)
@@ -155,33 +101,6 @@ def test_step_overhead_is_the_sum_of_the_parts_that_an_engine_runs(run_main, mon
         assert row["step"] > row["sum"] + row["outputs"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"enable_overlap": True},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        {"preemption_mode": "swap", "swap_space_bytes": 1 << 20},
-    ],
-)
-def test_the_engine_of_step_overhead_decodes_every_sequence_again_and_again(options):
-    """Its stand-in repeats the newest token, so with drafts a step advances a sequence by several tokens."""
-    options = {"enforce_eager": True, "attention_backend": "torch", **options}
-    decoding = step_overhead.start_decoding(3, 600, num_steps=4, options=options)
-    before = {seq: len(seq.token_ids) for seq in decoding.scheduler.running}
-    for _ in range(4):
-        assert len(decoding.step().outputs) == 3
-    assert len(before) == 3
-    for i, (seq, num_tokens) in enumerate(before.items()):
-        assert set(seq.token_ids[1:]) == {400 + i}
-        assert len(seq.token_ids) - num_tokens >= 4 * (2 if "speculative_config" in options else 1)
-
-
-def test_the_engine_of_step_overhead_allows_contexts_that_the_model_does_not():
-    decoding = step_overhead.start_decoding(1, 5000, block_size=256, is_core=True)
-    assert len(decoding.step()) == 1
-
-
 @pytest.mark.slow
 def test_speculation_compares_the_same_answers(run_main):
     """Twelve prompts and four sums; drafts are right where the answer repeats its prompt."""
@@ -190,20 +109,6 @@ def test_speculation_compares_the_same_answers(run_main):
     sums = {row[:12].strip(): row.split()[-1] for row in rows if " all " in row}
     assert sums.keys() == {"asked again", "passage", "explanation", "fact"}
     assert sums["asked again"] == "100%"
-
-
-@pytest.mark.slow  # starts three engines
-def test_requests_with_weights_in_8_and_4_bits_take_turns(run_main, monkeypatch, tmp_path):
-    monkeypatch.setattr(quantised_products, "QWEN3_06B", TINY_QWEN3)
-    path = tmp_path / "out.json"
-    lines = run_main(quantised_products, "--batch", "--requests", 3, "--json", path)
-    speeds = json.loads(path.read_text(encoding="utf-8"))["requests"]
-    assert [line.split()[2] for line in lines] == list(speeds) == ["bfloat16", "int8", "int4"]
-    for line, values in zip(lines, speeds.values(), strict=True):
-        ratios = sorted(value / other for value, other in zip(values, speeds["bfloat16"], strict=True))
-        assert len(ratios) == 3
-        assert float(line.split()[3]) == pytest.approx(sorted(values)[1], abs=0.051)
-        assert f"{ratios[1]:.2f}x" in line
 
 
 @pytest.mark.slow
@@ -379,36 +284,6 @@ def test_cpu_kernels_race(small_kernels, run_main, tmp_path):
     )
 
 
-def test_one_core_is_measured_by_its_own_peak(small_kernels, run_main, tmp_path):
-    lines = run_main(cpu_kernels, "--batch", "--rows", 1, 7, "--dtype", "float32", "--json", tmp_path / "out.json")
-    figures = json.loads((tmp_path / "out.json").read_text())["one_core"]
-    rows = figures["rows"]
-    assert [(*row["shape"], row["rows"]) for row in rows] == [
-        (*shape, count) for shape in [(64, 32), (32, 64), (96, 32)] for count in (1, 7)
-    ]
-    table = [cells(line) for line in lines if line.startswith("| ")]
-    most = figures["peak_per_s"]
-    assert 1e9 < most < 1e12  # of one core, in float32
-    for row, (shape, count, speed, share, read, *_) in zip(rows, table[1:], strict=True):
-        own = row["float32"]["operations_per_s"]
-        outputs, inputs = row["shape"]
-        assert 0 < own < most
-        assert (shape, count) == (f"{outputs} x {inputs}", str(row["rows"]))
-        assert (speed, share) == (f"{own / 1e9:.1f}", f"{own / most:.0%}")
-        assert read == f"{own / (2 * row['rows']) * 4 / 1e9:.1f}"  # each weight has 4 bytes, and is read once
-
-
-def test_no_product_is_faster_than_the_roofline(small_kernels, monkeypatch):
-    """On a processor without instructions for bfloat16, PyTorch's own products of it are far below the peak."""
-    monkeypatch.setattr(roofline, "GEMM_SHAPES", [(8, 32, 32)])
-    for dtype in (torch.bfloat16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        assert roofline.measure_gemm_rate(name) > 0.5 * peak.measure_peak(dtype)  # of other moments
-    of_bytes = peak.measure_peak(torch.int8)
-    assert roofline.measure_rates("bfloat16", is_quantised=True).gemm_flops_per_s > 0.5 * of_bytes
-    assert roofline.measure_gemm_rate("float16") > 0  # the kernels have none
-
-
 def test_contenders_compute_the_same_products(small_kernels):
     for batch, contenders in cpu_kernels.make_products([1, 3], 0, torch.float32):
         outputs = [run() for run in contenders.values()]
@@ -417,24 +292,6 @@ def test_contenders_compute_the_same_products(small_kernels):
         for others in outputs[1:]:
             for y, expected in zip(others, outputs[0], strict=True):
                 torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_contenders_attend(small_kernels, monkeypatch):
-    """Each has a cache in a layout of its own; where all values are one, so is every mean of them."""
-    monkeypatch.setattr(torch, "randn", torch.ones)
-    for batch, contenders in cpu_kernels.make_attention([1, 3], 20, torch.float32):
-        assert {"PyTorch", "torch.compile", "cpu.c"} <= set(contenders)
-        for run in contenders.values():
-            layers = run()
-            assert len(layers) == cpu_kernels.NUM_CACHED_LAYERS
-            for out in layers:
-                torch.testing.assert_close(out, torch.ones(batch, cpu_kernels.NUM_HEADS, cpu_kernels.HEAD_DIM))
-
-
-def test_contenders_with_the_same_cache_attend_alike(small_kernels):
-    ((_, contenders),) = cpu_kernels.make_attention([3], 20, torch.float32)
-    for out, expected in zip(contenders["torch.compile"](), contenders["PyTorch"](), strict=True):
-        torch.testing.assert_close(out, expected)
 
 
 def test_parts_of_a_decode_step_add_up(run_main, monkeypatch, tmp_path):
@@ -472,14 +329,6 @@ def test_sampling_times_every_case(run_main):
     assert set(report["results"]) == {"argmax alone", sampling.ONE_TOP_P, *sampling.CASES}
     assert all(result["ms"] > 0 for result in report["results"].values())
     assert len(run_main(sampling, *sizes)) == 1 + len(report["results"])
-
-
-def test_sampling_calls_sample():
-    logits = torch.randn(3, 200)
-    token_ids, _ = sampling.make_call(logits, [sampling.CASES["greedy"]] * 3)()
-    assert torch.equal(token_ids, logits.argmax(dim=-1))
-    _, logprobs = sampling.make_call(logits, [sampling.CASES["5 logprobs, greedy"]] * 3)()
-    assert logprobs is not None
 
 
 def test_rooflines_of_the_workloads_are_printed(run_main, monkeypatch):
@@ -534,52 +383,14 @@ def test_offline_serves_the_same_work_through_transformers(run_main, tmp_path):
     assert report["machine"]["transformers"]
 
 
-@pytest.fixture(params=[bench, offline], ids=lambda module: module.__name__)
-def parse(request, monkeypatch, tmp_path):
-    """Parses a command line of `bench.py` or `benchmarks.offline`."""
-
-    def parse(*arguments):
-        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-        return bench.parse_args(tmp_path) if request.param is bench else offline.parse_args()
-
-    return parse
-
-
-@pytest.mark.parametrize(("load_format", "has_weights"), [("dummy", False), ("safetensors", True)])
-def test_what_is_needed_of_a_hub_id_is_downloaded(parse, monkeypatch, load_format, has_weights):
-    asked = []
-
-    def snapshot_download(repo_id, *, allow_patterns):
-        asked.append((repo_id, "*.safetensors" in allow_patterns))
-        return str(TINY_QWEN3)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    args = parse("--model", "Qwen/Qwen3-1.7B", "--load-format", load_format)
-    assert asked == [("Qwen/Qwen3-1.7B", has_weights)]
-    assert (Path(args.model), args.model_name, args.max_model_len) == (TINY_QWEN3, "Qwen3-1.7B", 2048)
-
-
-@pytest.mark.parametrize("model", ["docs", "no/such/folder", "Qwen/Qwen3-1.7B"])
-def test_a_model_that_is_not_found_is_named(parse, monkeypatch, capsys, model):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(SystemExit):
-        parse("--model", model)
-    assert f"{model!r}" in capsys.readouterr().err
-
-
-def test_requests_are_as_long_as_the_model_allows_or_4096(parse):
-    assert parse("--model", TINY_QWEN3).max_model_len == 2048
-    assert parse().max_model_len == 4096  # Qwen3-0.6B's is 40,960
-    assert parse("--max-model-len", 5000).max_model_len == 5000
-
-
-@pytest.mark.parametrize("options", [["--extras"], [], ["--load-format", "safetensors"], ["--engine", "hf"]])
+@pytest.mark.parametrize("options", [["--extras"], []])
 def test_bench_serves_the_work(run_main, tmp_path, options):
     report = run_tiny(run_main, bench, tmp_path / "out.json", *options)
     assert (report["workload"], report["model"]) == ("random", "tiny-qwen3")
     assert ("ttft_s" in report) == (options == ["--extras"])  # the others record no times of requests
 
 
+@pytest.mark.slow
 def test_bench_runs_from_any_folder(tmp_path):
     """A copy of the one file runs with an installed nanovllm."""
     shutil.copy(bench.__file__, tmp_path)
