@@ -2,7 +2,6 @@
 
 import builtins
 import contextlib
-import importlib
 import os
 import signal
 import socket
@@ -101,12 +100,6 @@ def test_a_fault_of_our_own_is_not_taken_for_a_missing_package(monkeypatch):
         entrance.run_command(["x"])
 
 
-@pytest.mark.parametrize("name", [name for name, command in entrance.COMMANDS.items() if command.extra])
-def test_every_command_has_its_module(name):
-    module = importlib.import_module(entrance.COMMANDS[name].module)
-    assert callable(module.main)
-
-
 def test_arguments_with_spaces_are_questions(capsys):
     assert entrance.run_command(["Who are you?"]) == 0
     assert "I am the tiny Qwen3 model" in capsys.readouterr().out
@@ -166,15 +159,6 @@ def test_a_full_disk_is_told(commands, capsys, monkeypatch):
             entrance.run_command(["bench", "serve", "--help"])
 
 
-def test_errors_that_are_not_about_the_output_are_raised(commands, monkeypatch):
-    def main(_):
-        raise FileNotFoundError("a file")
-
-    monkeypatch.setattr(sys.modules["nanovllm_bench_serve"], "main", main)
-    with pytest.raises(FileNotFoundError, match="a file"):
-        entrance.run_command(["bench", "serve"])
-
-
 @pytest.mark.parametrize("words", [[], *(name.split() for name in entrance.COMMANDS)])
 def test_help_is_printed_in_any_encoding(words, monkeypatch, tmp_path):
     with open(tmp_path / "out", "w", encoding="ascii") as out:
@@ -185,30 +169,28 @@ def test_help_is_printed_in_any_encoding(words, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_outlives_its_output(tmp_path):
-    """A closed pipe, then a full disk; both with an encoding that lacks characters of the output."""
+def test_a_server_outlives_its_output():
+    """Of a closed pipe, with an encoding that lacks characters of the output."""
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.getcwd()}
-    for is_pipe in (True, False):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "nanovllm_extras", "serve", "--port", str(port), "--num-kv-blocks", "64"]
-        reading, writing = os.pipe() if is_pipe else (None, os.open("/dev/full", os.O_WRONLY))
-        with subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment) as process:
-            os.close(writing)
-            if reading is not None:
-                os.read(reading, 1)
-                os.close(reading)
-            give_up = time.monotonic() + 60
-            while True:
-                with contextlib.suppress(OSError):
-                    if urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200:
-                        break
-                assert time.monotonic() < give_up
-                assert process.poll() is None, process.stderr.read()
-                time.sleep(0.05)
-            process.send_signal(signal.SIGTERM)
-            errors = process.stderr.read()
-            assert process.wait(30) == 0, errors
-        assert "Traceback" not in errors
-        assert "Error" not in errors
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "nanovllm_extras", "serve", "--port", str(port), "--num-kv-blocks", "64"]
+    reading, writing = os.pipe()
+    with subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        os.close(writing)
+        os.read(reading, 1)
+        os.close(reading)
+        give_up = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError):
+                if urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200:
+                    break
+            assert time.monotonic() < give_up
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        errors = process.stderr.read()
+        assert process.wait(30) == 0, errors
+    assert "Traceback" not in errors
+    assert "Error" not in errors

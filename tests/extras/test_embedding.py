@@ -155,22 +155,6 @@ def test_a_failed_step_counts_no_token_twice(tiny_checkpoint, monkeypatch):
     assert_embeddings([outputs["0"], outputs["1"]], model, prompts, ["mean", "mean"])
 
 
-def test_aborted_in_the_middle(tiny_checkpoint):
-    folder, model = tiny_checkpoint
-    engine = LLMEngine(Config(folder, attention_backend="torch", num_kv_blocks=60, max_num_batched_tokens=10))
-    long, short = prompts_of([50, 12])
-    engine.add_request("long", long, PoolingParams("mean"))
-    engine.step()
-    output = engine.abort_request("long")
-    assert output.outputs.embedding == []
-    engine.add_request("long", short, PoolingParams("mean"))  # another by the same id
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step().outputs
-    assert_embeddings(outputs, model, [short], ["mean"])
-    assert engine.get_stats().num_free_blocks == 60
-
-
 def test_texts_dicts_and_progress(with_tokenizer, tiny_checkpoint, capsys):
     with LLM(with_tokenizer, attention_backend="torch", num_kv_blocks=60) as llm:
         ids = llm.get_tokenizer().encode("Paged attention")

@@ -63,9 +63,9 @@ def test_names_without_a_prefix_and_an_output_layer_generate(checkpoints, tmp_pa
     assert [one.outputs[0].token_ids for one in outputs] == [hf_greedy(model, prompt, 8) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("is_bare", [False, True])
-@pytest.mark.parametrize("is_equal", [False, True])
-@pytest.mark.parametrize("num_files", [1, 2])
+@pytest.mark.parametrize(
+    ("is_bare", "is_equal", "num_files"), [(False, False, 1), (True, False, 2), (False, True, 2), (True, True, 1)]
+)
 def test_an_output_layer_of_its_own_is_used_though_config_json_ties_the_embeddings(
     checkpoints, tmp_path, caplog, is_bare, is_equal, num_files
 ):

@@ -64,8 +64,12 @@ def removed(schema):
     return copy
 
 
-@pytest.mark.parametrize(("schema", "keywords"), NEUTRAL, ids=str)
-def test_neutral_keywords_are_removed_and_change_nothing(schema, keywords):
+def test_neutral_keywords_are_removed_and_change_nothing():
+    for schema, keywords in NEUTRAL:
+        check_removed(schema, keywords)
+
+
+def check_removed(schema, keywords):
     whole = {**schema, **keywords}
     validator = jsonschema.validators.validator_for(whole, default=jsonschema.Draft202012Validator)
     for value in VALUES:
@@ -83,9 +87,8 @@ def test_neutral_keywords_are_removed_and_change_nothing(schema, keywords):
         assert removed(place) == json.loads(json.dumps(place).replace(json.dumps(whole), json.dumps(schema)))
 
 
-@pytest.mark.parametrize("schema", KEPT, ids=str)
-def test_keywords_with_an_effect_and_values_stay(schema):
-    assert removed(schema) == schema
+def test_keywords_with_an_effect_and_values_stay():
+    assert [schema for schema in KEPT if removed(schema) != schema] == []
 
 
 def test_all_schemas_compile(with_tokenizer):

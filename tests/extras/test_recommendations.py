@@ -161,12 +161,18 @@ def values_of(value):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["qwen3_5", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3", "deepseek_v2", "gemma4", "lfm2"))],
+    ("name", "every"),  # of the pairs
+    [
+        ("qwen3_5", 5),
+        pytest.param("qwen3", 1, marks=pytest.mark.slow),
+        pytest.param("gemma4", 3, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", 3, marks=pytest.mark.slow),
+        pytest.param("lfm2", 6, marks=pytest.mark.slow),
+    ],
 )
-def test_what_a_refusal_recommends_works(folder_of, quick_ranks, name):  # noqa: F811 (a fixture)
+def test_what_a_refusal_recommends_works(folder_of, quick_ranks, name, every):  # noqa: F811 (a fixture)
     folder, refused, seen, faults = folder_of(name), set(), set(), []
-    for combination in COMBINATIONS:
+    for combination in COMBINATIONS[: len(OPTIONS)] + COMBINATIONS[len(OPTIONS) :: every]:
         options = {key: value for one in combination for key, value in OPTIONS[one].items()}
         if (options.get("speculative_config") or {}).get("model") == "ITSELF":
             options["speculative_config"] = {**options["speculative_config"], "model": folder}
@@ -178,7 +184,7 @@ def test_what_a_refusal_recommends_works(folder_of, quick_ranks, name):  # noqa:
             seen.add(message)
             faults += faults_of(message, options, folder, len(refused & set(combination)) if combination[1:] else 0)
     assert not faults, "\n".join(faults)
-    assert len(seen) > 20
+    assert len(seen) > 10
 
 
 # ---- refusals that name what is at fault

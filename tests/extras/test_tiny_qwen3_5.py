@@ -3,12 +3,9 @@
 `test_tiny_qwen3_answers.py` asks it what it was trained to know.
 """
 
-import json
-
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
 from nanovllm_extras.weights.checkpoint import resolve_model
@@ -19,11 +16,6 @@ MAX_BYTES = 8_000_000
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 INSTRUCTIONS = "You are an expert in LLM inference."
 QUESTIONS = ["What is a block table?", "Why is decoding slow?", "How are blocks freed?"]  # their first words differ
-
-
-@pytest.fixture(scope="module")
-def config() -> dict:
-    return json.loads((TINY_QWEN3_5 / "config.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -43,32 +35,11 @@ def test_folder_is_small():
     assert sum(path.stat().st_size for path in TINY_QWEN3_5.iterdir()) <= MAX_BYTES
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-def test_text_is_read_as_by_the_other_bundled_model(name):
-    assert (TINY_QWEN3_5 / name).read_bytes() == (TINY_QWEN3 / name).read_bytes()
-
-
 def test_transformers_loads_it_unchanged():
     model, info = transformers.AutoModelForCausalLM.from_pretrained(TINY_QWEN3_5, output_loading_info=True)
     assert type(model).__name__ == "Qwen3_5ForCausalLM"
     assert not any(info[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_architecture(config):
-    """The features of the real models."""
-    assert config["architectures"] == ["Qwen3_5ForCausalLM"]
-    assert config["layer_types"] == ["linear_attention"] * 3 + ["full_attention"]
-    assert config["num_key_value_heads"] < config["num_attention_heads"]
-    assert 1 < config["linear_num_key_heads"] < config["linear_num_value_heads"]
-    assert config["rope_parameters"]["partial_rotary_factor"] == 0.25
-    assert config["tie_word_embeddings"] is True
-
-
-def test_tensors():
-    tensors = load_file(TINY_QWEN3_5 / "model.safetensors")
-    assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.bfloat16"}
-    assert "lm_head.weight" not in tensors  # tied
 
 
 def test_the_description_ends_with_what_computes():

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
-from tools.read_corpus import SUM_WORDINGS, Entry, load_corpus, normalize, split_sums, sum_exchange
+from tools.read_corpus import Entry, load_corpus, split_sums, sum_exchange
 
 CORPUS_DIR = Path(__file__).resolve().parents[2] / "tools" / "corpus"
 
@@ -55,8 +55,8 @@ def ask(llm: LLM, tokenizer, questions: list[str]) -> list[str | None]:
     return [c.text if c.finish_reason == "stop" else None for c in completions]
 
 
-CASES = [(TINY_QWEN3, "float32", 24), (TINY_QWEN3, "bfloat16", 24), (TINY_QWEN3_5, "float32", 48)]
-SWEEP = [(TINY_QWEN3, "float32", 3), (TINY_QWEN3, "bfloat16", 4), (TINY_QWEN3_5, "bfloat16", 3)]
+CASES = [(TINY_QWEN3, "float32", 40), (TINY_QWEN3, "bfloat16", 40), (TINY_QWEN3_5, "float32", 60)]
+SWEEP = [(TINY_QWEN3, "bfloat16", 5), (TINY_QWEN3_5, "bfloat16", 5)]
 
 
 @pytest.mark.parametrize(
@@ -119,17 +119,6 @@ def test_malformed_corpus_is_refused(tmp_path: Path, text: str, message: str):
         load_corpus(write_corpus(tmp_path, text))
 
 
-def test_duplicates_are_found_across_files(tmp_path: Path):
-    write_corpus(tmp_path, GOOD_ENTRY, "a.txt")
-    with pytest.raises(ValueError, match=r"b\.txt:1: .* already at a\.txt:1"):
-        load_corpus(write_corpus(tmp_path, GOOD_ENTRY, "b.txt"))
-
-
-def test_empty_folder_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="no \\*.txt"):
-        load_corpus(tmp_path)
-
-
 def test_held_out_sums_are_not_trained():
     trained, held_out = split_sums()
     assert len(set(held_out)) == 200
@@ -137,12 +126,3 @@ def test_held_out_sums_are_not_trained():
     assert len(trained) + len({p for a, b in held_out for p in ((a, b), (b, a))}) == 90 * 90
     assert all(10 <= number <= 99 for pair in trained + held_out for number in pair)
     assert split_sums() == (trained, held_out)  # always the same
-
-
-def test_sum_exchange():
-    assert sum_exchange((23, 48), 0) == ("What is 23 + 48?", "23 + 48 = 71.")
-    assert sum_exchange((23, 48), len(SUM_WORDINGS) + 1) == ("23 + 48", "23 + 48 = 71.")
-
-
-def test_normalize():
-    assert normalize("What is X?") == normalize("what is x") == "what is x"

@@ -1,18 +1,16 @@
 """An observer that fails: the engine goes on, counts on, and says so. Oracle: the same requests without an observer."""
 
 import logging
-from dataclasses import fields
 
 import pytest
 
 from nanovllm import observer
-from nanovllm.observer import Stats
 from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
 from nanovllm_extras.engine.prefix_misses import PrefixMisses
 from nanovllm_extras.engine.watching import Observers
 from nanovllm_extras.records.full_observer import Observer, SchedulingStats
 from nanovllm_extras.records.full_sequence import Sequence
-from nanovllm_extras.trace.recording import Sinks, TraceFile, read_recording
+from nanovllm_extras.trace.recording import TraceFile, read_recording
 
 EVENTS = [name for name in dir(Observer) if name.startswith("on_")]
 SMALL = {"device": "cpu", "attention_backend": "torch", "block_size": 4, "num_kv_blocks": 16}
@@ -154,21 +152,6 @@ def test_an_error_of_the_explanation_of_misses_is_raised(tiny_checkpoint):
     assert engine.get_stats().num_finished == 2
 
 
-def test_an_engine_that_nothing_watches_notifies_its_statistics(tiny_checkpoint):
-    engine = LLMEngine(Config(tiny_checkpoint[0], **SMALL))
-    blocks = engine.scheduler.block_manager
-    assert (
-        engine.stats is engine.observer is engine.scheduler.observer is blocks.observer is blocks.prefix_cache.observer
-    )
-
-
-def test_statistics_that_a_user_gets_are_a_record(tiny_checkpoint):
-    stats = LLMEngine(Config(tiny_checkpoint[0], **SMALL)).get_stats()
-    assert not isinstance(stats, observer.Observer)
-    assert not [name for name in dir(stats) if name.startswith("on_")]
-    assert {one.name for one in fields(Stats)} < {one.name for one in fields(stats)} == vars(stats).keys()
-
-
 def fill_the_disk(trace):
     """From now on the file's disk is full."""
     trace._file = open("/dev/full", "w")  # noqa: SIM115
@@ -187,15 +170,3 @@ def test_a_recording_on_a_full_disk_stops_and_nothing_else(with_tokenizer, tmp_p
         assert [metric.value for metric in failures] == [1]
     assert len(read_recording(trace.path)) == num_lines
     assert "Recorder has failed" in caplog.text
-
-
-def test_of_two_recordings_the_one_that_can_goes_on(with_tokenizer, tmp_path):
-    good, bad = (TraceFile(tmp_path / name) for name in ("good.jsonl", "bad.jsonl"))
-    with LLM(with_tokenizer, trace=Sinks([bad, good]), **SMALL) as llm:
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        fill_the_disk(bad)
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert llm.get_stats().num_failed_observers == 1
-        num_steps = llm.get_stats().steps
-    assert sum("times" in line for line in read_recording(good.path)) == num_steps
-    assert sum("times" in line for line in read_recording(bad.path)) < num_steps
