@@ -103,7 +103,7 @@ SHAPES = {
 SIZES = [(8192, 8), (64, 256), (7, 1), (1, 16)]  # budget, block size
 
 
-@pytest.mark.parametrize(("shape", "sizes"), zip(SHAPES, SIZES, strict=True))
+@pytest.mark.parametrize(("shape", "sizes"), list(zip(SHAPES, SIZES, strict=True)))
 def test_every_shape_is_greedy_as_in_transformers(checkpoints, tmp_path, shape, sizes):
     """Norms and biases are random too; prompts are as long as blocks, and one token shorter and longer."""
     budget, block_size = sizes

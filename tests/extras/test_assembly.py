@@ -6,7 +6,7 @@ from nanovllm_extras.execution.device_setup import sample_with
 
 
 def test_parts_are_timed_in_order(tiny_checkpoint):
-    parts = LLMEngine(Config(tiny_checkpoint[0], device="cpu")).parts
+    parts = LLMEngine(Config(tiny_checkpoint[0], device="cpu", attention_backend="torch")).parts
     seconds = parts.startup_seconds
     assert list(seconds) == ["backend", "weights", "layers", "memory", "graphs"]
     assert all(one >= 0 for one in seconds.values())

@@ -420,7 +420,8 @@ def test_waste_under_load(tmp_path, checkpoint):
     stats = engine.get_stats()
     assert len(outputs) == 24
     assert stats.num_preemptions > 0
-    assert 0.004 < stats.waste == pytest.approx(1 - stats.kv_tokens_stored / stats.kv_slots_reserved) < 0.012
+    assert 0.004 < stats.waste < 0.012
+    assert stats.waste == pytest.approx(1 - stats.kv_tokens_stored / stats.kv_slots_reserved)
     assert stats.kv_tokens_stored == sum(engine.runner.stored)
     assert stats.kv_slots_reserved == sum(engine.runner.reserved)
     assert_at_rest(engine)

@@ -423,7 +423,7 @@ def abort_after(engine, requests, num_steps):
     return state, output, {**done, **later}
 
 
-@pytest.mark.parametrize(("name", "options"), zip([*TARGETS, *TARGETS], ENGINES, strict=True))
+@pytest.mark.parametrize(("name", "options"), list(zip([*TARGETS, *TARGETS], ENGINES, strict=True)))
 def test_abort_at_any_moment(folder, undisturbed, name, options):
     """After each number of steps: it ends at once, its blocks are free, and others get what they always get."""
     engine = make_llm(folder, **ENGINES[options][0]).engine
