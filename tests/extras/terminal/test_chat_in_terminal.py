@@ -27,7 +27,6 @@ from nanovllm_extras import TINY_QWEN3, SamplingParams
 from nanovllm_extras.terminal import chat_command as chat
 from nanovllm_extras.terminal import screen
 from nanovllm_extras.terminal.answerers import AnswerError, LocalAnswerer, ServerAnswerer, read_server_stats
-from nanovllm_extras.terminal.chat_history import Cost
 from nanovllm_extras.terminal.session import Session
 from nanovllm_extras.vllm.engine_args import EngineArgs
 from tests.extras.scripted_server import ScriptedServer, running
@@ -124,7 +123,8 @@ def test_two_turns_are_what_llm_chat_says(local):
 
 
 def test_an_interrupt_ends_the_answer_and_frees_its_blocks(local):
-    session, screen = talk(local, QUESTION, interrupt_after=3)
+    session, screen = talk(local, "word " * 3000, QUESTION, interrupt_after=3)
+    assert "2048" in screen.warnings[0], "the chat goes on without a prompt that is too long"
     assert "interrupted" in screen.notes
     stats = local._llm.get_stats()
     assert (stats.num_running, stats.num_free_blocks) == (0, stats.num_kv_blocks)
@@ -133,12 +133,6 @@ def test_an_interrupt_ends_the_answer_and_frees_its_blocks(local):
     assert session.conversation.costs[0].output_tokens == 3
     assert session.conversation.costs[0].finish_reason is None
     assert answer["content"] != ""
-
-
-def test_a_conversation_that_is_too_long_is_told(local):
-    session, screen = talk(local, "word " * 3000, QUESTION)
-    assert "2048" in screen.warnings[0]
-    assert len(session.conversation.turns) == 2, "the chat goes on without it"
 
 
 # ---- saved conversations
@@ -192,68 +186,57 @@ def test_conversations_that_cannot_be_saved_or_restored(local, server, tmp_path)
 
 
 def test_a_server_is_told_the_whole_conversation(server):
-    server.usage = {"prompt_tokens_details": {"cached_tokens": 5}}
+    server.usage, server.reasoning = {"prompt_tokens_details": {"cached_tokens": 5}}, ["Hm, ", "well."]
     answerer = ServerAnswerer(server.url + "/v1/", None, "secret", {"temperature": 0.5})
-    session, screen = talk(answerer, "a", "b", "/reset", "c", system="Be brief.")
-    system = {"role": "system", "content": "Be brief."}
-    said = {"role": "assistant", "content": "One two three."}
+    lines = [
+        "",
+        "  ",
+        "/rest",
+        KeyboardInterrupt,
+        "/help",
+        "/system",
+        "a",
+        "/system Rhyme.",
+        "b",
+        "/reset",
+        "/system -",
+        "c",
+    ]
+    session, screen = talk(answerer, *lines, "/exit", "never asked", system="Be brief.")
+    brief, rhyme = ({"role": "system", "content": text} for text in ("Be brief.", "Rhyme."))
+    said = {"role": "assistant", "content": "<think>Hm, well.</think>One two three."}
     asked = [one.body["messages"] for one in server.served if one.path == "/v1/chat/completions"]
     a, b, c = ({"role": "user", "content": text} for text in "abc")
-    assert asked == [[system, a], [system, a, said, b], [system, c]]
+    assert asked == [[brief, a], [rhyme, a, {**said, "content": "One two three."}, b], [c]]
     assert server.served[-1].body["model"] == "scripted"
     assert server.served[-1].body["temperature"] == 0.5
     assert server.served[-1].headers["authorization"] == "Bearer secret"
     assert [(cost.prompt_tokens, cost.cached_tokens, cost.output_tokens) for cost in session.conversation.costs] == [
-        (7, 5, 3)
+        (7, 5, 5)
     ] * 3
-    assert screen.answers[0][-1] == "One two three."
+    assert (screen.answers[0][-1], session.conversation.turns) == (said["content"], [c, said])
+    assert "unknown command /rest" in screen.warnings[0]
+    assert {"/reset", "/stats", "/system"} <= set(screen.tables[0])
+    assert "system prompt: Be brief." in screen.notes
+    assert "system prompt: Rhyme." in screen.notes
+    assert screen.lines == ["never asked"]
 
 
-def test_the_system_prompt_is_shown_set_and_removed(server):
-    answerer = ServerAnswerer(server.url, "m", None, {})
-    _, screen = talk(answerer, "/system", "/system Rhyme.", "a", "/system -", "b")
-    assert screen.notes[:2] == ["system prompt: none", "system prompt: Rhyme."]
-    first, second = (one.body["messages"] for one in server.served)
-    assert first[0] == {"role": "system", "content": "Rhyme."}
-    assert [message["role"] for message in second] == ["user", "assistant", "user"]
-
-
-def test_reasoning_is_kept_between_its_tags(server):
-    server.reasoning = ["Hm, ", "well."]
-    session, _ = talk(ServerAnswerer(server.url, None, None, {}), "a")
-    assert session.conversation.turns[1]["content"] == "<think>Hm, well.</think>One two three."
-
-
-def test_an_interrupt_closes_the_connection(server):
-    server.texts, server.gap = ["x"] * 1000, 0.005
-    session, screen = talk(ServerAnswerer(server.url, None, None, {}), "a", interrupt_after=3)
-    assert "interrupted" in screen.notes
-    deadline = time.monotonic() + 10
-    while not server.served[-1].is_gone and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert server.served[-1].is_gone
-    assert len(server.served[-1].written) < 500
-    assert session.conversation.turns[1]["content"] == "x" * len(session.conversation.turns[1]["content"])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"status": 429}, r"as it was told \(HTTP 429\)"), ({"error_after": 1}, "no more"),
-     ({"break_after": 1}, "http://127.*|closed the connection")],
-)  # fmt: skip
-def test_errors_of_the_server_do_not_end_the_chat(server, change, message):
-    for name, value in change.items():
-        setattr(server, name, value)
+def test_errors_of_the_server_do_not_end_the_chat(server):
     answerer = ServerAnswerer(server.url, None, None, {})
-    screen = FakeScreen("a")
-    Session(answerer, screen).run()
-    assert re.search(message, screen.warnings[0])
-    server.status, server.error_after, server.break_after = 200, None, None
-    session, screen = talk(answerer, "b")
-    assert session.conversation.turns[-1]["content"] == "One two three."
-
-
-def test_no_server_is_an_error():
+    for name, value, message in (
+        ("status", 429, r"as it was told \(HTTP 429\)"),
+        ("error_after", 1, "no more"),
+        ("break_after", 1, "http://127.*|closed the connection"),
+    ):
+        usual = getattr(server, name)
+        setattr(server, name, value)
+        screen = FakeScreen("a")
+        Session(answerer, screen).run()
+        assert re.search(message, screen.warnings[0])
+        setattr(server, name, usual)
+        session, screen = talk(answerer, "b")
+        assert session.conversation.turns[-1]["content"] == "One two three."
     with pytest.raises(AnswerError, match="http://127.0.0.1:9/v1/models"):
         ServerAnswerer("http://127.0.0.1:9", None, None, {})
 
@@ -274,23 +257,6 @@ def test_stats_of_a_server(server):
 
 
 # ---- lines
-
-
-def test_lines_that_are_no_questions(server):
-    answerer = ServerAnswerer(server.url, "m", None, {})
-    session, screen = talk(answerer, "", "  ", "/rest", KeyboardInterrupt, "/help", "/exit", "never asked")
-    assert server.served == []
-    assert session.conversation.turns == []
-    assert "unknown command /rest" in screen.warnings[0]
-    assert {"/reset", "/stats", "/system"} <= set(screen.tables[0])
-    assert screen.lines == ["never asked"]
-
-
-def test_a_cost_reads_well():
-    cost = Cost(45, 32, 21, 0.5, 2.5, "stop")
-    assert cost.tokens_per_second == 10
-    assert str(cost) == "32 of 45 prompt tokens from the prefix cache · first token 500 ms · 21 tokens · 10 tokens/s"
-    assert str(Cost(1, 0, 1, 0.5, 0.5, "length")).endswith("1 tokens · cut: length")
 
 
 # ---- the screen
@@ -332,7 +298,7 @@ def visible(console):
     return [line.rstrip() for line in lines]
 
 
-@pytest.mark.parametrize("text", [TEXT, "<think>Hm.\n\nWell.</think>\n\n" + TEXT, "", "word " * 200])
+@pytest.mark.parametrize("text", ["<think>Hm.\n\nWell.</think>\n\n" + TEXT, "", "word " * 60])
 def test_a_growing_answer_ends_as_the_whole_answer(monkeypatch, text):
     console, whole = make_console(), make_console()
     monkeypatch.setattr(screen, "REDRAW_S", 0.0)
@@ -344,14 +310,20 @@ def test_a_growing_answer_ends_as_the_whole_answer(monkeypatch, text):
     assert words == [line.rstrip() for line in visible(whole) if line.strip()]
 
 
-@pytest.mark.parametrize(
-    ("text", "finished"),
-    [("one", ""), ("one\n", ""), ("one\n\n", ""), ("one\n\nt", "one\n\n"), ("one\n \ntwo\n\nthree", "one\n \ntwo\n\n"),
-     ("1. a\n\n   b", ""), ("```\na\n\nb", ""), ("```\na\n\nb\n```\n\nc", "```\na\n\nb\n```\n\n"),
-     ("a\n\n```\nb\n\nc", "a\n\n"), ("<think>a\n\nb", ""), ("<think>a\n\nb</think>\n\nc", "<think>a\n\nb</think>\n\n")],
-)  # fmt: skip
-def test_blocks_that_are_finished(text, finished):
-    assert text[: screen.finished_length(text)] == finished
+def test_blocks_that_are_finished():
+    for finished, rest in (
+        ("", "one\n\n"),
+        ("one\n\n", "t"),
+        ("one\n \ntwo\n\n", "three"),
+        ("", "1. a\n\n   b"),
+        ("", "```\na\n\nb"),
+        ("```\na\n\nb\n```\n\n", "c"),
+        ("a\n\n", "```\nb\n\nc"),
+        ("", "<think>a\n\nb"),
+        ("<think>a\n\nb</think>\n\n", "c"),
+    ):
+        text = finished + rest
+        assert text[: screen.finished_length(text)] == finished
 
 
 # ---- the command
@@ -375,19 +347,12 @@ def test_in_a_pipe_the_answer_alone_is_printed(server, monkeypatch, capsys):
     assert server.served[-1].body["max_tokens"] == 9
 
 
-@pytest.mark.parametrize(("question", "status", "message"), [("", 200, "input is empty"), ("a", 500, "as it was told")])
-def test_in_a_pipe_errors_are_one_line(server, monkeypatch, capsys, question, status, message):
-    server.status = status
-    code, out, err = in_pipe(monkeypatch, capsys, question, "--url", server.url)
-    assert (code, out) == (1, "")
-    assert message in err
-    assert err.count("\n") == 1
-
-
-def test_in_a_pipe_with_an_engine_of_its_own(monkeypatch, capsys, local):
-    options = ["--num-kv-blocks", "64", "--device", "cpu", "--temperature", "0", "--max-tokens", "40"]
-    (expected,) = local._llm.chat([{"role": "user", "content": QUESTION}], local._params, use_tqdm=False)
-    assert in_pipe(monkeypatch, capsys, QUESTION, *options) == (0, expected.outputs[0].text + "\n", "")
+def test_in_a_pipe_errors_are_one_line(server, monkeypatch, capsys):
+    for question, status, message in (("", 200, "input is empty"), ("a", 500, "as it was told")):
+        server.status = status
+        code, out, err = in_pipe(monkeypatch, capsys, question, "--url", server.url)
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert message in err
 
 
 def test_in_a_pipe_a_conversation_goes_on(monkeypatch, capsys, local, tmp_path):
@@ -407,19 +372,20 @@ def test_in_a_pipe_a_conversation_goes_on(monkeypatch, capsys, local, tmp_path):
     assert saved["messages"] == messages
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [(["--url", "http://127.0.0.1:9", "--num-kv-blocks", "9"], "--url"), (["--block-size", "0"], "block_size must be"),
-     (["--temperature", "-1"], "temperature must be"), (["no/such/folder"], "no/such/folder"),
-     (["--conversation", "a"], "--kv-transfer-config"), (["--conversation", "a", "--url", "http://a"], "--url"),
-     (["--conversation", "../a", "--kv-transfer-config", ON_DISK], "`--conversation` must be 1 to 100")],
-)  # fmt: skip
-def test_bad_options_are_one_line(monkeypatch, capsys, options, message):
+def test_bad_options_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    code, out, err = in_pipe(monkeypatch, capsys, QUESTION, *options)
-    assert (code, out) == (1, "")
-    assert message in err
-    assert err.count("\n") == 1
+    for options, message in (
+        (["--url", "http://127.0.0.1:9", "--num-kv-blocks", "9"], "--url"),
+        (["--block-size", "0"], "block_size must be"),
+        (["--temperature", "-1"], "temperature must be"),
+        (["no/such/folder"], "no/such/folder"),
+        (["--conversation", "a"], "--kv-transfer-config"),
+        (["--conversation", "a", "--url", "http://a"], "--url"),
+        (["--conversation", "../a", "--kv-transfer-config", ON_DISK], "`--conversation` must be 1 to 100"),
+    ):
+        code, out, err = in_pipe(monkeypatch, capsys, QUESTION, *options)
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert message in err
 
 
 def read_until(terminal, pattern, timeout_s=30):
@@ -451,6 +417,10 @@ def test_a_person_at_a_terminal(server, tmp_path):
         read_until(terminal, "word20")
         os.write(terminal, b"\x03")  # Ctrl-C, by way of the terminal
         read_until(terminal, r"interrupted.*>")
+        deadline = time.monotonic() + 10
+        while not server.served[-1].is_gone:  # its connection is closed
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
         server.texts = ["done."]
         os.write(terminal, b"again\r")
         read_until(terminal, r"done[.].*tokens.*>")
