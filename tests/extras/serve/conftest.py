@@ -7,9 +7,11 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from nanovllm_extras import TINY_QWEN3
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.state import ServerOptions
+from tests.extras.serve.real_server import Offline, in_thread
 
 CHAT_TEMPLATE = (
     "{%- for m in messages %}{{ m.role + ':' + m.content + '|' }}{%- endfor %}"
@@ -36,12 +38,19 @@ class Client:
     def get(self, path, **others):
         return self.request("GET", path, **others)
 
-    def post(self, path, body=None, **others):
-        return (
-            self.request("POST", path, json=body, **others)
-            if body is not None
-            else self.request("POST", path, **others)
-        )
+    def post(self, path, body=None, headers=None, **others):
+        """body: sent as JSON, in which half of a surrogate pair is an escape."""
+        if body is not None:
+            headers, others["content"] = {"Content-Type": "application/json", **(headers or {})}, json.dumps(body)
+        return self.request("POST", path, headers=headers, **others)
+
+    def refuse(self, path, body, param, *words, status=400):
+        """A request is refused with an error that names the field and has the words -> the error."""
+        response = self.post(path, body)
+        error = response.json()["error"]
+        told = response.status_code, error["param"], [word for word in words if word not in error["message"]]
+        assert told == (status, param, []), (body, error)
+        return error
 
     def ask(self, path, **body):
         """The answer of a request that is served."""
@@ -74,6 +83,27 @@ def _make_each_schema_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FastAPI, "openapi", look_up)
         yield
+
+
+@pytest.fixture(scope="session")
+def bundled():
+    """The bundled model, for clients whose answers are compared with those of `offline`."""
+    with AsyncLLM(TINY_QWEN3, device="cpu", num_kv_blocks=2048) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def offline():
+    offline = Offline()
+    yield offline
+    offline.llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def bundled_server(bundled):
+    with in_thread(bundled) as server:
+        yield server
+        server.wait_until_idle()
 
 
 @pytest.fixture(scope="module")

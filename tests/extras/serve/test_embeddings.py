@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -49,8 +48,7 @@ def test_shorter_vectors(client, llm, expected, monkeypatch, overrides, sizes, r
         np.testing.assert_allclose(vectors(client, input=TEXTS, dimensions=size), wanted, atol=1e-5)
     assert vectors(client, input=TEXTS, dimensions=64) == vectors(client, input=TEXTS), "as they are"
     for size in refused:
-        error = client.post(PATH, {"input": "a", "dimensions": size})
-        assert (error.status_code, error.json()["error"]["param"]) == (400, "dimensions")
+        client.refuse(PATH, {"input": "a", "dimensions": size}, "dimensions")
 
 
 def test_vectors_of_texts_and_of_token_ids(client, llm, expected):
@@ -73,30 +71,23 @@ def test_base64_is_float32(client, expected):
     assert vectors(client, input=TEXTS[:1], encoding_format="float") == vectors(client, input=TEXTS[:1])
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "words"),
-    [
-        ({"input": "a", "dimensions": 16}, "dimensions", ["64"]),
-        ({"input": []}, "input", ["empty"]),
-        ({"input": ""}, "input", ["empty"]),
-        ({}, "input", []),
-        ({"input": 3}, "input", []),
-        ({"input": ["a", 3]}, "input", []),
-        ({"input": ["\ud800"]}, "input", []),
-        ({"input": [[1], []]}, "input", ["empty"]),
-        ({"input": [300]}, "input", ["<= 299, got 300"]),
-        ({"input": "a" * 600}, "input", ["at most"]),
-        ({"input": "a", "encoding_format": "hex"}, "encoding_format", []),
-        ({"input": "a", "pooling": "max"}, "pooling", []),
-        ({"input": [[1]] * 2049}, "input", ["2048"]),
-    ],
-)
-def test_bad_requests_are_named(client, body, param, words):
-    response = client.post(PATH, content=json.dumps(body), headers={"Content-Type": "application/json"})
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert (error["param"], [word for word in words if word not in error["message"]]) == (param, [])
+BAD = [
+    ({"input": []}, "input", "empty"),
+    ({"input": ""}, "input", "empty"),
+    ({}, "input", ""),
+    ({"input": 3}, "input", ""),
+    ({"input": ["a", 3]}, "input", ""),
+    ({"input": ["\ud800"]}, "input", ""),
+    ({"input": [[1], []]}, "input", "empty"),
+    ({"input": [300]}, "input", "<= 299, got 300"),
+    ({"input": "a" * 600}, "input", "at most"),
+    ({"input": "a", "encoding_format": "hex"}, "encoding_format", ""),
+    ({"input": "a", "pooling": "max"}, "pooling", ""),
+    ({"input": [[1]] * 2049}, "input", "2048"),
+]
 
 
-def test_another_model_is_404(client):
+def test_bad_requests_are_named(client):
+    for body, param, word in BAD:
+        client.refuse(PATH, body, param, word)
     assert client.post(PATH, {"input": "a", "model": "gpt"}).status_code == 404

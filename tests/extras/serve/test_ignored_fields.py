@@ -23,9 +23,7 @@ def logged(caplog):
     return take
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "names"),
-    [
+CASES = [  # (path, body, the names that are logged)
         (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "guided_json": {"type": "object"}}, ["guided_json"]),
         (CHAT, {"messages": MESSAGES, "max_tokens": 1, "user": "me", "echo": False}, ["user", "echo"]),
         (CHAT, {"messages": MESSAGES, "max_tokens": 1, "user": None, "temperature": 0}, []),
@@ -43,12 +41,15 @@ def logged(caplog):
         ("/v1/embeddings", {"input": "a", "user": "me"}, ["user"]),
         ("/tokenize", {"prompt": "a", "detail": 1}, ["detail"]),
         ("/detokenize", {"tokens": [1], "detail": 1}, ["detail"]),
-    ],
-)  # fmt: skip
-def test_each_name_is_logged_once(client, logged, path, body, names):
-    for expected in (names, []):
-        assert client.post(path, body).status_code == 200
-        assert logged() == expected
+]  # fmt: skip
+
+
+def test_each_name_is_logged_once(new_client, logged):
+    for path, body, names in CASES:
+        client = new_client()
+        for expected in (names, []):
+            assert client.post(path, body).status_code == 200
+            assert logged() == expected, (path, body)
 
 
 def test_names_of_strangers_do_not_fill_the_log(client, logged):

@@ -29,6 +29,7 @@ from nanovllm_extras.trace.replay import Replay
 PATH = "/v1/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 NUM_BLOCKS = 4096
+CLIENT = httpx.Client(timeout=20, limits=httpx.Limits(max_keepalive_connections=0))  # `httpx.get` makes one each time
 
 
 class RunningServer:
@@ -60,7 +61,7 @@ class RunningServer:
 
     def wait_until_ready(self):
         self.may_load.set()
-        until(lambda: httpx.get(f"{self.url}/health").status_code == 200)
+        until(lambda: CLIENT.get(f"{self.url}/health").status_code == 200)
         return self
 
     def signal(self):
@@ -68,7 +69,7 @@ class RunningServer:
             self.loop.call_soon_threadsafe(self.server.handle_exit, signal.SIGTERM, None)
 
     def post(self, **body):
-        return httpx.post(f"{self.url}{PATH}", json={"prompt": "ab", "max_tokens": 4, **body}, timeout=20)
+        return CLIENT.post(f"{self.url}{PATH}", json={"prompt": "ab", "max_tokens": 4, **body})
 
     def connect(self):
         connection = socket.socket()
@@ -85,11 +86,14 @@ class RunningServer:
         return connection
 
     def talk(self, raw):
-        """What the server answers to these bytes, at most its first line."""
-        with self.connect() as connection:
+        """What the server answers to these bytes, until it closes the connection."""
+        with self.connect() as connection, contextlib.suppress(ConnectionError):
+            received = b""
             with contextlib.suppress(ConnectionError):
                 connection.sendall(raw)
-            return connection.recv(65536).split(b"\r\n")[0]
+            while piece := connection.recv(65536):
+                received += piece
+        return received
 
     def is_idle(self):
         stats = self.llm.get_stats()
@@ -148,7 +152,7 @@ def server(shared):
 def test_it_listens_while_the_model_is_loaded(start):
     server = start()
     for path in ("/health", "/v1/models"):
-        response = httpx.get(f"{server.url}{path}")
+        response = CLIENT.get(f"{server.url}{path}")
         assert (response.status_code, response.json()["error"]["code"]) == (503, "loading")
     assert server.post().status_code == 503
     server.wait_until_ready()
@@ -171,12 +175,12 @@ def test_a_signal_lets_what_runs_finish_and_refuses_what_is_new(start):
     server = start().wait_until_ready()
     step, may_go_on = server.llm.engine.step, threading.Event()
     server.llm.engine.step = lambda: (may_go_on.wait(20), step())[1]
-    with httpx.stream(
+    with CLIENT.stream(
         "POST", f"{server.url}{PATH}", json={"prompt": "ab", "max_tokens": 30, "stream": True, "ignore_eos": True}
     ) as stream:
         server.signal()
         until(lambda: server.post().json()["error"]["code"] == "draining")
-        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert CLIENT.get(f"{server.url}/health").status_code == 503
         assert server.thread.is_alive()
         may_go_on.set()
         text = "".join(stream.iter_text())
@@ -194,7 +198,7 @@ def test_what_does_not_finish_is_aborted(start, how):
     step = server.llm.engine.step
     server.llm.engine.step = lambda: (time.sleep(0.02), step())[1]
     body = {"prompt": "ab", "max_tokens": 500, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{server.url}{PATH}", json=body) as stream:
+    with CLIENT.stream("POST", f"{server.url}{PATH}", json=body) as stream:
         server.signal()
         if how == "second signal":
             until(lambda: server.server.state.is_draining)
@@ -208,19 +212,8 @@ def test_what_does_not_finish_is_aborted(start, how):
 
 def test_the_command(with_tokenizer, tmp_path):
     """From the command line to the exit status after SIGTERM; the printed curl's request is served, and recorded."""
-    command = [
-        sys.executable,
-        "-m",
-        "nanovllm_extras",
-        "serve",
-        str(with_tokenizer),
-        "--port",
-        "0",
-        "--api-key",
-        "k1",
-        "k2",
-    ]
-    command += ["--trace", str(tmp_path / "run.jsonl")]
+    command = [sys.executable, "-m", "nanovllm_extras", "serve", str(with_tokenizer), "--port", "0"]
+    command += ["--api-key", "k1", "k2", "--trace", str(tmp_path / "run.jsonl")]
     environment = {**os.environ, API_KEY_VARIABLE: "k3 k4"}
     with subprocess.Popen(
         [*command, "--num-kv-blocks", "64"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -234,7 +227,7 @@ def test_the_command(with_tokenizer, tmp_path):
         assert "256 requests, of which 2.0 may have 512 tokens" in lines[4]
         url, body = re.search(r"curl (\S+) .* -d '(.*)'", lines[-1]).groups()
         statuses = [
-            httpx.post(url, json=json.loads(body), headers={"Authorization": f"Bearer {key}"}, timeout=20).status_code
+            CLIENT.post(url, json=json.loads(body), headers={"Authorization": f"Bearer {key}"}).status_code
             for key in ("k1", "k2", "k3", "k4", "k5")
         ]
         assert statuses == [200] * 4 + [401]
@@ -287,84 +280,55 @@ def test_flags_reach_the_server_and_its_engine(monkeypatch):
     assert others == {"max_queued_requests": 8, "trace": None}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
+def test_a_bad_command_line_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(launch.logging, "basicConfig", lambda **_: None)
+    for arguments, status, message in (
         (["--max-num-seqs", "0"], 2, "max_num_seqs must be an integer >= 1, got 0"),
         (["--pipeline-parallel-size", "2"], 2, "pipeline_parallel_size"),
-        (["--port", "http"], 2, "argument --port: must be an integer from 0 to 65535, got 'http'"),
         (["--max-queued-requests", "0"], 2, "must be at least 1, got 0"),
         (["--drain-timeout", "nan"], 2, "must be a number of at least 0"),
         (["no/such/folder/x"], 1, "no/such/folder/x"),
         (["--host", "256.0.0.1"], 1, "nanovllm serve: "),
-    ],
-)
-def test_a_bad_command_line_is_one_line(arguments, status, message, capsys, monkeypatch):
-    monkeypatch.setattr(launch.logging, "basicConfig", lambda **_: None)
-    if status == 2:
-        with pytest.raises(SystemExit, match="2"):
-            launch.main(["--port", "0", *arguments])
-    else:
-        assert launch.main(["--port", "0", *arguments]) == status
-    printed = capsys.readouterr().err.strip().splitlines()
-    assert message in printed[-1]
-    assert len(printed) <= 2
-
-
-def test_a_port_that_is_taken(capsys):
-    with listen("127.0.0.1", 0) as taken:
-        port = str(taken.getsockname()[1])
-        assert launch.main(["--port", port]) == 1
-    assert f"cannot listen on --host 127.0.0.1 --port {port}: Address already in use" in capsys.readouterr().err
+    ):
+        if status == 2:
+            with pytest.raises(SystemExit, match="2"):
+                launch.main(["--port", "0", *arguments])
+        else:
+            assert launch.main(["--port", "0", *arguments]) == status
+        printed = capsys.readouterr().err.strip().splitlines()
+        assert message in printed[-1]
+        assert len(printed) <= 2
 
 
 # ---- clients that misbehave
 
 
 def test_clients_that_go_away_in_mid_stream_free_their_blocks(server):
-    """Hundreds of them: some leave before the first token, some after it, some without a stream at all."""
+    """Dozens of them: some leave before the first token, some after it, some without a stream at all."""
     before = server.llm.get_stats()
-    for i in range(200):
+    for i in range(60):
         connection = server.send(max_tokens=400, stream=i % 4 != 0)
         if i % 2:
             connection.recv(10)
+        if i % 6 == 1:  # no orderly end: the next packet is answered with an error
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        elif i % 6 == 3:
+            connection.shutdown(socket.SHUT_WR)
+            until(lambda: server.server.state.num_in_progress == 0)
         connection.close()
     until(server.is_idle)
     after = server.llm.get_stats()
     assert after.num_finished == before.num_finished
-    assert after.generation_tokens - before.generation_tokens < 200 * 400 / 4
+    assert after.generation_tokens - before.generation_tokens < 60 * 400 / 4
     until(lambda: server.server.state.num_in_progress == 0)
-
-
-def test_a_client_that_leaves_is_noticed_within_a_step(server, monkeypatch):
-    step, allowed, taken = server.llm.engine.step, threading.Semaphore(0), []
-
-    def gated():
-        assert allowed.acquire(timeout=20)
-        taken.append(True)
-        return step()
-
-    monkeypatch.setattr(server.llm.engine, "step", gated)
-    connection = server.send(max_tokens=400, stream=True)
-    for _ in range(3):
-        allowed.release()
-    received = b""
-    while b"data: " not in received:  # head and events may come together, or one by one
-        received += connection.recv(4096) or pytest.fail("the stream has ended")
-    until(lambda: len(taken) == 3)
-    connection.close()
-    until(lambda: server.server.state.num_in_progress == 0)  # the abort is queued
-    allowed.release()  # the step that the engine had begun
-    until(server.is_idle)
-    assert len(taken) in (3, 4)  # the third may have been under way
 
 
 def test_slow_readers_hold_no_blocks_and_stall_nobody(server):
     num_tokens = 300
-    connections = [server.send(max_tokens=num_tokens, stream=True, logprobs=10) for _ in range(6)]
-    assert all(server.post().status_code == 200 for _ in range(5))
+    connections = [server.send(max_tokens=num_tokens, stream=True, logprobs=10) for _ in range(3)]
+    assert server.post().status_code == 200
     until(server.is_idle)  # all are computed to their end, though nobody reads
-    assert server.server.state.num_in_progress == 6
+    assert server.server.state.num_in_progress == 3
     for connection in connections:
         received = b""
         while not received.endswith(b"0\r\n\r\n"):
@@ -377,37 +341,55 @@ def test_slow_readers_hold_no_blocks_and_stall_nobody(server):
         assert len(choices) < num_tokens  # what came while the connection was full is in one event
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n{}    ",
-        HEAD + b"Content-Length: -1\r\n\r\n",
-        HEAD + b"Content-Length: five\r\n\r\n",
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
-        HEAD + b"X: " + b"a" * 200_000 + b"\r\nContent-Length: 0\r\n\r\n",
-        HEAD + b"".join(b"X-%d: a\r\n" % i for i in range(20_000)) + b"\r\n",
-        HEAD + b"Content-Length: 99999999999\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 100 + b"\r\n\r\n",
-        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n",
-        b"NONSENSE\r\n\r\n",
-    ],
-    ids=["two lengths", "two different lengths", "a negative length", "no number", "a bad chunk", "a huge header",
-         "many headers", "a length beyond all", "TLS", "a huge path", "nonsense"],
-)  # fmt: skip
-def test_malformed_http_is_refused(server, raw):
-    assert re.match(rb"HTTP/1.1 4\d\d ", server.talk(raw))
+MALFORMED = [
+    HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n{}    ",
+    HEAD + b"Content-Length: -1\r\n\r\n",
+    HEAD + b"Content-Length: five\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    HEAD + b"X: " + b"a" * 200_000 + b"\r\nContent-Length: 0\r\n\r\n",
+    HEAD + b"".join(b"X-%d: a\r\n" % i for i in range(20_000)) + b"\r\n",
+    HEAD + b"Content-Length: 99999999999\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 100 + b"\r\n\r\n",  # TLS
+    b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n",
+    b"NONSENSE\r\n\r\n",
+]
+
+
+def test_malformed_http_is_refused(server):
+    for raw in MALFORMED:
+        answer = server.talk(raw)
+        assert re.match(rb"HTTP/1.1 4\d\d ", answer), raw[:100]
+        assert set(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}
+
+
+def test_nothing_is_said_in_the_midst_of_an_answer(server):
+    """After a request for a stream come bytes that are not a request: at most one error follows the stream."""
+    with server.send(max_tokens=50, stream=True) as connection:
+        received = b""
+        while b"data: " not in received:
+            received += connection.recv(1000)
+        connection.sendall(b"no request\r\n\r\n" * 2)
+        while piece := connection.recv(1 << 20):
+            received += piece
+    _, answer, *errors = re.split(rb"HTTP/1.1 (?=\d)", received)
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") or not errors
+    assert [error[:4] for error in errors] in ([], [b"400 "])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the option is Linux's")
 def test_a_peer_that_has_vanished_is_asked_after_half_a_minute_and_given_up_after_a_minute():
+    """When the server ends first, another one can have its port at once."""
     with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        port = listening.getsockname()[1]
         accepted, _ = listening.accept()
         with accepted:
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 10
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+        listening.close()
+        listen("127.0.0.1", port).close()
 
 
 TCP_REPAIR = 19  # of Linux: a connection in this state closes without telling its peer
@@ -429,16 +411,6 @@ def test_a_client_that_vanishes_without_a_word_frees_its_blocks(start, monkeypat
     until(server.is_idle)
     assert server.llm.get_stats().generation_tokens < 200
     assert server.server.state.num_in_progress == 0
-
-
-def test_half_requests_hold_nothing(server):
-    connections = [server.connect() for _ in range(50)]
-    for connection in connections:
-        connection.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"prompt')
-    assert server.is_idle()
-    assert server.post().status_code == 200
-    for connection in connections:
-        connection.close()
 
 
 def test_announcement_says_how_much_memory_the_states_take():

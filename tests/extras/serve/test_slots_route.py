@@ -45,11 +45,6 @@ def slot(name, num_tokens, num_stored_tokens):
     return {"id": name, "object": "slot", "num_tokens": num_tokens, "num_stored_tokens": num_stored_tokens}
 
 
-def test_off_by_default(client):
-    for method, path in [("GET", "/slots"), ("POST", "/slots/a?action=save"), ("DELETE", "/slots/a")]:
-        assert client.request(method, path, json={"prompt": "a"}).status_code == 404
-
-
 def test_a_slot_is_saved_restored_listed_and_deleted(serve):
     first = serve()
     assert first.ask("/slots/a?action=save", prompt=PROMPT) == slot("a", FULL, 0), "nothing is computed yet"
@@ -116,9 +111,11 @@ BAD = [
 
 def test_what_is_refused(serve, tmp_path):
     client = serve()
+    stranger = Client(client.app)
+    for method, path in [("GET", "/slots"), ("POST", "/slots/a?action=restore"), ("DELETE", "/slots/a")]:
+        assert stranger.request(method, path, json={}).status_code == 401
     for body, name, action, status, param in BAD:
-        response = client.post(f"/slots/{name}?action={action}", body)
-        assert (response.status_code, response.json()["error"]["param"]) == (status, param), (name, response.text)
+        client.refuse(f"/slots/{name}?action={action}", body, param, status=status)
     assert client.request("DELETE", "/slots/.x").json()["error"]["param"] == "name"
     assert not (tmp_path / "kv" / "conversations").exists()
     client.ask("/slots/a?action=save", prompt="a")
@@ -127,13 +124,9 @@ def test_what_is_refused(serve, tmp_path):
     assert (damaged.status_code, "Save it again" in damaged.text) == (400, True)
 
 
-def test_keys_guard_the_slots(serve):
-    client = Client(serve().app)
-    for method, path in [("GET", "/slots"), ("POST", "/slots/a?action=restore"), ("DELETE", "/slots/a")]:
-        assert client.request(method, path, json={}).status_code == 401
-
-
 def test_without_a_store_in_a_folder(new_client, capsys):
+    for method, path in [("GET", "/slots"), ("POST", "/slots/a?action=save"), ("DELETE", "/slots/a")]:
+        assert new_client().request(method, path, json={"prompt": "a"}).status_code == 404, "off by default"
     response = new_client(enable_kv_slots=True).get("/slots")
     assert (response.status_code, response.json()["error"]["code"]) == (501, "no_kv_store")
     assert "--kv-transfer-config" in response.text
@@ -145,23 +138,20 @@ def test_without_a_store_in_a_folder(new_client, capsys):
 # ---- salts
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "usage"),
-    [
-        ("/v1/completions", {"prompt": [PROMPT, "other"], "max_tokens": 1}, "prompt_tokens_details"),
-        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}, "prompt_tokens_details"),
+def test_requests_with_different_salts_share_no_block(client):
+    details, output = "prompt_tokens_details", {"max_tokens": 1}
+    for path, body, usage in (
+        ("/v1/completions", {"prompt": [PROMPT, "other"], **output}, details),
+        ("/v1/chat/completions", {"messages": MESSAGES, **output}, details),
         ("/v1/responses", {"input": PROMPT, "max_output_tokens": 1}, "input_tokens_details"),
-    ],
-)
-def test_requests_with_different_salts_share_no_block(client, path, body, usage):
-    client.server.llm.engine.reset_prefix_cache()
-    salts = ({"cache_salt": "a"}, {"cache_salt": "b"}, {}, {"cache_salt": "a"}, {"cache_salt": None})
-    hits = [client.ask(path, **body, **salt)["usage"][usage]["cached_tokens"] for salt in salts]
-    assert hits[:3] == [0, 0, 0]
-    assert hits[3] == hits[4] >= FULL - 4
-    for bad in ("", 7, "x" * 1025)[: 3 if path.endswith("chat/completions") else 1]:
-        response = client.post(path, body | {"cache_salt": bad})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_salt")
+    ):
+        client.server.llm.engine.reset_prefix_cache()
+        salts = ({"cache_salt": "a"}, {"cache_salt": "b"}, {}, {"cache_salt": "a"}, {"cache_salt": None})
+        hits = [client.ask(path, **body, **salt)["usage"][usage]["cached_tokens"] for salt in salts]
+        assert hits[:3] == [0, 0, 0]
+        assert hits[3] == hits[4] >= FULL - 4
+        for bad in ("", 7, "x" * 1025):
+            client.refuse(path, body | {"cache_salt": bad}, "cache_salt")
 
 
 def test_embeddings_leave_no_block_for_other_salts(client):

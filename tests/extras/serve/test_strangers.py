@@ -8,7 +8,7 @@ limit; a connection that is reset before its answer; an end that is counted by a
 
 import asyncio
 import contextlib
-import gc
+import http.client
 import json
 import logging
 import re
@@ -16,7 +16,6 @@ import select
 import sys
 import threading
 import time
-import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,12 +23,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nanovllm import TINY_QWEN3
-from nanovllm_extras.serve import access, async_llm, body, bounds, streaming, workers
-from nanovllm_extras.serve.async_llm import AsyncLLM
+from nanovllm_extras.serve import access, body, bounds, streaming, workers
 from nanovllm_extras.serve.bounds import BoundedTokenizer, Bounds, count_values
 from nanovllm_extras.serve.prompts import are_many
-from nanovllm_extras.serve.routes import responses_route as route
 from nanovllm_extras.serve.routes import server
 from nanovllm_extras.serve.routes.app import make_app, set_engine
 from nanovllm_extras.serve.serve_settings import PlainFormatter
@@ -40,12 +36,6 @@ from tests.extras.serve.real_server import in_thread
 
 PATH, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 BODY = {"prompt": "ab", "max_tokens": 1}
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    with AsyncLLM(TINY_QWEN3, device="cpu", num_kv_blocks=256, max_model_len=64, max_num_seqs=4) as llm:
-        yield llm
 
 
 def post(path, content, *headers):
@@ -62,30 +52,12 @@ def read_all(connection):
 
 def read_answer(connection):
     """(status, headers, JSON) of one answer."""
-    received = b""
-    while b"\r\n\r\n" not in received or len(received) < whole_length(received):
-        piece = connection.recv(1 << 16)
-        assert piece, received
-        received += piece
-    head, _, content = received.partition(b"\r\n\r\n")
-    return int(head.split()[1]), head.lower(), json.loads(content)
-
-
-def whole_length(received):
-    head, _, _ = received.partition(b"\r\n\r\n")
-    return len(head) + 4 + int(head.lower().partition(b"content-length:")[2].split()[0])
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return response.status, response.headers, json.load(response)
 
 
 # ---- keys and rates
-
-
-@pytest.mark.parametrize(
-    "given_key", ["12345678-other", "other-12345678", "12345678", "12345678-own-x", "", "12345678-OWN"]
-)
-def test_a_key_is_compared_whole(new_client, given_key):
-    client = new_client(api_keys=("12345678-own", "x-12345678"))
-    assert client.post(PATH, BODY, headers={"Authorization": f"Bearer {given_key}"}).status_code == 401
-    assert client.post(PATH, BODY, headers={"Authorization": "Bearer 12345678-own"}).status_code == 200
 
 
 def test_all_routes_but_four_need_a_key(new_client):
@@ -138,8 +110,8 @@ def test_callers_are_forgotten_after_their_minute(monkeypatch):
 
 
 @pytest.mark.parametrize(("proxies", "statuses"), [((), [200, 429, 429]), (("127.0.0.1",), [200, 200, 429])])
-def test_only_a_known_proxy_may_say_where_a_request_comes_from(tiny, proxies, statuses):
-    with in_thread(tiny, max_requests_per_minute=1, forwarded_allow_ips=proxies) as one:
+def test_only_a_known_proxy_may_say_where_a_request_comes_from(llm, proxies, statuses):
+    with in_thread(llm, max_requests_per_minute=1, forwarded_allow_ips=proxies) as one:
         found = []
         for address in ("10.0.0.1", "10.0.0.2", "10.0.0.2"):
             with one.connect() as connection:  # a connection each: the rate is of the address
@@ -151,31 +123,39 @@ def test_only_a_known_proxy_may_say_where_a_request_comes_from(tiny, proxies, st
 # ---- time limits, and answers that arrive
 
 
+def trickle(connection, sent):
+    """Send bytes, and then one after the other until the server ends the connection -> what it has sent, seconds."""
+    received, start = b"", time.perf_counter()
+    connection.sendall(sent)
+    connection.settimeout(0.05)
+    with contextlib.suppress(ConnectionError):
+        while time.perf_counter() < start + 15:
+            with contextlib.suppress(TimeoutError):
+                piece = connection.recv(1 << 16)
+                received += piece
+                if not piece:
+                    break
+            connection.sendall(b" ")
+    return received, time.perf_counter() - start
+
+
 @pytest.mark.parametrize(
     "sent", [b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: ", post(PATH, b"{" + b" " * 900)[:-500]]
 )
-def test_a_request_that_never_arrives_is_given_up(tiny, monkeypatch, sent):
+def test_a_request_that_never_arrives_is_given_up(llm, monkeypatch, sent):
     """Though one byte after the other comes."""
     monkeypatch.setattr(server, "HEAD_S", 0.3)
     monkeypatch.setattr(server, "BODY_S", 0.3)
-    with in_thread(tiny) as one, one.connect() as connection:
-        start = time.perf_counter()
-        connection.sendall(sent)
-        connection.settimeout(0.05)
-        received = b""
-        while b"}}" not in received and time.perf_counter() < start + 15:
-            with contextlib.suppress(TimeoutError):
-                received += connection.recv(1 << 16)
-            with contextlib.suppress(ConnectionError):
-                connection.sendall(b" ")
-        assert 0.25 < time.perf_counter() - start < 10
+    with in_thread(llm) as one, one.connect() as connection:
+        received, seconds = trickle(connection, sent)
+        assert 0.25 < seconds < 10
         assert received.startswith(b"HTTP/1.1 408 ")
         assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
 
 
-def test_the_second_request_of_a_connection_has_a_time_limit_too(tiny, monkeypatch):
+def test_the_second_request_of_a_connection_has_a_time_limit_too(llm, monkeypatch):
     monkeypatch.setattr(server, "HEAD_S", 0.3)
-    with in_thread(tiny) as one, one.connect() as connection:
+    with in_thread(llm) as one, one.connect() as connection:
         for _ in range(2):
             connection.sendall(post(PATH, json.dumps(BODY).encode()))
             assert read_answer(connection)[0] == 200
@@ -183,10 +163,10 @@ def test_the_second_request_of_a_connection_has_a_time_limit_too(tiny, monkeypat
         assert read_all(connection).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_connection_that_has_sent_nothing_is_closed_without_an_answer(tiny, monkeypatch):
+def test_a_connection_that_has_sent_nothing_is_closed_without_an_answer(llm, monkeypatch):
     """A pool of connections may hold one for its next request, and would take an answer as that of this request."""
     monkeypatch.setattr(server, "HEAD_S", 0.2)
-    with in_thread(tiny, timeout_keep_alive_s=0.3) as one:
+    with in_thread(llm, timeout_keep_alive_s=0.3) as one:
         with one.connect() as connection:
             start = time.perf_counter()
             assert read_all(connection) == b""
@@ -200,83 +180,49 @@ def test_a_connection_that_has_sent_nothing_is_closed_without_an_answer(tiny, mo
             assert 0.25 < time.perf_counter() - start < 10
 
 
-@pytest.mark.parametrize("seconds", [0.4, 75.0])
-def test_a_connection_without_a_request_is_kept_as_long_as_the_option_says(tiny, monkeypatch, seconds):
-    monkeypatch.setattr(server, "HEAD_S", 0.1)
-    with in_thread(tiny, timeout_keep_alive_s=seconds) as one, one.connect() as connection:
+def test_a_connection_without_a_request_is_kept_as_long_as_the_option_says(llm, monkeypatch):
+    monkeypatch.setattr(server, "HEAD_S", 0.05)
+    with in_thread(llm, timeout_keep_alive_s=0.4) as one, one.connect() as connection:
         for _ in range(2):
-            time.sleep(0.2)  # longer than HEAD_S, the limit of a request that has begun
+            time.sleep(0.15)  # longer than HEAD_S, the limit of a request that has begun
             connection.sendall(post(PATH, json.dumps(BODY).encode()))
             assert read_answer(connection)[0] == 200
 
 
-def test_a_body_that_goes_on_after_its_answer_gets_no_second_one(tiny, monkeypatch):
+def test_a_body_that_goes_on_after_its_answer_gets_no_second_one(llm, monkeypatch):
     monkeypatch.setattr(server, "BODY_S", 0.5)
-    with in_thread(tiny) as one, one.connect() as connection:
-        connection.sendall(post("/v1/nothing", b"{" + b" " * 900)[:-500])
-        received, start = b"", time.perf_counter()
-        connection.settimeout(0.05)
-        with contextlib.suppress(ConnectionError):
-            while time.perf_counter() < start + 15:
-                with contextlib.suppress(TimeoutError):
-                    piece = connection.recv(1 << 16)
-                    received += piece
-                    if not piece:
-                        break
-                connection.sendall(b" ")
-        assert time.perf_counter() - start < 10
+    with in_thread(llm) as one, one.connect() as connection:
+        received, seconds = trickle(connection, post("/v1/nothing", b"{" + b" " * 900)[:-500])
+        assert seconds < 10
         assert received.startswith(b"HTTP/1.1 404 ")
         assert received.count(b"HTTP/1.1") == 1
 
 
-def test_an_answer_may_take_longer_than_a_request(tiny, monkeypatch):
-    for name in ("HEAD_S", "BODY_S"):
-        monkeypatch.setattr(server, name, 0.05)
-    check_request = tiny.submit
-
-    async def submit_late(*arguments):
-        await server.asyncio.sleep(0.3)
-        return await check_request(*arguments)
-
-    monkeypatch.setattr(tiny, "submit", submit_late)
-    with in_thread(tiny) as one, one.connect() as connection:
-        connection.sendall(post(PATH, json.dumps(BODY).encode()))
-        assert read_answer(connection)[0] == 200
-
-
-@pytest.mark.parametrize("num_bytes", [200_000, 8 << 20])
-@pytest.mark.parametrize("is_declared", [True, False])
-def test_a_body_that_is_too_large_gets_its_answer(tiny, num_bytes, is_declared):
+@pytest.mark.parametrize(("num_bytes", "is_declared"), [(200_000, False), (8 << 20, True)])
+def test_a_body_that_is_too_large_gets_its_answer(llm, num_bytes, is_declared):
     """Also a client that sends all of it before it reads."""
     content = b" " * num_bytes
-    with in_thread(tiny, max_request_bytes=100_000) as one, one.connect() as connection:
+    with in_thread(llm, max_request_bytes=100_000) as one, one.connect() as connection:
         if is_declared:
             connection.sendall(post(PATH, content))
         else:
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
             connection.sendall(head + b"%x\r\n" % num_bytes + content + b"\r\n0\r\n\r\n")
         status, head, _ = read_answer(connection)
-        assert (status, b"connection: close" in head) == (413, True)
+        assert (status, head["connection"]) == (413, "close")
         assert read_all(connection) == b""
 
 
-def test_a_declared_length_is_refused_before_the_body_comes(tiny):
-    with in_thread(tiny, max_request_bytes=1000) as one, one.connect() as connection:
+def test_a_declared_length_is_refused_before_the_body_comes(llm):
+    with in_thread(llm, max_request_bytes=1000) as one, one.connect() as connection:
         connection.sendall(post(PATH, b" " * 1001)[:-1001])
         assert read_answer(connection)[0] == 413
 
 
-@pytest.mark.parametrize(("num_bytes", "status"), [(60_000, 200), (66_000, 431)])
-def test_headers_have_a_limit(client, num_bytes, status):
-    headers = {f"X-{i}": "x" * 995 for i in range(num_bytes // 1000)}
-    assert client.post(PATH, BODY, headers=headers).status_code == status
-
-
-def test_bytes_that_are_no_http_get_their_answer(tiny):
-    with in_thread(tiny) as one, one.connect() as connection:
-        connection.sendall(b"POST / HTTP/1.1\r\nX: " + b"x" * (4 << 20))
-        assert read_answer(connection)[0] == 400
-        assert read_all(connection) == b""
+def test_headers_have_a_limit(client):
+    for num_bytes, status in ((60_000, 200), (66_000, 431)):
+        headers = {f"X-{i}": "x" * 995 for i in range(num_bytes // 1000)}
+        assert client.post(PATH, BODY, headers=headers).status_code == status
 
 
 # ---- how much a body may hold
@@ -306,6 +252,7 @@ def test_only_many_prompts_are_long_work():
     assert not are_many(list(range(1000))), "one prompt of token ids"
 
 
+@settings(max_examples=40, deadline=None)
 @given(value=VALUES, is_ascii=st.booleans(), size=st.integers(1, 12))
 @example(value=['\\",[{', "\\\\", '\\\\"'], is_ascii=True, size=3)
 def test_values_are_counted_outside_of_texts(value, is_ascii, size):
@@ -318,14 +265,7 @@ def test_values_are_counted_outside_of_texts(value, is_ascii, size):
 
 
 def refused(client, path, param, words, code=None, **fields):
-    response = client.post(path, fields)
-    assert response.status_code == 400, response.text[:300]
-    error = response.json()["error"]
-    assert (error["param"], error["code"], [word for word in words if word not in error["message"]]) == (
-        param,
-        code,
-        [],
-    )
+    assert client.refuse(path, fields, param, *words)["code"] == code
 
 
 def test_each_bound_holds_to_the_last(new_client, llm):
@@ -353,8 +293,7 @@ def test_each_bound_holds_to_the_last(new_client, llm):
     refused(client, PATH, "structured_outputs", ["65536"], prompt="a", structured_outputs={"choice": ["a" * 600] * 110})
     refused(client, PATH, "logit_bias", ["1024"], prompt="a", logit_bias={str(i): "x" for i in range(1025)})
     calls = [{"function": {"name": "f", "arguments": "a" * 2**16}}]
-    response = client.post(CHAT, {"messages": [{"role": "u", "content": "", "tool_calls": calls}]})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+    client.refuse(CHAT, {"messages": [{"role": "u", "content": "", "tool_calls": calls}]}, "messages")
 
 
 def test_calls_of_a_conversation_are_limited_one_by_one_and_their_values_together():
@@ -371,12 +310,6 @@ def test_calls_of_a_conversation_are_limited_one_by_one_and_their_values_togethe
         check(*[json.dumps([1] * 200)] * 26)
     with pytest.raises(ValueError, match="5000 values"):
         check(*[json.dumps([1] * 2000)] * 3)
-
-
-def test_many_inputs_are_embedded(new_client):
-    """As many as OpenAI's clients send at once, though a request may have fewer completions."""
-    answer = new_client(max_choices=3).ask("/v1/embeddings", input=[[5, 6]] * 2048)
-    assert len(answer["data"]) == 2048
 
 
 def test_each_bound_of_a_response_holds_to_the_last(new_client, llm):
@@ -500,88 +433,12 @@ def test_work_that_waits_is_limited_and_ends_when_its_client_leaves(monkeypatch)
     assert (begun, checks) == ([0, 2, "the next"], [0])
 
 
-def test_work_that_waits_keeps_nothing_of_a_client_that_left(monkeypatch):
-    monkeypatch.setattr(workers.os, "cpu_count", lambda: 1)
-    may_go_on = threading.Event()
-
-    class Work:
-        def __call__(self, check):
-            may_go_on.wait(10)
-
-    async def run():
-        pool, requests = Workers(), [Request() for _ in range(2)]
-        first = server.asyncio.ensure_future(pool.run(requests[0], Work()))
-        await server.asyncio.sleep(0.05)
-        waiting = Work()
-        left = weakref.ref(waiting)
-        second = server.asyncio.ensure_future(pool.run(requests[1], waiting))
-        del waiting
-        await server.asyncio.sleep(0.05)
-        requests[1].has_left.set()
-        await server.asyncio.wait([second])
-        assert isinstance(second.exception(), ClientGone)
-        del second
-        gc.collect()
-        assert left() is None
-        may_go_on.set()
-        await first
-
-    server.asyncio.run(run())
-
-
-@pytest.mark.parametrize("path", [PATH, "/v1/embeddings"])
-def test_an_answer_is_not_written_for_a_client_that_left(client, monkeypatch, path):
-    """It waits for its turn when the client leaves: the turn ends, and nothing is written once the thread is free."""
-    monkeypatch.setattr(streaming, "LONG_ANSWER", 0)
-    fields, written = {"input": ["ab"] * 20} if path != PATH else {**BODY, "max_tokens": 4}, []
-    content = json.dumps(fields).encode()
-
-    async def run():
-        pool = client.server.workers = Workers()
-        pool._turns = workers.Turns(1)
-        left, came = server.asyncio.Event(), [{"type": "http.request", "body": content, "more_body": False}]
-
-        async def receive():
-            if came:
-                return came.pop()
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            written.append(message)
-
-        write, tried = pool.write, server.asyncio.Event()
-
-        async def write_later(caller, function):
-            await pool._turns.take("another")
-            tried.set()
-            return await write(caller, lambda check: (written.append("answer"), function(check))[1])
-
-        monkeypatch.setattr(pool, "write", write_later)
-        head = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
-        scope |= {"headers": head, "client": ("127.0.0.1", 1), "http_version": "1.1", "scheme": "http"}
-        answering = server.asyncio.ensure_future(client.app(scope, receive, send))
-        await server.asyncio.wait_for(tried.wait(), 10)
-        await server.asyncio.sleep(0.02)
-        assert len(pool._turns._waiting) == 1
-        left.set()
-        done, _ = await server.asyncio.wait([answering], timeout=1)
-        is_forgotten = bool(done) and not pool._turns._waiting
-        pool._turns.end()
-        await server.asyncio.wait_for(answering, 10)
-        return is_forgotten
-
-    assert server.asyncio.run(run())
-    assert "answer" not in written
-
-
 @pytest.fixture
 def run_in_turns(monkeypatch):
     """Names that begin with their caller are queued in one moment, on one thread -> the order in which they ran."""
     monkeypatch.setattr(workers.os, "cpu_count", lambda: 1)
 
-    def run(names, leaving=()):
+    def run(names):
         may_go_on, order = threading.Event(), []
 
         async def run_all():
@@ -594,8 +451,6 @@ def run_in_turns(monkeypatch):
             for name, request in requests.items():
                 tasks.append(server.asyncio.ensure_future(pool.run(request, work(name))))
                 await server.asyncio.sleep(0.005)  # it waits before the next one comes
-            for name in leaving:
-                requests[name].has_left.set()
             await server.asyncio.sleep(0.01)
             may_go_on.set()
             ends = await server.asyncio.gather(*tasks, return_exceptions=True)
@@ -668,11 +523,6 @@ def test_threads_take_short_turns_only_while_one_works():
     assert usual > workers.SHORT_TURN_S
 
 
-def test_turns_of_clients_that_left_are_skipped(run_in_turns):
-    order, ends = run_in_turns(["a0", "a1", "a2", "b1", "b2"], leaving=["a1", "b1"])
-    assert (order, ends) == (["a0", "a2", "b2"], dict.fromkeys(["a1", "b1"], ClientGone))
-
-
 def test_a_turn_that_comes_as_its_client_leaves_goes_to_the_next():
     async def run():
         turns = workers.Turns(1)
@@ -700,22 +550,6 @@ def test_work_goes_by_the_caller_whose_rate_is_counted(new_client, monkeypatch):
     assert one != two
 
 
-@pytest.mark.parametrize("path", [PATH, "/v1/embeddings"])
-def test_the_engine_checks_what_is_long_in_the_same_threads(client, llm, monkeypatch, path):
-    """Bad words, and token ids that the server has not encoded itself."""
-    names, processor = [], llm.engine.input_processor
-    monkeypatch.setattr(async_llm, "LONG", 10)
-    for name in ("take_params", "encode"):
-        check = getattr(processor, name)
-        monkeypatch.setattr(
-            processor, name, lambda *args, check=check: (names.append(threading.current_thread().name), check(*args))[1]
-        )
-    fields = {"prompt": [7] * 20, "max_tokens": 1, "bad_words": ["b"]} if path == PATH else {"input": [7] * 20}
-    client.ask(path, **fields)
-    checked_in = [name for name in names if name != "nanovllm-engine"]  # which finds them checked
-    assert [name.startswith("nanovllm-serve") for name in checked_in] == [path == PATH, True]
-
-
 def test_bodies_of_all_requests_together_are_limited(new_client, monkeypatch):
     """Of large ones: a small body passes. What is parsed counts no more."""
     monkeypatch.setattr(body, "MAX_BODIES", 2)
@@ -730,9 +564,7 @@ def test_bodies_of_all_requests_together_are_limited(new_client, monkeypatch):
     check_model, count = client.server.check_model, body.JSONRequest._count
     monkeypatch.setattr(body.JSONRequest, "_count", lambda one: (count(one), counted.append("read")))
     monkeypatch.setattr(
-        client.server,
-        "check_model",
-        lambda name: (counted.append(client.server.body_bytes.total()), check_model(name)),
+        client.server, "check_model", lambda name: (counted.append(client.server.body_bytes.total()), check_model(name))
     )
     client.server.body_bytes.clear()
     client.ask(PATH, **large)
@@ -744,13 +576,13 @@ def test_bodies_of_all_requests_together_are_limited(new_client, monkeypatch):
     assert not client.server.body_bytes
 
 
-def test_one_caller_holds_a_share_of_the_bodies_that_are_read(tiny, monkeypatch):
+def test_one_caller_holds_a_share_of_the_bodies_that_are_read(llm, monkeypatch):
     """Of two bodies that stand still, the second has no place left. Another caller's has, and each goes its way."""
     monkeypatch.setattr(body, "MAX_BODIES", 3)
     monkeypatch.setattr(body, "MAX_BODIES_OF_CALLER", 1.5)
     monkeypatch.setattr(body, "LARGE_BODY", 100)
     content = json.dumps({**BODY, "x": "a" * 900}).encode()
-    with in_thread(tiny, api_keys=("one", "two"), max_request_bytes=1000) as served, contextlib.ExitStack() as opened:
+    with in_thread(llm, api_keys=("one", "two"), max_request_bytes=1000) as served, contextlib.ExitStack() as opened:
         held = [opened.enter_context(served.connect()) for _ in range(3)]
         for connection, key in zip(held, ("one", "one", "two"), strict=True):
             connection.sendall(post(PATH, content, f"Authorization: Bearer {key}")[:-100])
@@ -761,35 +593,27 @@ def test_one_caller_holds_a_share_of_the_bodies_that_are_read(tiny, monkeypatch)
             assert read_answer(connection)[0] == 200
 
 
-@pytest.mark.slow
-def test_a_large_body_has_a_pace(tiny, monkeypatch):
+def test_a_large_body_has_a_pace(llm, monkeypatch):
     """One that trickles ends when it is late; one that keeps the pace is served, though it takes longer."""
     monkeypatch.setattr(body, "LARGE_BODY", 100)
-    monkeypatch.setattr(body, "STALL_S", 0.2)
-    monkeypatch.setattr(body, "MIN_PACE", 1000)
+    monkeypatch.setattr(body, "STALL_S", 0.1)
+    monkeypatch.setattr(body, "MIN_PACE", 2000)
     content = json.dumps({**BODY, "x": "a" * 800}).encode()
-
-    def send(num_bytes, pause):
-        with in_thread(tiny) as served, served.connect() as connection:
+    for num_bytes, status in ((200, 200), (20, 408)):
+        with in_thread(llm) as served, served.connect() as connection:
             start = time.perf_counter()
             connection.sendall(post(PATH, content)[: -len(content)])
             for first in range(0, len(content), num_bytes):
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(content[first : first + num_bytes])
-                time.sleep(pause)
+                time.sleep(0.05)
                 if select.select([connection], [], [], 0)[0]:
                     break
-            status = read_answer(connection)[0]
-            return status, time.perf_counter() - start
-
-    status, seconds = send(200, 0.1)
-    assert (status, seconds > 0.3) == (200, True)
-    status, seconds = send(20, 0.1)
-    assert (status, seconds < 3) == (408, True)
+            assert read_answer(connection)[0] == status
+            assert 0.15 < time.perf_counter() - start < 2
 
 
-@pytest.mark.parametrize("path", [PATH, CHAT, RESPONSES])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "stream"), [(PATH, True), (CHAT, False), (RESPONSES, True)])
 def test_long_answers_are_written_in_a_thread_and_are_the_same(new_client, monkeypatch, path, stream):
     """As the event loop writes them, but for names and times."""
     client, written_in = new_client(), set()
@@ -824,29 +648,6 @@ def test_long_answers_are_written_in_a_thread_and_are_the_same(new_client, monke
         assert told(in_pieces.text) == told(whole.text)
 
 
-@pytest.mark.parametrize(("num_top", "most"), [(3, 60), (None, 20)])
-def test_events_that_repeat_a_long_response_are_written_in_a_thread(new_client, monkeypatch, num_top, most):
-    """Its 30 tokens come in short events; the last ones repeat them all, three times with their log-probabilities."""
-    client, written = new_client(), []
-    fields = {"input": "ab", "max_output_tokens": 30, "temperature": 0, "ignore_eos": True}
-    if num_top is not None:
-        fields |= {"top_logprobs": num_top, "include": ["message.output_text.logprobs"]}
-    encode = route.ResponseStream.encode
-
-    def noted(stream, value, check=None):
-        written.append((value["type"], num_values(value), threading.current_thread() is threading.main_thread()))
-        return encode(stream, value, check)
-
-    monkeypatch.setattr(streaming, "LONG_ANSWER", most)
-    monkeypatch.setattr(route.ResponseStream, "encode", noted)
-    assert client.post(RESPONSES, {**fields, "stream": True}).status_code == 200
-    in_loop = [(kind, size) for kind, size, is_in_loop in written if is_in_loop]
-    assert written[-1][0] == "response.incomplete"
-    assert "response.incomplete" not in dict(in_loop)
-    if num_top is not None:
-        assert max(size for _, size in in_loop) <= most < written[-1][1]
-
-
 def without_names(value):
     if isinstance(value, dict):
         return {key: without_names(one) for key, one in value.items() if not re.search("^(.*id|created.*|usage)$", key)}
@@ -871,7 +672,7 @@ def joined(events):
     return {key: "".join(map(str, found)) for key, found in texts.items()}
 
 
-@settings(max_examples=25)
+@settings(max_examples=15, deadline=None)
 @given(
     value=st.recursive(
         TEXTS | st.integers() | st.none() | st.floats(allow_nan=False),
@@ -910,15 +711,3 @@ def test_no_escape_code_reaches_the_log(client, caplog):
     assert any("models" in line for line in lines)
     assert all(char.isprintable() or char == "\n" for line in lines for char in line)
     assert not any("\n" in line for line in lines[:-1])
-
-
-def test_ends_are_counted_by_their_reason(client, llm):
-    def counts():
-        lines = [line for line in client.get("/metrics").text.split("\n") if "request_success_total{" in line]
-        return {line.partition('reason="')[2].partition('"')[0]: float(line.split()[-1]) for line in lines}
-
-    for _ in range(2):
-        client.ask(PATH, prompt="a", max_tokens=2, ignore_eos=True)
-    allowed = {"allowed_token_ids": [7], "stop_token_ids": [7]}
-    client.ask(PATH, prompt="a", max_tokens=2, **allowed)
-    assert {reason: count for reason, count in counts().items() if count} == {"length": 2, "stop": 1}

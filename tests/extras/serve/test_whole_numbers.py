@@ -31,8 +31,9 @@ ROUTES = {  # path: (the class of its body, fields that it needs)
 }
 VALUES = {  # integer field: values that are accepted
     **dict.fromkeys(["n", "best_of"], [1]),
-    **dict.fromkeys(["prompt", "input"], [[70, 71], [[70], [71, 72]]]),
-    **dict.fromkeys(["allowed_token_ids", "stop_token_ids", "tokens"], [[70, 71]]),
+    **dict.fromkeys(["prompt", "input"], [[[70], [71, 72]], [70, 71]]),
+    **dict.fromkeys(["allowed_token_ids", "tokens"], [[70, 71]]),
+    "stop_token_ids": [[72]],
     **dict.fromkeys(["max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"], [2]),
     **dict.fromkeys(["logprobs", "top_logprobs", "priority", "top_k", "truncate_prompt_tokens"], [2]),
     "seed": [7],
@@ -56,13 +57,10 @@ def integer_fields(model):
     return sorted(n for n, one in schema["properties"].items() if has_integers(one, schema.get("$defs", {})))
 
 
-CASES = [
-    (path, name, value)
-    for path, (model, _) in ROUTES.items()
-    for name in integer_fields(model)
-    for value in VALUES[name]
-    if not (path.startswith("/slots") and value == [[70], [71, 72]])  # of one prompt
-]
+def cases_of(path):
+    """Return pairs of an integer field of a route and a value."""
+    pairs = [(name, value) for name in integer_fields(ROUTES[path][0]) for value in VALUES[name]]
+    return [pair for pair in pairs if not (path.startswith("/slots") and pair[1] == [[70], [71, 72]])]  # of one prompt
 
 
 def as_floats(value):
@@ -80,24 +78,19 @@ def answer_to(client, path, body):
     return response.status_code, answer
 
 
-@pytest.mark.parametrize(("path", "name", "value"), CASES)
-def test_whole_floats_are_integers(client, path, name, value):
+@pytest.mark.parametrize("path", ROUTES)
+def test_whole_floats_are_integers_and_other_numbers_are_refused(client, path):
     model, needed = ROUTES[path]
-    whole, floats = {**needed, name: value}, {**needed, name: as_floats(value)}
-    assert repr(model.model_validate(floats)) == repr(model.model_validate(whole))  # by `==`, 5.0 is 5
+    for name, value in cases_of(path):
+        whole, floats = {**needed, name: value}, {**needed, name: as_floats(value)}
+        assert repr(model.model_validate(floats)) == repr(model.model_validate(whole))  # by `==`, 5.0 is 5
+        for wrong in (1.5, math.nan, math.inf, True, "1"):
+            if name not in ("prompt", "input") or wrong != "1":  # a text
+                with pytest.raises(pydantic.ValidationError):
+                    model.model_validate({**needed, name: [wrong] if isinstance(value, list) else wrong})
     if path != "/slots/{name}":  # this server has no store
-        answer_to(client, path, whole)  # so that both others find the same blocks in the cache
-        status, answer = answer_to(client, path, floats)
-        assert (status, answer) == answer_to(client, path, whole)
+        fields = dict(cases_of(path))
+        answer_to(client, path, {**needed, **fields})  # so that both others find the same blocks in the cache
+        status, answer = answer_to(client, path, {**needed, **{name: as_floats(one) for name, one in fields.items()}})
+        assert (status, answer) == answer_to(client, path, {**needed, **fields})
         assert status == 200, answer
-
-
-@pytest.mark.parametrize("value", [1.5, -1.5, math.nan, math.inf, True, "1"])
-@pytest.mark.parametrize(("path", "name"), sorted({(path, name) for path, name, _ in CASES}))
-def test_other_numbers_are_refused(path, name, value):
-    if name in ("prompt", "input") and value == "1":
-        pytest.skip("a text")
-    model, needed = ROUTES[path]
-    given = [value] if isinstance(VALUES[name][0], list) else value
-    with pytest.raises(pydantic.ValidationError):
-        model.model_validate({**needed, name: given})
