@@ -9,12 +9,9 @@ import time
 import pytest
 
 from nanovllm_extras import AsyncEngineArgs, RequestOutputKind, SamplingParams
-from nanovllm_extras.engine import assembly
 from nanovllm_extras.serve import async_llm
 from nanovllm_extras.serve.async_llm import AsyncLLM, AsyncLLMEngine, EngineDeadError, QueueFullError
 from nanovllm_extras.serve.engine_thread import NewRequest
-from nanovllm_extras.serve.inbox import PAUSE_S, Waker
-from nanovllm_extras.structured import compiler
 from tests.conftest import hf_greedy
 
 PROMPTS = [[1 + i, 40 + 3 * i, 7, 99 - i, 5] for i in range(8)]
@@ -105,35 +102,22 @@ def test_each_consumer_gets_the_tokens_of_transformers(llm, expected):
 
 
 def test_vllms_example_of_deltas(with_tokenizer, expected):
-    """async_llm_streaming.py, as vLLM writes it, with the import's name changed."""
+    """async_llm_streaming.py, with the import's name changed."""
+    sizes = {"num_gpu_blocks_override": NUM_BLOCKS, "block_size": 4, "tensor_parallel_size": 1}
+    engine_args = AsyncEngineArgs(model=str(with_tokenizer), dtype="float32", enable_log_requests=False, **sizes)
+    engine = AsyncLLMEngine.from_engine_args(engine_args)
 
-    async def stream_response(engine, prompt, request_id):
-        sampling_params = SamplingParams(
-            max_tokens=16, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-        )
-        token_ids = []
-        async for output in engine.generate(request_id=request_id, prompt=prompt, sampling_params=sampling_params):
-            for completion in output.outputs:
-                token_ids += completion.token_ids
-            if output.finished:
-                break
+    async def stream_response():
+        params, token_ids = greedy(output_kind=RequestOutputKind.DELTA), []
+        async for output in engine.generate(request_id="stream-1", prompt=PROMPTS[0], sampling_params=params):
+            token_ids += output.outputs[0].token_ids
         return token_ids
 
-    engine_args = AsyncEngineArgs(
-        model=str(with_tokenizer), dtype="float32", num_gpu_blocks_override=NUM_BLOCKS, block_size=4,
-        tensor_parallel_size=1, enable_log_requests=False,
-    )  # fmt: skip
-    engine = AsyncLLMEngine.from_engine_args(engine_args)
     try:
         assert engine.engine.config == engine_args.create_engine_config()
-        assert asyncio.run(stream_response(engine, PROMPTS[0], "stream-1")) == expected[0][:16]
+        assert asyncio.run(stream_response()) == expected[0][:16]
     finally:
         engine.shutdown()
-
-
-def test_an_engine_serves_one_event_loop_after_another(llm, expected):
-    for i in range(3):
-        assert asyncio.run(tokens_of(llm.generate(PROMPTS[i], greedy(8)))) == expected[i][:8]
 
 
 def test_two_event_loops_at_once(llm, expected):
@@ -150,24 +134,14 @@ def test_two_event_loops_at_once(llm, expected):
     assert results == {i: expected[i][:16] for i in range(2)}
 
 
-def test_several_requests_are_read_together(llm, expected):
-    async def main():
-        requests = [NewRequest(f"many-{i}", prompt, greedy()) for i, prompt in enumerate(PROMPTS)]
-        latest = {}
-        async for output in llm.generate_many(requests):
-            latest[output.request_id] = output
-        return [latest[f"many-{i}"].outputs[0].token_ids for i in range(len(PROMPTS))]
-
-    assert asyncio.run(main()) == [tokens[:16] for tokens in expected]
-
-
 def test_without_stream_the_only_output_is_the_last(llm, expected):
     async def main():
-        return [output async for output in llm.generate_many([NewRequest("a", PROMPTS[0], greedy(), stream=False)])]
+        requests = [NewRequest(f"many-{i}", prompt, greedy(), stream=False) for i, prompt in enumerate(PROMPTS)]
+        return [output async for output in llm.generate_many(requests)]
 
-    (output,) = asyncio.run(main())
-    assert output.finished
-    assert output.outputs[0].token_ids == expected[0][:16]
+    outputs = sorted(asyncio.run(main()), key=lambda output: output.request_id)
+    assert all(output.finished for output in outputs)
+    assert [output.outputs[0].token_ids for output in outputs] == [tokens[:16] for tokens in expected]
 
 
 def test_long_texts_are_encoded_in_a_thread(new_llm, with_tokenizer, monkeypatch):
@@ -187,55 +161,7 @@ def test_long_texts_are_encoded_in_a_thread(new_llm, with_tokenizer, monkeypatch
     assert [thread is threading.main_thread() for thread in consumers] == [True, False]
 
 
-def test_what_is_made_of_parameters_is_made_once_and_not_in_the_engines_thread(new_llm, with_tokenizer, monkeypatch):
-    """Though requests are many, and a compiled grammar is kept for none."""
-    monkeypatch.setattr(compiler, "MAX_COMPILED", 0)
-    monkeypatch.setattr(compiler.GrammarCompiler, "_num_kept_chars", lambda compiler: 0)
-    llm, made = new_llm(), []
-    for kind, name in (
-        (type(llm.engine.input_processor), "check_params"),
-        (assembly.RequestExtras, "processors"),
-        (compiler.GrammarCompiler, "_make_matchers"),
-    ):
-        make = getattr(kind, name)
-
-        def noted(*arguments, name=name, make=make):
-            made.append((name, threading.current_thread().name == "nanovllm-engine"))
-            return make(*arguments)
-
-        monkeypatch.setattr(kind, name, noted)
-
-    async def main():
-        params = SamplingParams(max_tokens=3, bad_words=["x"], structured_outputs={"regex": "[a-c]+"})
-        requests = [NewRequest(f"many-{i}", prompt, params) for i, prompt in enumerate(["a", "b", "c"])]
-        return [output async for output in llm.generate_many(requests)]
-
-    outputs = {output.request_id: output.outputs[0].text for output in asyncio.run(main())}
-    assert len(outputs) == 3
-    assert all(set(text) <= set("abc") and text for text in outputs.values())
-    assert sorted(made) == [("_make_matchers", False), ("check_params", False), ("processors", False)]
-
-
 # ---- consumers that leave, or are slow
-
-
-def test_a_cancelled_consumer_frees_its_blocks_before_the_next_step(new_llm):
-    llm = new_llm()
-    gate = Gate(llm)
-
-    async def main():
-        consumer = asyncio.create_task(tokens_of(llm.generate(PROMPTS[0], greedy(200))))
-        await asyncio.sleep(0.01)
-        gate.allow(5)
-        await until(lambda: gate.num_steps == 5)
-        consumer.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await consumer
-        gate.allow()  # the step that the engine had begun
-        await until(lambda: is_idle(llm))
-
-    asyncio.run(main())
-    assert gate.num_steps in (5, 6)  # the fifth may have been under way
 
 
 def test_breaking_out_of_the_loop_aborts(llm):
@@ -283,8 +209,7 @@ def test_outputs_merge_until_a_slow_consumer_reads_them(llm, expected):
     assert [tokens, *others] == expected
 
 
-@pytest.mark.parametrize("num_read_before", [0, 1, 3])
-def test_deltas_merge_until_a_slow_consumer_reads_them(llm, num_read_before):
+def test_deltas_merge_until_a_slow_consumer_reads_them(llm):
     """What the consumer reads adds up to the whole, for each of two samples, log-probabilities included."""
     fields = {"n": 2, "seed": 3, "logprobs": 2, "max_tokens": 30, "ignore_eos": True, "prompt_logprobs": 1}
 
@@ -292,7 +217,7 @@ def test_deltas_merge_until_a_slow_consumer_reads_them(llm, num_read_before):
         outputs = []
         async for output in llm.generate(PROMPTS[0], SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)):
             outputs.append(output)
-            if len(outputs) == num_read_before + 1:
+            if len(outputs) == 2:
                 await until(lambda: is_idle(llm))
         return outputs
 
@@ -309,43 +234,6 @@ def test_deltas_merge_until_a_slow_consumer_reads_them(llm, num_read_before):
         assert sum([one.token_ids for one in deltas], []) == completion.token_ids
         assert [list(at) for one in deltas for at in one.logprobs] == [list(at) for at in completion.logprobs]
         assert deltas[-1].finish_reason == "length"
-
-
-def test_consumers_are_woken_together_and_not_too_often():
-    async def main():
-        waker, woken = Waker(), []
-
-        class Consumer:
-            def wake(self):
-                woken.append(time.monotonic())
-
-        wakes = 0
-        start = time.monotonic()
-        while time.monotonic() < start + 0.2:
-            waker.wake_soon([Consumer() for _ in range(50)])  # each after a step of 1 ms
-            wakes += 1
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
-        return wakes, woken, woken[0] - start
-
-    wakes, woken, first_s = asyncio.run(main())
-    assert len(woken) == 50 * wakes  # nobody is forgotten
-    groups = 1 + sum(b - a > 0.004 for a, b in zip(woken, woken[1:], strict=False))
-    assert groups <= 0.2 / (50 * PAUSE_S) + 2
-    assert first_s < 0.05  # the first at once
-
-
-def test_a_blocked_event_loop_keeps_one_output_of_each_request(llm, expected):
-    async def main():
-        inbox = await llm.submit([NewRequest("blocked", PROMPTS[0], greedy(40))])
-        while not is_idle(llm) or "blocked" in llm._inboxes:
-            time.sleep(0.001)  # blocks the loop on purpose
-        outputs = await inbox.take()
-        llm.close(inbox)
-        return outputs
-
-    (output,) = asyncio.run(main())
-    assert output.outputs[0].token_ids == expected[0]
 
 
 def test_consumers_that_come_and_go_at_random(llm, expected):
@@ -368,7 +256,7 @@ def test_consumers_that_come_and_go_at_random(llm, expected):
         return output.finished
 
     async def main():
-        finished = await asyncio.gather(*[consumer(i) for i in range(60)])
+        finished = await asyncio.gather(*[consumer(i) for i in range(30)])
         await until(lambda: is_idle(llm))
         return finished
 
@@ -384,7 +272,6 @@ def test_consumers_that_come_and_go_at_random(llm, expected):
     ("arguments", "error", "message"),
     [
         ({"prompt": []}, ValueError, "the prompt is empty"),
-        ({"prompt": [1, 300]}, ValueError, r"prompt_token_ids\[1\] must be .* <= 299, got 300"),
         ({"prompt": [1], "sampling_params": {"max_tokens": 1}}, TypeError, "must be a SamplingParams"),
         ({"prompt": [1], "sampling_params": SamplingParams(stop_token_ids=[300])}, ValueError, "stop_token_ids"),
         ({"prompt": [1], "priority": "high"}, TypeError, "priority must be an int"),
@@ -412,26 +299,6 @@ def test_if_one_request_is_refused_none_is_queued(llm):
     assert llm.get_stats().num_requests == before
 
 
-def test_a_full_queue_refuses_at_once(new_llm):
-    llm = new_llm(max_queued_requests=2, max_num_seqs=1)
-    gate = Gate(llm)
-
-    async def main():
-        consumers = [asyncio.create_task(tokens_of(llm.generate(PROMPTS[0], greedy(4))))]
-        await asyncio.sleep(0.01)
-        gate.allow()
-        await until(lambda: llm.get_stats().num_running == 1)
-        consumers += [asyncio.create_task(tokens_of(llm.generate(prompt, greedy(4)))) for prompt in PROMPTS[1:3]]
-        await asyncio.sleep(0.01)
-        with pytest.raises(QueueFullError, match="2 requests wait already, and at most 2 may"):
-            await tokens_of(llm.generate(PROMPTS[3], greedy(4)))
-        gate.open()
-        await asyncio.gather(*consumers)
-        await tokens_of(llm.generate(PROMPTS[3], greedy(4)))
-
-    asyncio.run(main())
-
-
 def test_a_burst_on_an_idle_engine_is_no_queue(new_llm, expected):
     """Requests that the next step can take do not wait; of the others, `max_queued_requests` are queued."""
     llm = new_llm(max_queued_requests=2, max_num_seqs=4)
@@ -443,43 +310,27 @@ def test_a_burst_on_an_idle_engine_is_no_queue(new_llm, expected):
         with pytest.raises(QueueFullError, match="2 requests wait already, and at most 2 may"):
             await tokens_of(llm.generate(PROMPTS[6], greedy(4)))
         gate.open()
-        return await asyncio.gather(*consumers)
+        outputs = await asyncio.gather(*consumers)
+        return [*outputs, await tokens_of(llm.generate(PROMPTS[6], greedy(4)))]
 
-    assert asyncio.run(main()) == [tokens[:4] for tokens in expected[:6]]
+    assert asyncio.run(main()) == [tokens[:4] for tokens in expected[:7]]
     assert llm.thread.num_queued == 0
 
 
-async def two_run_and_one_waits(llm, gate):
-    """Of 256 blocks, two prompts take 250: the third finds no room beside them in the first step."""
-    prompts = [[i] * 500 for i in range(1, 4)]
-    consumers = [asyncio.create_task(tokens_of(llm.generate(prompt, greedy(4)))) for prompt in prompts]
-    await asyncio.sleep(0.01)
-    gate.allow()
-    await until(lambda: gate.num_steps == 1 and llm.thread.num_queued == 1)
-    return consumers
-
-
-def test_who_has_waited_through_a_step_is_queued_though_sequences_could_join(new_llm):
+def test_who_has_waited_through_a_step_is_queued_until_it_goes_away(new_llm):
+    """Of 256 blocks, two prompts take 250: the third finds no room beside them, though its sequence could join. When
+    it is aborted, the next step can take those that come.
+    """
     llm = new_llm(max_queued_requests=1)
     gate = Gate(llm)
 
     async def main():
-        consumers = await two_run_and_one_waits(llm, gate)
+        consumers = [asyncio.create_task(tokens_of(llm.generate([i] * 500, greedy(4)))) for i in range(1, 4)]
+        await asyncio.sleep(0.01)
+        gate.allow()
+        await until(lambda: gate.num_steps == 1 and llm.thread.num_queued == 1)
         with pytest.raises(QueueFullError, match="1 requests wait already, and at most 1 may"):
             await tokens_of(llm.generate(PROMPTS[0], greedy(4)))
-        gate.open()
-        await asyncio.gather(*consumers)
-
-    asyncio.run(main())
-
-
-def test_when_who_has_waited_goes_away_the_queue_is_empty_again(new_llm):
-    """The one that waits is aborted: the next step can take those that come now."""
-    llm = new_llm(max_queued_requests=1)
-    gate = Gate(llm)
-
-    async def main():
-        consumers = await two_run_and_one_waits(llm, gate)
         consumers.pop().cancel()
         await asyncio.sleep(0.01)
         gate.allow()
@@ -493,10 +344,10 @@ def test_when_who_has_waited_goes_away_the_queue_is_empty_again(new_llm):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True])
-def test_max_queued_requests_is_checked(with_tokenizer, value):
-    with pytest.raises((ValueError, TypeError), match="max_queued_requests must be"):
-        AsyncLLM(with_tokenizer, max_queued_requests=value)
+def test_max_queued_requests_is_checked(with_tokenizer):
+    for value in (0, 1.5):
+        with pytest.raises((ValueError, TypeError), match="max_queued_requests must be"):
+            AsyncLLM(with_tokenizer, max_queued_requests=value)
 
 
 # ---- failures
@@ -517,21 +368,7 @@ def fail_at_third_step(llm):
     return failure
 
 
-def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on(new_llm, expected):
-    llm = new_llm()
-    failure = fail_at_third_step(llm)
-
-    async def main():
-        return await asyncio.wait_for(
-            asyncio.gather(*[tokens_of(llm.generate(p, greedy())) for p in PROMPTS], return_exceptions=True), 20
-        )
-
-    assert asyncio.run(main()) == [failure] * len(PROMPTS)
-    assert is_idle(llm)
-    assert asyncio.run(main()) == [tokens[:16] for tokens in expected]
-
-
-def test_a_step_that_fails_leaves_those_alone_that_only_wait(new_llm, expected):
+def test_a_step_that_fails_fails_its_requests_and_leaves_those_alone_that_only_wait(new_llm, expected):
     llm = new_llm(max_num_seqs=2)
     gate = Gate(llm)
     failure = fail_at_third_step(llm)
@@ -544,6 +381,7 @@ def test_a_step_that_fails_leaves_those_alone_that_only_wait(new_llm, expected):
 
     assert asyncio.run(main()) == [failure] * 2 + [tokens[:16] for tokens in expected[2:]]
     assert is_idle(llm)
+    assert asyncio.run(tokens_of(llm.generate(PROMPTS[0], greedy()))) == expected[0][:16]
 
 
 def test_a_request_that_makes_each_step_fail_fails_in_the_end(new_llm, monkeypatch):
@@ -616,12 +454,13 @@ def test_calls_are_made_between_steps_in_the_engines_thread(llm):
 
 def test_an_idle_engine_sleeps_and_wakes_at_once(llm):
     asyncio.run(tokens_of(llm.generate(PROMPTS[0], greedy())))
-    used = []
     for _ in range(3):
         start = time.process_time()
         time.sleep(0.3)
-        used.append((time.process_time() - start) / 0.3)
-    assert min(used) < 0.02  # threads that other tests of the process have left behind included
+        used = (time.process_time() - start) / 0.3
+        if used < 0.02:
+            break
+    assert used < 0.02  # threads that other tests of the process have left behind included
 
     async def first_token_s():
         start = time.perf_counter()
