@@ -3,9 +3,7 @@
 import asyncio
 import logging
 import re
-import sys
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm_extras.vllm.vllm_metrics import Histogram, make_metrics
@@ -44,14 +42,16 @@ PATHS = {  # as clients join a base URL and a route -> the route
 }
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_paths_with_slashes_too_many_or_an_address(new_client, path):
+def test_paths_with_slashes_too_many_or_an_address(new_client):
     """They are served as the route itself, without a redirect, which would name the scheme behind a proxy."""
-    app = new_client(root_path="/llm").app
-    route = PATHS[path]
-    expected = asyncio.run(call(app, route))
-    assert expected[0] == (404 if route in ("/", "/v1/models/alias/") else 200)
-    assert asyncio.run(call(app, path)) == expected
+    app, guarded = new_client(root_path="/llm").app, new_client(api_keys=("k",)).app
+    for path, route in PATHS.items():
+        expected = asyncio.run(call(app, route))
+        assert expected[0] == (404 if route in ("/", "/v1/models/alias/") else 200)
+        assert asyncio.run(call(app, path)) == expected, path
+        assert asyncio.run(call(guarded, path))[0] == (200 if "health" in path else 401)
+    name = "/data//model/"
+    assert new_client(model_names=(name,)).get(f"/v1/models/{name}").json()["id"] == name
 
 
 async def call(app, path):
@@ -69,26 +69,6 @@ async def call(app, path):
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 
-def test_names_of_models_keep_their_slashes(new_client):
-    names = ("/data//model/", "org/model")
-    client = new_client(model_names=names)
-    for name in names:
-        assert client.get(f"/v1/models/{name}").json()["id"] == name
-
-
-@pytest.mark.parametrize("path", [f"{COMPLETIONS}/", "/v1//completions"])
-def test_posts_to_paths_with_slashes_too_many(client, path):
-    body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
-    assert client.post(path, body).json()["choices"] == client.post(COMPLETIONS, body).json()["choices"]
-
-
-def test_an_address_before_the_path_needs_the_key_too(new_client):
-    app = new_client(api_keys=("k",)).app
-    for path in PATHS:
-        status, _ = asyncio.run(call(app, path))
-        assert status == (200 if "health" in path else 401)
-
-
 def test_tokenize_and_detokenize(client, llm):
     tokenizer = llm.engine.tokenizer
     answer = client.ask("/tokenize", prompt="héllo", return_token_strs=True)
@@ -98,8 +78,6 @@ def test_tokenize_and_detokenize(client, llm):
     assert client.ask("/detokenize", tokens=answer["tokens"]) == {"prompt": "héllo"}
     answer = client.ask("/tokenize", messages=MESSAGES)
     assert answer["tokens"] == tokenizer.encode("user:hi|assistant:")
-    assert client.post("/tokenize", {}).status_code == 400
-    assert client.post("/tokenize", {"prompt": "a", "messages": MESSAGES}).json()["error"]["param"] is not None
     assert client.post("/detokenize", {"tokens": [300]}).json()["error"]["param"] == "tokens"
 
 
@@ -191,21 +169,13 @@ def read_metrics(client):
 
 
 def test_vllms_dashboard_finds_every_metric_that_it_reads(client):
-    client.ask(COMPLETIONS, prompt="a", max_tokens=3)
-    found = {
-        name.removeprefix("nanovllm:") for name, *labels in read_metrics(client) if ("model_name", "tiny") in labels
-    }
-    assert set(DASHBOARD.split()) - found == set()
-
-
-def test_the_longest_sample_is_observed(client, llm):
-    name = "nanovllm:request_max_num_generation_tokens"
-    before = llm.engine.observed.sums["max_output_tokens"]
     client.ask(COMPLETIONS, prompt="a", max_tokens=5, n=3, temperature=1, ignore_eos=True)
     served = read_metrics(client)
-    assert served[(f"{name}_sum", ("model_name", "tiny"))] == 5
-    assert served[(f"{name}_count", ("model_name", "tiny"))] == 1
-    assert llm.engine.observed.sums["max_output_tokens"] - before == 5
+    for name, value in (("sum", 5), ("count", 1)):
+        assert served[(f"nanovllm:request_max_num_generation_tokens_{name}", ("model_name", "tiny"))] == value
+    assert served[("process_resident_memory_bytes",)] > 2**20
+    found = {name.removeprefix("nanovllm:") for name, *labels in served if ("model_name", "tiny") in labels}
+    assert set(DASHBOARD.split()) - found == set()
 
 
 def test_every_request_is_counted_also_refused_ones(new_client):
@@ -216,7 +186,7 @@ def test_every_request_is_counted_also_refused_ones(new_client):
     client.post(COMPLETIONS, {"prompt": "a"}, headers={"Authorization": "Bearer no"})
     for name in ("tiny", "no/such"):
         client.get(f"/v1/models/{name}")
-    for i in range(5):
+    for i in range(2):
         client.request("NO-SUCH", f"/no/such/{i}")
     client.request("HEAD", "/health")
     served = read_metrics(client)
@@ -232,20 +202,13 @@ def test_every_request_is_counted_also_refused_ones(new_client):
         (COMPLETIONS, "POST", "401"): 1,
         ("/v1/models/{name}", "GET", "200"): 1,
         ("/v1/models/{name}", "GET", "404"): 1,
-        ("none", "none", "404"): 5,
+        ("none", "none", "404"): 2,
         ("/health", "HEAD", "200"): 1,
     }
     labels = (("handler", COMPLETIONS), ("method", "POST"))
     assert served[("http_request_duration_seconds_count", *labels)] == 4
     assert served[("http_request_duration_seconds_bucket", *labels[:1], ("le", "+Inf"), *labels[1:])] == 4
     assert 0 < served[("http_request_duration_seconds_sum", *labels)] < 60
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the library reads /proc")
-def test_the_process_is_measured(client):
-    served = read_metrics(client)
-    assert served[("process_resident_memory_bytes",)] > 2**20
-    assert {("process_cpu_seconds_total",), ("process_open_fds",), ("process_start_time_seconds",)} < set(served)
 
 
 def test_metrics_say_what_computes(client, llm):
@@ -266,13 +229,3 @@ def test_each_request_has_a_line_in_the_log(client, caplog):
         served,
     )
     assert refused.startswith("POST /v1/completions 400 ")
-
-
-def test_the_openapi_schema_describes_requests_and_errors(client):
-    schema = client.get("/openapi.json").json()
-    for path in (CHAT, COMPLETIONS):
-        operation = schema["paths"][path]["post"]
-        assert "422" not in operation["responses"]
-        assert operation["responses"]["4XX"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
-        name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
-        assert {"n", "temperature", "stop", "stream"} <= set(schema["components"]["schemas"][name]["properties"])

@@ -42,8 +42,9 @@ def served(with_tokenizer, tmp_path_factory):
     return client, path
 
 
-def test_page_needs_no_key_and_its_events_do(served):
+def test_page_needs_no_key_and_its_events_do(served, new_client):
     client, _ = served
+    assert [new_client().get(path).status_code for path in ("/ui", "/ui/events")] == [404, 404], "off by default"
     page = Client(client.app).get("/ui")
     assert page.status_code == 200
     assert "<body data-live>" in page.text
@@ -61,11 +62,6 @@ def test_events_are_the_recording(served):
     replay = replay_of(lines)
     assert replay.step == client.num_steps > 8
     assert len(replay.seqs[1].tokens) - replay.seqs[1].num_prompt_tokens == 9
-
-
-def test_off_by_default(new_client):
-    client = new_client()
-    assert client.get("/ui").status_code == client.get("/ui/events").status_code == 404
 
 
 def collect(live, feed, num_lines):
@@ -117,18 +113,3 @@ def test_late_reader_begins_with_the_newest_header_and_old_lines_are_given_up():
     assert got[0].startswith("header ")
     assert int(got[0].split()[1]) >= 6
     assert got[-1] == "line 9"
-
-
-def test_aborted_request_is_seen_to_leave_though_no_step_follows(with_tokenizer, tmp_path):
-    path = tmp_path / "run.jsonl"
-
-    async def run(llm):
-        async for _ in llm.generate("abcdefgh"):
-            break
-
-    with AsyncLLM(with_tokenizer, trace=path, num_kv_blocks=64, block_size=4) as llm:
-        asyncio.run(run(llm))
-        asyncio.run(llm.call(len, "wait for the abort"))
-        replay = replay_of(read_recording(path))
-    assert replay.num_used == 0
-    assert replay.seqs[1].finish_reason == "abort"
