@@ -7,6 +7,7 @@ Seen to fail when broken: markers found in the text; a header that the next mess
 text after the end of a stop string; a held character counted twice; the prompt's own header ignored.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -46,7 +47,7 @@ from tests.extras.harmony_tokens import (
 )
 from tests.extras.serve.conftest import Client
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CHAT = "/v1/chat/completions"
 PROMPT = [START, "user", MESSAGE, "What?", END, START, "assistant"]
 
 
@@ -148,7 +149,7 @@ def wanted(messages):
 
 
 @pytest.mark.examples
-@settings(max_examples=examples(800), deadline=None)
+@settings(max_examples=examples(320), deadline=None)
 @given(MESSAGES, PLACES, st.sampled_from([None, RETURN]))
 def test_any_pieces_of_messages_are_what_went_in(messages, places, end):
     parts = spell_all(messages)
@@ -166,7 +167,7 @@ SHARDS += [" " * 200, "final今天"]
 
 
 @pytest.mark.examples
-@settings(max_examples=examples(800), deadline=None)
+@settings(max_examples=examples(320), deadline=None)
 @given(st.lists(st.sampled_from(SHARDS), max_size=14), PLACES, st.sampled_from([PROMPT, [], ["Hi"], PROMPT[:4]]))
 def test_any_pieces_of_any_answer_are_the_whole(parts, places, prompt):
     *whole, _ = read(parts, prompt=prompt)
@@ -192,8 +193,7 @@ RESPONSE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("constrain", [[" ", CONSTRAIN, "json"], []])
-@pytest.mark.parametrize("last", ["call", "final"])
+@pytest.mark.parametrize(("last", "constrain"), [("call", [" ", CONSTRAIN, "json"]), ("call", []), ("final", [])])
 def test_the_parser_of_transformers_agrees(last, constrain):
     parts = [CHANNEL, "analysis", MESSAGE, "They ask for the weather, in Zürich.", END, START, "assistant"]
     if last == "call":
@@ -216,11 +216,10 @@ def test_openais_parser_agrees(messages):
     encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
     ids = []
     for part in spell_all(messages):
-        ids += encoding.encode(str(part), allowed_special="all" if isinstance(part, Marker) else set(),
-                               disallowed_special=())  # fmt: skip
-    theirs = encoding.parse_messages_from_completion_tokens(ids, harmony.Role.ASSISTANT)
+        special = "all" if isinstance(part, Marker) else set()
+        ids += encoding.encode(str(part), allowed_special=special, disallowed_special=())
     reasoning, content, calls = [], [], []
-    for one in theirs:
+    for one in encoding.parse_messages_from_completion_tokens(ids, harmony.Role.ASSISTANT):
         text = one.content[0].text
         if (one.recipient or "").startswith("functions."):
             calls.append((one.recipient.removeprefix("functions."), text + ("" if text.strip() else "{}")))
@@ -231,10 +230,7 @@ def test_openais_parser_agrees(messages):
 
 # ---- and others
 
-
-@pytest.mark.parametrize(
-    ("parts", "reasoning", "content", "calls"),
-    [
+ODD = [  # (the answer, its reasoning, its content, its calls)
         (["Hello", " world"], "", "Hello world", []),  # no message
         (["user", " friendly"], "", "user friendly", []),
         (["to", " be"], "", "to be", []),
@@ -272,18 +268,20 @@ def test_openais_parser_agrees(messages):
         ([CHANNEL, "final", MESSAGE, "a", 0xE2, END, *PROMPT[-2:], CHANNEL, "final", MESSAGE, "b"], "", "a\nb", []),
         ([CHANNEL, "final", MESSAGE, "a", 0xE2, RETURN], "", "a", []),
         ([START, "functions.f to=assistant", CHANNEL, "commentary", MESSAGE, "3", END], "", "3", []),
-    ],
-)  # fmt: skip
-def test_odd_answers(parts, reasoning, content, calls):
-    for places in ((), range(len(encode(parts)))):
-        assert read(parts, places)[:3] == (reasoning, content, calls)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("prompt", [[], PROMPT[:5], PROMPT])
-def test_an_answer_without_a_header_keeps_its_first_word(prompt):
-    for text in ("assistant", "assistantship is"):
-        for places in ((), range(99)):
-            assert read([text], places, prompt)[:3] == ("", text, [])
+def test_odd_answers():
+    for parts, *wanted in ODD:
+        for places in ((), range(len(encode(parts)))):
+            assert read(parts, places)[:3] == tuple(wanted), parts
+
+
+def test_an_answer_without_a_header_keeps_its_first_word():
+    for prompt, text, places in itertools.product(
+        ([], PROMPT[:5], PROMPT), ("assistant", "assistantship is"), ((), range(99))
+    ):
+        assert read([text], places, prompt)[:3] == ("", text, [])
     for parts in ([START, "assistant Hi"], [START, "assistant", CHANNEL, "Hi"], ["assistant", CHANNEL, "Hi"]):
         assert read(parts, prompt=PROMPT[:5])[:3] == ("", "Hi", [])
 
@@ -307,15 +305,15 @@ def test_the_answer_may_continue_a_message_of_the_prompt():
     assert read([START, "assistant", *spell(("final", "4"))], prompt=prompt)[:3] == ("", "4", [])
 
 
-@pytest.mark.parametrize("places", [(), range(99)])
-def test_a_stop_string_ends_the_text_within_a_message(places):
+def test_a_stop_string_ends_the_text_within_a_message():
     parts = spell_all([("analysis", "Hm, é☃ is two."), ("final", "It is é four. Or five."), ("final", "More.")])
-    assert read(parts, places, stop=["four", "zero"])[:3] == ("Hm, é☃ is two.", "It is é ", [])
     call = {"name": "f", "arguments": '{"a": "four"}', "in_role": False, "constrain": [], "channel": "commentary",
             "end": CALL}  # fmt: skip
-    *message, parser = read(spell_all([call]), places, stop=["four"])
-    assert message == ["", "", [("f", '{"a": "')]]
-    assert parser.is_within_call
+    for places in ((), range(99)):
+        assert read(parts, places, stop=["four", "zero"])[:3] == ("Hm, é☃ is two.", "It is é ", [])
+        *message, parser = read(spell_all([call]), places, stop=["four"])
+        assert message == ["", "", [("f", '{"a": "')]]
+        assert parser.is_within_call
 
 
 # ---- over HTTP
@@ -365,9 +363,7 @@ CALL_PARTS = spell_all(
 FINAL_PARTS = spell_all([("analysis", "Easy."), ("final", "2 + 2 = <|end 4")])[:-1]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("skip", [None, False])
-@pytest.mark.sparse
+@pytest.mark.parametrize(("stream", "skip"), [(False, False), (True, None)])
 def test_chats(harmony_client, stream, skip):
     def ask(parts, **others):
         body = {"messages": QUESTION, "skip_special_tokens": skip, **scripted(parts, **others)}
@@ -387,25 +383,6 @@ def test_chats(harmony_client, stream, skip):
     assert (message["tool_calls"][0]["function"]["arguments"], reason) == ('{"a": ', "stop")
     message, reason = ask(FINAL_PARTS, max_tokens=12)  # within the reasoning
     assert ("Easy.".startswith(message["reasoning"]), message["content"], reason) == (True, "", "length")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_responses_have_the_same_parts(harmony_client, stream):
-    tools = [{"type": "function", **ADD["function"]}]
-    body = {"input": "What?", **scripted(CALL_PARTS, tools=tools)}
-    body["max_output_tokens"] = body.pop("max_tokens")
-    if stream:
-        lines = harmony_client.post(RESPONSES, {**body, "stream": True}).text.splitlines()
-        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-        output = events[-1]["response"]["output"]
-        deltas = [one["delta"] for one in events if one["type"] == "response.function_call_arguments.delta"]
-        assert "".join(deltas) == '{"a": 1}'
-    else:
-        output = harmony_client.ask(RESPONSES, **body)["output"]
-    reasoning, message, call = output
-    assert reasoning["content"][0]["text"] == "They ask for <|call é."
-    assert message["content"][0]["text"] == "I look."
-    assert (call["name"], call["arguments"]) == ("add", '{"a": 1}')
 
 
 def test_forced_calls_and_formats_have_no_messages(harmony_client):
@@ -447,6 +424,9 @@ def test_a_call_ends_the_answer(harmony_client):
     assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 5)
 
 
+ONE_NAME_IS_ENOUGH = [("openai", "qwen3"), ("hermes", "openai_gptoss"), ("hermes", "qwen3")]
+
+
 @pytest.mark.parametrize("form", ["openai", "gemma4"])
 def test_outputs_of_an_offline_chat(form):
     """Oracle: how the text was made."""
@@ -466,9 +446,4 @@ def test_outputs_of_an_offline_chat(form):
     assert "tool_calls" not in parse_output(output, TOKENIZER, form, reasoning)[0]
     with pytest.raises(KeyError):
         parse_output(output, TOKENIZER, "none")
-
-
-def test_one_name_is_enough():
-    assert parsers_named("openai", "qwen3").is_harmony
-    assert parsers_named("hermes", "openai_gptoss").is_harmony
-    assert not parsers_named("hermes", "qwen3").is_harmony
+    assert [parsers_named(*names).is_harmony for names in ONE_NAME_IS_ENOUGH] == [True, True, False]

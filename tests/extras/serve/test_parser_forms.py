@@ -6,7 +6,6 @@ The oracle is how the text was made: each family's spelling is written here a se
 import json
 import re
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -68,9 +67,7 @@ def gemma(calls):
 SPELLED = {
     "hermes": hermes,
     "qwen3_coder": qwen,
-    "qwen3_xml": qwen,
     "llama3_json": llama,
-    "llama4_json": llama,
     "deepseek_v3": deepseek_v3,
     "deepseek_v31": deepseek_v31,
     "gemma4": gemma,
@@ -105,21 +102,9 @@ ARGUMENTS = st.fixed_dictionaries(
 )
 
 
-def test_all_names_are_tested():
-    assert SPELLED.keys() | {"openai"} == TOOL_PARSERS.keys()  # which `test_harmony.py` tests
-
-
-def test_table_of_models_has_all_names():
-    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
-    table = text.split("| models | `--tool-call-parser` | `--reasoning-parser` |\n")[1].split("\n\n")[0]
-    columns = list(zip(*(row.split(" | ")[1:] for row in table.split("\n")[1:]), strict=True))
-    named = [{name for cell in column for name in re.findall("`(.+?)`", cell)} for column in columns]
-    assert named == [set(TOOL_PARSERS), set(REASONING_PARSERS)]
-
-
 @pytest.mark.parametrize("form", SPELLED)
 @pytest.mark.examples
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(56), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["f", "get_weather"]), ARGUMENTS), min_size=1, max_size=3), PLACES)
 def test_calls_come_out_as_they_went_in(form, calls, places):
     text = SPELLED[form](calls)
@@ -130,38 +115,16 @@ def test_calls_come_out_as_they_went_in(form, calls, places):
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
-SHARDS = [
-    "<tool_call>",
-    "</tool_call>",
-    "<function=f>",
-    "</function>",
-    "<parameter=text>",
-    "</parameter>",
-    B,
-    E,
-    BB,
-    EE,
-]
-SHARDS += [
-    SEP,
-    "function",
-    "```json\n",
-    "\n```",
-    "f",
-    "{",
-    "}",
-    '{"name": "f", "parameters": {"a": 1}}',
-    ";",
-    " ",
-    "\n",
-]
-SHARDS += ["<|python_tag|>", "<|python", "<", ">", '"', "a"]
+SHARDS = ["<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=text>", "</parameter>"]
+SHARDS += [B, E, BB, EE, SEP, "function", "```json\n", "\n```", "f", "{", "}", ";", " ", "\n"]
+SHARDS += ['{"name": "f", "parameters": {"a": 1}}', "<|python_tag|>", "<|python", "<", ">", '"', "a"]
+SHARDS += ['{"name": "f", "arguments": {"a": [1, "}"]}}', '{"name": "g"', "</", "tool_call>", "\\", ":", "12", "é"]
 SHARDS += ["<|tool_call>", "<tool_call|>", '<|"|>', "call:f{", "a:", ",", "[", "]", "null", "1.5"]
 
 
 @pytest.mark.parametrize("form", SPELLED)
 @pytest.mark.examples
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(160), deadline=None)
 @given(st.lists(st.sampled_from(SHARDS), max_size=12).map("".join), PLACES)
 def test_any_pieces_of_any_text_are_the_whole(form, text, places):
     whole = read_tools([text], TOOL_PARSERS[form](FUNCTIONS))
@@ -171,9 +134,7 @@ def test_any_pieces_of_any_text_are_the_whole(form, text, places):
         assert "".join(whole[0].split()) == "".join(text.split())
 
 
-@pytest.mark.parametrize(
-    ("form", "text", "content", "calls"),
-    [
+ODD = [  # (the form, the answer, its content, its calls)
         ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
         ("llama3_json", 'See {"name": "f", "parameters": {}}', 'See {"name": "f", "parameters": {}}', []),
         ("llama3_json", '{"a": 1} {"name": "f"}', '{"a": 1} {"name": "f"}', []),
@@ -206,11 +167,13 @@ def test_any_pieces_of_any_text_are_the_whole(form, text, places):
         ("gemma4", '<|tool_call>call:f{<|"|>a:b<|"|>:<|"|>"\\\n<|"|>}', "", [("f", json.dumps({"a:b": '"\\\n'}))]),
         ("gemma4", "<|tool_call>call:f<tool_call|>", "<|tool_call>call:f<tool_call|>", []),
         ("gemma4", "a <|tool_call> b", "a <|tool_call> b", []),
-    ],
-)  # fmt: skip
-def test_odd_answers(form, text, content, calls):
-    assert read_tools([text], TOOL_PARSERS[form](FUNCTIONS))[:2] == (content, calls)
-    assert read_tools(list(text), TOOL_PARSERS[form](FUNCTIONS))[:2] == (content, calls)
+]  # fmt: skip
+
+
+def test_odd_answers():
+    for form, text, *wanted in ODD:
+        for pieces in ([text], list(text)):
+            assert list(read_tools(pieces, TOOL_PARSERS[form](FUNCTIONS))[:2]) == wanted, (form, text)
 
 
 def test_many_calls_at_once_take_time_in_proportion():
@@ -230,6 +193,9 @@ def test_thoughts_without_a_first_tag():
         parts = [parser.feed(piece) for piece in text] + [parser.finish()]
         assert "".join(part.reasoning for part in parts) == "It is 4."
         assert "".join(part.content for part in parts) == "Four."
+    assert (TOOL_PARSERS["qwen3_xml"], TOOL_PARSERS["llama4_json"]) == (
+        TOOL_PARSERS["qwen3_coder"], TOOL_PARSERS["llama3_json"],
+    )  # fmt: skip
     assert {"qwen3", "deepseek_r1", "deepseek_v3", "gemma4", "openai_gptoss"} == REASONING_PARSERS.keys()
 
 
@@ -245,7 +211,7 @@ def read_parts(parser, pieces):
 
 
 @pytest.mark.examples
-@settings(max_examples=examples(1500), deadline=None)
+@settings(max_examples=examples(480), deadline=None)
 @given(st.lists(st.sampled_from(GEMMA_SHARDS), max_size=9).map("".join), PLACES, st.booleans())
 def test_any_pieces_of_any_text_give_the_thoughts_of_gemma(text, places, starts_inside):
     whole = read_parts(Gemma4Reasoning(starts_inside, CALL_OF_GEMMA), [text])
@@ -262,18 +228,15 @@ def test_any_pieces_of_any_text_give_the_thoughts_of_gemma(text, places, starts_
     assert whole == (reasoning.strip(), content.lstrip())
 
 
-@pytest.mark.parametrize(
-    ("prompt", "is_open"),
-    [
+def test_prompts_of_gemma():
+    for prompt, is_open in (
         ("<|turn>user\nHi<turn|>\n<|turn>model\n", False),  # enable_thinking: the model opens the channel
-        ("<|turn>user\nHi<turn|>\n<|turn>model\n<|channel>thought\n<channel|>", False),  # the template has closed it
+        ("<|turn>model\n<|channel>thought\n<channel|>", False),  # the template has closed it
         ("<|turn>model\n<|channel>thought\n", True),
         ("<|turn>model\n<|channel>", True),
         ("a thought\n", False),
-    ],
-)
-def test_prompts_of_gemma(prompt, is_open):
-    assert Gemma4Reasoning.is_open(prompt) == is_open
+    ):
+        assert Gemma4Reasoning.is_open(prompt) == is_open, prompt
     assert ReasoningParser.is_open("<|im_start|>assistant\n<think>\n")
     assert not ReasoningParser.is_open("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
@@ -293,8 +256,7 @@ def test_tags_that_are_special_tokens_stay_in_the_text():
 THOUGHT = "I must call <tool_call> now.\n"
 
 
-@pytest.mark.parametrize("closes", [True, False])
-@pytest.mark.parametrize("has_tools", [True, False])
+@pytest.mark.parametrize(("closes", "has_tools"), [(True, True), (False, True), (False, False)])
 def test_a_call_within_the_reasoning_of_qwen(closes, has_tools):
     """Qwen3.5's template opens the reasoning, and the model may not close it before a call."""
     call = qwen([("add", {"a": 1})])
@@ -333,7 +295,7 @@ RESPONSE = {
 
 
 @pytest.mark.examples
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(96), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["f", "get_weather"]), ARGUMENTS), max_size=3), PLACES, st.booleans())
 def test_the_parser_of_transformers_agrees_on_gemma(calls, places, thinks):
     text = ("<|channel>thought\nI look.<channel|>" if thinks else "") + gemma(calls) + ("" if calls else "Plain.")
@@ -349,10 +311,7 @@ def test_the_parser_of_transformers_agrees_on_gemma(calls, places, thinks):
 # ---- over HTTP
 
 
-@pytest.mark.parametrize(
-    "form",
-    every_second(["qwen3_coder", "llama3_json", "gemma4", "deepseek_v31", "deepseek_v3"]),
-)
+@pytest.mark.parametrize("form", every_second(["qwen3_coder", "deepseek_v3", "gemma4"]))
 def test_forced_calls_and_written_ones(new_client, form):
     client = new_client(parsers=Parsers(TOOL_PARSERS[form], REASONING_PARSERS["deepseek_r1"]))
     body = {"tools": [WEATHER, ADD], "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
@@ -371,7 +330,7 @@ def test_forced_calls_and_written_ones(new_client, form):
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.parametrize("form", sorted(SPELLED))
+@pytest.mark.parametrize("form", SPELLED)
 def test_an_answer_that_stops_within_a_call_has_not_called(form, choice):
     """A stop string may cut the text anywhere. Oracle: whether `json` reads the arguments of each call that is told."""
     parsers = Parsers(TOOL_PARSERS[form])

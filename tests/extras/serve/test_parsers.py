@@ -28,13 +28,7 @@ def read_tools(pieces, parser=None):
             content += event.text
             order += ["text"] if order[-1:] != ["text"] else []
         elif isinstance(event, CallStart):
-            assert (
-                event.index
-                == len(names)
-                == parser.num_calls
-                - 1
-                - sum(isinstance(later, CallStart) for later in events[events.index(event) + 1 :])
-            )
+            assert event.index == len(names)
             names.append(event.name)
             arguments[event.index] = ""
             order.append("call")
@@ -42,6 +36,7 @@ def read_tools(pieces, parser=None):
             assert isinstance(event, CallArguments)
             assert event.index == len(names) - 1
             arguments[event.index] += event.text
+    assert parser.num_calls == len(names)
     return content, [(name, arguments[i]) for i, name in enumerate(names)], order
 
 
@@ -65,18 +60,7 @@ NOISE = st.lists(st.sampled_from(SHARDS), max_size=14).map("".join)
 
 
 @pytest.mark.examples
-@settings(max_examples=examples(1500), deadline=None)
-@given(NOISE, PLACES)
-def test_any_pieces_of_any_text_give_the_calls_of_the_whole(text, places):
-    whole = read_tools([text])
-    assert read_tools(cut(text, places)) == whole
-    assert read_tools(list(text)) == whole
-    if not whole[1]:  # only white space outside of calls is lost
-        assert re.sub(r"\s", "", whole[0]) == re.sub(r"\s", "", text)
-
-
-@pytest.mark.examples
-@settings(max_examples=examples(1500), deadline=None)
+@settings(max_examples=examples(480), deadline=None)
 @given(NOISE, PLACES, st.booleans())
 def test_any_pieces_of_any_text_give_the_thoughts_of_the_whole(text, places, starts_inside):
     whole = read_reasoning([text], starts_inside)
@@ -119,7 +103,7 @@ def spell(call):
 
 
 @pytest.mark.examples
-@settings(max_examples=examples(600), deadline=None)
+@settings(max_examples=examples(240), deadline=None)
 @given(st.lists(st.one_of(TEXTS, CALLS), max_size=5), PLACES, st.sampled_from(["", "\n", " \n "]))
 def test_calls_and_contents_come_out_as_they_went_in(parts, places, gap):
     merged = []  # two contents side by side are one
@@ -148,30 +132,30 @@ def test_arguments_come_as_they_are_written():
     assert parser.finish() == []
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("a <tool_call> b", "a <tool_call> b", []),
-        ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
-        ('<tool_call>{"name": 3, "arguments": {}}', '<tool_call>{"name": 3, "arguments": {}}', []),
-        ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
-        ('<tool_call>{"name": "f", "arguments": null}', "", [("f", "{}")]),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),  # cut off by max_tokens
-        ('<tool_call>{"name": "f"', "", [("f", "")]),
-        ('<tool_call>{"na', '<tool_call>{"na', []),
-        ("x <tool_ca", "x <tool_ca", []),
-        ('<tool_call>{"name": "f"} <tool_call>{"name": "g"} y', "y", [("f", "{}"), ("g", "{}")]),  # no closing tags
-    ],
-)
-def test_what_is_no_call_is_text_and_what_is_cut_off_stays(text, content, calls):
-    assert read_tools([text])[:2] == (content, calls)
+ODD = [  # (the answer, its content, its calls)
+    ("a <tool_call> b", "a <tool_call> b", []),
+    ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
+    ('<tool_call>{"name": 3, "arguments": {}}', '<tool_call>{"name": 3, "arguments": {}}', []),
+    ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": null}', "", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),  # cut off by max_tokens
+    ('<tool_call>{"name": "f"', "", [("f", "")]),
+    ('<tool_call>{"na', '<tool_call>{"na', []),
+    ("x <tool_ca", "x <tool_ca", []),
+    ('<tool_call>{"name": "f"} <tool_call>{"name": "g"} y', "y", [("f", "{}"), ("g", "{}")]),  # no closing tags
+]
+
+
+def test_what_is_no_call_is_text_and_what_is_cut_off_stays():
+    for text, content, calls in ODD:
+        assert read_tools([text])[:2] == (content, calls), text
 
 
 def test_long_answers_take_time_in_proportion():
-    """Arguments of 200,000 characters in pieces of 4; and tags that never become calls."""
-    start = time.perf_counter()
-    long = '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * 200_000 + '"}}</tool_call>'
+    """Arguments of 60,000 characters in pieces of 4; and tags that never become calls."""
+    start = time.process_time()
+    long = '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * 60_000 + '"}}</tool_call>'
     _, calls, _ = read_tools([long[i : i + 4] for i in range(0, len(long), 4)])
-    assert len(calls[0][1]) > 200_000
-    assert read_tools(["<tool_call>" * 20_000])[1] == []
-    assert time.perf_counter() - start < 20
+    assert len(calls[0][1]) > 60_000
+    assert read_tools(["<tool_call>" * 10_000])[1] == []
+    assert time.process_time() - start < 5
