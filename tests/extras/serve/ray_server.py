@@ -7,12 +7,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.extras.serve.real_server import ROOT, RealServer, read
+
+WITH_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray: pip install 'nanovllm[ray]'")
+"""Tests import it when they run: it takes seconds, and most runs leave them out."""
 
 
 @contextlib.contextmanager

@@ -91,29 +91,29 @@ def test_digests_do_not_end_with_zero():
 # ---- rows that are no requests
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "message"),
-    [
-        (b"{", "invalid_json", "not valid JSON"),
-        (b'{"custom_id": "\xff"}', "invalid_json", "not valid JSON"),
-        (b"[" * 100_000, "invalid_json", "not valid JSON"),
-        ("3", "invalid_row", "object"),
-        (openai_row("r", url="/v1/models"), "invalid_url", "'/v1/models'"),
-        (openai_row("r", url=["/v1/completions"]), "invalid_url", "'/v1/completions'"),
-        (openai_row("r", method="GET"), "invalid_method", "'GET'"),
-        (openai_row("r", body=[1]), "invalid_body", "list"),
-        (openai_row("r", body={"prompt": "x", "stream": True}), "invalid_body", "stream"),
-        (openai_row(None), "invalid_custom_id", "None"),
-        (openai_row("\ud800"), "invalid_custom_id", "custom_id"),
-        (openai_row(True), "invalid_custom_id", "True"),
-    ],
-)
-def test_a_bad_row_is_told_and_stops_no_other(tmp_path, line, code, message):
-    path = write_lines(tmp_path / "in.jsonl", openai_row("before"), line, openai_row("behind"))
-    _, rows = read_all([path], Form(), rows_per_part=2)
-    assert [row.code for row in rows] == ["", code, ""]
-    assert message in rows[1].message
-    assert rows[1].custom_id in ("r", "in.jsonl:2")
+BAD_ROWS = [  # (line, code, message)
+    (b"{", "invalid_json", "not valid JSON"),
+    (b'{"custom_id": "\xff"}', "invalid_json", "not valid JSON"),
+    (b"[" * 100_000, "invalid_json", "not valid JSON"),
+    ("3", "invalid_row", "object"),
+    (openai_row("r", url="/v1/models"), "invalid_url", "'/v1/models'"),
+    (openai_row("r", url=["/v1/completions"]), "invalid_url", "'/v1/completions'"),
+    (openai_row("r", method="GET"), "invalid_method", "'GET'"),
+    (openai_row("r", body=[1]), "invalid_body", "list"),
+    (openai_row("r", body={"prompt": "x", "stream": True}), "invalid_body", "stream"),
+    (openai_row(None), "invalid_custom_id", "None"),
+    (openai_row("\ud800"), "invalid_custom_id", "custom_id"),
+    (openai_row(True), "invalid_custom_id", "True"),
+]
+
+
+def test_a_bad_row_is_told_and_stops_no_other(tmp_path):
+    for line, code, message in BAD_ROWS:
+        path = write_lines(tmp_path / "in.jsonl", openai_row("before"), line, openai_row("behind"))
+        _, rows = read_all([path], Form(), rows_per_part=2)
+        assert [row.code for row in rows] == ["", code, ""], line
+        assert message in rows[1].message
+        assert rows[1].custom_id in ("r", "in.jsonl:2")
 
 
 def test_bad_prompts(tmp_path):

@@ -35,21 +35,17 @@ from tests.extras.serve.batch.runs import (
     write_prompts,
 )
 from tests.extras.serve.batch.test_replica import OPTIONS, load_fatal
+from tests.extras.serve.ray_server import WITH_RAY
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'nanovllm[ray]'")
-
-from ray.cluster_utils import Cluster  # noqa: E402
-
-from nanovllm_extras.serve.batch.ray_data import (  # noqa: E402
-    SPARE_CPUS,
-    PartNames,
-    Pool,
-    answer_with_ray,
-    warn_of_too_few,
-)
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, WITH_RAY]
 NUM_ROWS = 160
+
+
+@pytest.fixture(scope="module")
+def ray_data():
+    from nanovllm_extras.serve.batch import ray_data
+
+    return ray_data
 
 
 def descendants(pid):
@@ -77,11 +73,13 @@ def wait_for_replicas(process, folder, num_replicas):
 
 
 @pytest.fixture(scope="module")
-def address():
+def address(ray_data):
     """Of a cluster that outlives the runs that use it, just large enough for an engine with all cores. Ray counts no
     usage, here and in what the tests start.
     """
-    num_cpus = count_cores(os.sched_getaffinity(0)) + SPARE_CPUS
+    from ray.cluster_utils import Cluster
+
+    num_cpus = count_cores(os.sched_getaffinity(0)) + ray_data.SPARE_CPUS
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": num_cpus, "include_dashboard": False})
@@ -134,7 +132,9 @@ def wait_until_gone(pids):
         time.sleep(0.1)
 
 
-def test_engines_that_die_are_replaced_and_the_row_that_kills_them_gets_an_error(with_tokenizer, tmp_path, address):
+def test_engines_that_die_are_replaced_and_the_row_that_kills_them_gets_an_error(
+    with_tokenizer, tmp_path, address, ray_data
+):
     """Each actor whose engine is dead ends its process: on the same actor the chunk would fail for ever. The chunk's
     first attempt is over already."""
     lines = [json.dumps({"prompt": [5, 6, 7] if i == 8 else [1 + i] * 5}) for i in range(14)]
@@ -144,7 +144,7 @@ def test_engines_that_die_are_replaced_and_the_row_that_kills_them_gets_an_error
     with Parts.opened(tmp_path / "out") as parts:
         spec = ReplicaSpec(partial(load_fatal, with_tokenizer), OPTIONS, parts.attempts, parts.run, 5)
         Attempt(parts.attempts, parts.run, [f"in.jsonl:{i}" for i in range(6, 11)])
-        answer_with_ray(batch, parts, parts.done(), spec, Pool(1, 0, address))
+        ray_data.answer_with_ray(batch, parts, parts.done(), spec, ray_data.Pool(1, 0, address))
         assert (parts.attempts / f"{parts.run}.engines").stat().st_size == 3
         found = {
             name: error and error["code"]
@@ -155,7 +155,7 @@ def test_engines_that_die_are_replaced_and_the_row_that_kills_them_gets_an_error
     assert {name: code for name, code in found.items() if code} == {"in.jsonl:9": "engine_dead"}
 
 
-def test_an_engine_too_many_ends_the_run(with_tokenizer, tmp_path, address):
+def test_an_engine_too_many_ends_the_run(with_tokenizer, tmp_path, address, ray_data):
     """As if a device were lost again and again: the count is of the run, and ends Ray's restarts."""
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": [5, 6, 7]}), encoding="utf-8")
     batch = inputs.scan(inputs.find_sources([tmp_path / "in.jsonl"]), Form("prompt", None), 5)
@@ -163,25 +163,25 @@ def test_an_engine_too_many_ends_the_run(with_tokenizer, tmp_path, address):
         spec = ReplicaSpec(partial(load_fatal, with_tokenizer), OPTIONS, parts.attempts, parts.run, 5)
         (parts.attempts / f"{parts.run}.engines").write_bytes(b"." * MAX_ENGINES)
         with pytest.raises(RuntimeError, match="engines have died"):
-            answer_with_ray(batch, parts, parts.done(), spec, Pool(1, 0, address))
+            ray_data.answer_with_ray(batch, parts, parts.done(), spec, ray_data.Pool(1, 0, address))
 
 
-def test_a_cluster_that_is_too_small_is_told(monkeypatch, caplog):
+def test_a_cluster_that_is_too_small_is_told(monkeypatch, caplog, ray_data):
     """Ray says nothing while it waits."""
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 3.0})
     for resource, num_needed in (("CPU", 3), ("GPU", 0), ("CPU", 4), ("GPU", 1)):
-        warn_of_too_few(resource, num_needed)
+        ray_data.warn_of_too_few(resource, num_needed)
     assert [record.getMessage() for record in caplog.records] == [
         "the cluster has 3 CPUs, the run needs 4, and waits for them",
         "the cluster has 0 GPUs, the run needs 1, and waits for them",
     ]
 
 
-def test_a_run_waits_for_writers_of_a_killed_one_and_shuts_out_the_rest(tmp_path):
+def test_a_run_waits_for_writers_of_a_killed_one_and_shuts_out_the_rest(tmp_path, ray_data):
     """As a write task of Ray that outlives its driver for a moment."""
 
     with Parts.opened(tmp_path) as parts:
-        writing, late = PartNames(parts), PartNames(parts)
+        writing, late = ray_data.PartNames(parts), ray_data.PartNames(parts)
     name = writing.get_filename_for_task("uuid", 3)
     begun = time.monotonic()
     timer = threading.Timer(0.3, writing._held.close)
