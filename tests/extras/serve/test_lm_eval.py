@@ -1,7 +1,6 @@
-"""lm-eval scores the server: choices, texts and answers, from data that lie here.
+"""lm-eval scores the server: choices and texts, from data that are here.
 
-Needs the extra `lm-eval`. The oracle is an engine of its own, offline: its log-probabilities of the same tokens, and
-its greedy answers.
+Needs the extra `lm-eval`. The oracle is an engine of its own, offline: its log-probabilities of the same tokens.
 """
 
 import importlib.util
@@ -11,8 +10,6 @@ import math
 import pytest
 
 from nanovllm_extras import TINY_QWEN3, SamplingParams
-from nanovllm_extras.serve.async_llm import AsyncLLM
-from tests.extras.serve.real_server import QUESTIONS, Offline, in_thread
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,32 +29,16 @@ TASKS = {
                 "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
     "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
                 "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}]},
-    "answers": {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
-                "generation_kwargs": {"until": ["."], "max_gen_toks": 60, "temperature": 0.0},
-                "metric_list": [{"metric": "exact_match"}]},
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def server():
-    with AsyncLLM(TINY_QWEN3, device="cpu", num_kv_blocks=2048) as llm, in_thread(llm) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def offline():
-    offline = Offline()
-    yield offline
-    offline.llm.shutdown()
-
-
 @pytest.fixture
-def evaluate(server, tmp_path, monkeypatch):
+def evaluate(bundled_server, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OPENAI_API_KEY", "none")
 
-    def run(task, docs, model, path, **options):
+    def run(task, docs):
         import lm_eval
         import yaml
         from lm_eval.tasks import TaskManager
@@ -67,12 +48,11 @@ def evaluate(server, tmp_path, monkeypatch):
         config = {"task": task, "dataset_path": "json", "test_split": "test", **TASKS[task]}
         config["dataset_kwargs"] = {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path / "cache")}
         (tmp_path / f"{task}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-        arguments = {"model": "tiny-qwen3", "base_url": server.url + path, "num_concurrent": 4, "max_retries": 1}
-        if model == "local-completions":
-            arguments |= {"tokenizer": str(TINY_QWEN3), "max_length": 512}
+        arguments = {"model": "tiny-qwen3", "base_url": bundled_server.url + "/v1/completions", "num_concurrent": 4}
+        arguments |= {"max_retries": 1, "tokenizer": str(TINY_QWEN3), "max_length": 512}
         results = lm_eval.simple_evaluate(
-            model=model, model_args=arguments, tasks=[task], bootstrap_iters=0, log_samples=True,
-            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), **options,
+            model="local-completions", model_args=arguments, tasks=[task], bootstrap_iters=0, log_samples=True,
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
         )  # fmt: skip
         return results["results"][task], results["samples"][task]
 
@@ -90,7 +70,7 @@ def logprobs_of(offline, token_ids):
 
 
 def test_choices_are_the_likeliest(evaluate, offline):
-    results, samples = evaluate("choices", DOCS, "local-completions", "/v1/completions")
+    results, samples = evaluate("choices", DOCS)
     encode = offline.llm.get_tokenizer().encode
     num_right = 0
     for doc, sample in zip(DOCS, sorted(samples, key=lambda one: one["doc_id"]), strict=True):
@@ -102,7 +82,7 @@ def test_choices_are_the_likeliest(evaluate, offline):
 
 
 def test_whole_texts_have_their_perplexity(evaluate, offline):
-    results, _ = evaluate("rolling", TEXTS, "local-completions", "/v1/completions")
+    results, _ = evaluate("rolling", TEXTS)
     tokenizer = offline.llm.get_tokenizer()
     total = sum(  # lm-eval puts the end token before a text
         sum(logprobs_of(offline, [tokenizer.eos_token_id, *tokenizer.encode(doc["text"])])) for doc in TEXTS
@@ -111,13 +91,3 @@ def test_whole_texts_have_their_perplexity(evaluate, offline):
     num_words = sum(len(doc["text"].split()) for doc in TEXTS)
     assert results["bits_per_byte,none"] == pytest.approx(-total / num_bytes / math.log(2), rel=1e-4)
     assert results["word_perplexity,none"] == pytest.approx(math.exp(-total / num_words), rel=1e-4)
-
-
-def test_answers_are_the_engines(evaluate, offline):
-    docs = [
-        {"question": one, "answer": offline.chat(one, max_tokens=60, stop=["."]).outputs[0].text} for one in QUESTIONS
-    ]
-    docs[0]["answer"] = "something else"
-    path = "/v1/chat/completions"
-    results, _ = evaluate("answers", docs, "local-chat-completions", path, apply_chat_template=True)
-    assert results["exact_match,none"] == pytest.approx((len(docs) - 1) / len(docs))
