@@ -209,16 +209,18 @@ def test_outputs_merge_until_a_slow_consumer_reads_them(llm, expected):
     assert [tokens, *others] == expected
 
 
-def test_deltas_merge_until_a_slow_consumer_reads_them(llm):
+@pytest.mark.parametrize("num_read_before", [0, 2])
+def test_deltas_merge_until_a_slow_consumer_reads_them(llm, num_read_before):
     """What the consumer reads adds up to the whole, for each of two samples, log-probabilities included."""
     fields = {"n": 2, "seed": 3, "logprobs": 2, "max_tokens": 30, "ignore_eos": True, "prompt_logprobs": 1}
 
     async def slow():
-        outputs = []
-        async for output in llm.generate(PROMPTS[0], SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)):
-            outputs.append(output)
-            if len(outputs) == 2:
-                await until(lambda: is_idle(llm))
+        params, outputs = SamplingParams(**fields, output_kind=RequestOutputKind.DELTA), []
+        inbox = await llm.submit([NewRequest("slow", PROMPTS[0], params)])
+        while inbox.unfinished:
+            if len(outputs) == num_read_before:
+                await until(lambda: "slow" not in llm._inboxes)
+            outputs += await inbox.take()
         return outputs
 
     async def whole():
