@@ -165,7 +165,7 @@ def test_health_does_not_wait_for_a_burst():
 
     with in_process(TINY_QWEN3, "--disable-log-requests") as server:
         serving_cost.run_burst(server.url, "chat with tools", 20)
-        for kind in ("chat with tools", "echo with log-probabilities", "embeddings of 16 inputs"):
-            burst = serving_cost.run_burst(server.url, kind, 600)
-            assert burst["statuses"] == {"200": 600}
+        for kind in ("chat with tools", "echo with log-probabilities"):
+            burst = serving_cost.run_burst(server.url, kind, 500)
+            assert burst["statuses"] == {"200": 500}
             assert burst["max_ms"] < 1000, kind
