@@ -28,7 +28,6 @@ from nanovllm_extras.self_check.state_check import metadata_of
 from tests.conftest import every_second
 from tests.extras.kernels.on_device import DEVICE, DTYPES, IS_INTERPRETED, every_second_case, only_on_gpu, randn
 from tests.extras.models.hybrid_checkpoints import QWEN35, HybridCheckpoints
-from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 HIDDEN, NUM_SLOTS = 48, 5
@@ -391,19 +390,6 @@ def test_tokens_are_those_of_transformers(hybrids):
         assert output.outputs[0].cumulative_logprob == pytest.approx(sum(logprobs[:4]), abs=1e-3)
     assert llm.get_stats().num_preemptions > 0
     assert llm.get_stats().prefix_cache_hit_tokens > 0
-
-
-@pytest.mark.slow
-def test_drafts_change_no_token(hybrids, monkeypatch):
-    """Right and wrong drafts, none of which PyTorch's layer computes."""
-    monkeypatch.setattr(GatedDeltaNet, "forward", None)
-    speculation = drafting(Knowing(texts_of(hybrids)))
-    options = {"num_kv_blocks": 40, "max_num_seqs": 3, "max_model_len": 80, "speculative_config": speculation}
-    llm = LLM(hybrids.make()[0], dtype="float32", device=DEVICE.type, attention_backend="triton", **options)
-    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    outputs = llm.generate(hybrids.prompts()[:3], params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == [ids for ids, _ in hybrids.greedy()[:3]]
-    assert 0 < llm.get_stats().num_accepted_tokens < llm.get_stats().num_draft_tokens
 
 
 # ---- the benchmark
