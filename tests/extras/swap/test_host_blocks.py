@@ -70,7 +70,7 @@ def check(cache, moves):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("head_dim", [3, 8])
 def test_every_dtype_is_moved_bit_by_bit(dtype, head_dim):
-    backend = TorchAttention(num_heads=2, num_kv_heads=1, head_dim=head_dim, block_size=2)
+    backend = TorchAttention(num_heads=2, num_kv_heads=2, head_dim=head_dim, block_size=2)
     cache = Cache(backend, 1, dtype, 4, 2)
     bits = torch.randint(0, 256, (*cache.tensor.shape[:-1], head_dim * dtype.itemsize), dtype=torch.uint8)
     cache.tensor.view(torch.uint8).copy_(bits)
