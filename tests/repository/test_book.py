@@ -197,20 +197,18 @@ FILES = ("--trace", "--plot", "--json")  # options whose value is a file to writ
 
 
 def unchecked_commands():
-    """Return the longest command of each module that the chapters run with `python -m`, without those whose output
-    `tools.book --check` compares, and those whose recordings a test above compares.
+    """Return the longest command of each module that the chapters run with `python -m`, without the modules of which
+    `tools.book --check` compares an output, or a test above a recording.
     """
-    found = {}
-    for name in CHAPTERS:
-        text = read(name)
-        checked = {call for call in cog_calls(text) if call.startswith("output(")}
+    found, run = {}, {f"labs.demos.{picture.demo}" for picture in PICTURES}
+    for text in map(read, CHAPTERS):
+        run |= {module for call in cog_calls(text) for module in re.findall(r'^output\("python -m ([\w.]+)', call)}
         for command in commands(text):
             command = command.partition(" && ")[0]
-            is_recorded = any(command.startswith(f"python -m labs.demos.{one.demo} --trace ") for one in PICTURES)
-            if command.startswith("python -m ") and f'output("{command}")' not in checked and not is_recorded:
+            if command.startswith("python -m "):
                 module = command.split()[2]
                 found[module] = max(found.get(module, ""), command, key=len)
-    return list(found.values())
+    return [command for module, command in found.items() if module not in run]
 
 
 def test_each_interview_question_has_a_command_of_a_chapter():
