@@ -6,6 +6,7 @@ compared with `transformers` elsewhere (`test_parity.py`).
 """
 
 import dataclasses
+import functools
 import random
 
 import pytest
@@ -82,22 +83,27 @@ CASES = [(KINDS[i // 5], name, i % 2 == 1) for i, name in enumerate(CONFIGURATIO
 
 
 @pytest.fixture(scope="module")
-def replay(checkpoints, request):
-    """The second kind of requests is never waited for when steps overlap."""
+def replay_of(checkpoints):
+    """Return the checkpoint, the requests of a kind and their answers. The second kind is never waited for."""
     folder, _ = checkpoints.make(num_hidden_layers=1, hidden_size=32, intermediate_size=48, head_dim=16)
-    requests = make_requests()[: max(30, examples(NUM_REQUESTS))]
-    if request.param == "nothing that reads the output":
-        none = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
-        requests = [(prompt, dataclasses.replace(params, **none), *rest) for prompt, params, *rest in requests]
-    engine = LLMEngine(Config(folder, dtype="float32", enable_prefix_caching=False))
-    return folder, requests, serve(engine, requests, at_once=False)
+
+    @functools.cache
+    def get(kind):
+        requests = make_requests()[: max(30, examples(NUM_REQUESTS))]
+        if kind == "nothing that reads the output":
+            none = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
+            requests = [(prompt, dataclasses.replace(params, **none), *rest) for prompt, params, *rest in requests]
+        engine = LLMEngine(Config(folder, dtype="float32", enable_prefix_caching=False))
+        return folder, requests, serve(engine, requests, at_once=False)
+
+    return get
 
 
-@pytest.mark.parametrize(("replay", "configuration", "overlap"), CASES, indirect=["replay"])
+@pytest.mark.parametrize(("kind", "configuration", "overlap"), CASES)
 @pytest.mark.examples
-def test_replay(replay, configuration, overlap):
+def test_replay(replay_of, kind, configuration, overlap):
     options = CONFIGURATIONS[configuration]
-    folder, requests, expected = replay
+    folder, requests, expected = replay_of(kind)
     engine = LLMEngine(Config(folder, dtype="float32", enable_overlap=overlap, **options))
     late = LateRunner(engine)
     assert serve(engine, requests, at_once=True) == expected

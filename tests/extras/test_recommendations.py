@@ -164,9 +164,9 @@ def values_of(value):
     ("name", "every"),  # of the pairs
     [
         ("qwen3_5", 5),
-        pytest.param("qwen3", 1, marks=pytest.mark.slow),
+        pytest.param("qwen3", 3, marks=pytest.mark.slow),
         pytest.param("gemma4", 3, marks=pytest.mark.slow),
-        pytest.param("deepseek_v2", 3, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", 6, marks=pytest.mark.slow),
         pytest.param("lfm2", 6, marks=pytest.mark.slow),
     ],
 )
