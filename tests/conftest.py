@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import sys
 
 import pytest
@@ -44,6 +45,11 @@ def pytest_configure(config):
     # garbage, since what is cleaned up first was registered last.
     config.add_cleanup(gc.unfreeze)
     gc.freeze()
+    # A script starts what runs in its background with these ignored, and so would be what tests start and interrupt.
+    for name, default in (("SIGINT", signal.default_int_handler), ("SIGQUIT", signal.SIG_DFL)):
+        number = getattr(signal, name, None)  # Windows has no SIGQUIT
+        if number and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, default)
     if config.option.markexpr == "slow":
         os.environ.setdefault("NANOVLLM_SWEEP", "1")  # read by `examples`, in the processes of pytest-xdist too
 
@@ -109,12 +115,14 @@ def pytest_collection_modifyitems(config, items):
     """The default run takes a few cases of a test with the mark `sparse`: these meet each value of each parameter; with
     `sparse(2)`, each pair of values of two parameters. Of a large grid, the sweep takes the fewest of the other cases
     that meet each pair of values, or each value with the mark `thinned`; with NANOVLLM_SWEEP=all it takes all. A test
-    with the mark `examples` is in the sweep as well. Those with the mark `long` begin first: no process still runs one
-    at the end while others are idle.
+    with the mark `examples` is in the sweep as well, and one with the mark `triton` only there. Those with the mark
+    `long` begin first: no process still runs one at the end while others are idle.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     grids, slow_grids = {}, {}
     for item in items:
+        if item.get_closest_marker("triton"):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("examples") and os.environ.get("NANOVLLM_SWEEP"):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("sparse") and not item.get_closest_marker("slow"):

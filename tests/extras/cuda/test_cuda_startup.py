@@ -12,6 +12,7 @@ from nanovllm_extras.models.network_config import NetworkConfig
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
+@pytest.mark.triton
 def test_who_draws_with_triton(monkeypatch):
     """None is PyTorch, by `sample_tokens`."""
     assert choose_draw(Config("model"), CPU) is None

@@ -206,6 +206,7 @@ def make_backend(name):
     return TritonAttention(4, 2, 32, 16)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("backend", "has_fast_layers"),
     [("triton", False), ("flash_attn", True), pytest.param("triton", True, marks=pytest.mark.slow)],
@@ -236,6 +237,7 @@ def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, bac
     assert kernels["truncate_kernel"].num_launches > 0
 
 
+@pytest.mark.triton
 @torch.inference_mode()
 def test_a_step_with_quantised_weights_does_not_wait_either(kernels, batches):
     runner, buffer = make_runner(make_backend("triton"), True, "int4")
@@ -248,6 +250,7 @@ def test_a_step_with_quantised_weights_does_not_wait_either(kernels, batches):
     assert kernels["norm_rotary_store_kernel"].num_launches == 2 * len(batches)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", ["flash_attn", "triton"])
 @torch.inference_mode()
 def test_a_recorded_step_waits_for_nothing_and_reads_nothing_of_the_host(flash_attn, kernels, backend):
@@ -270,6 +273,7 @@ def test_a_recorded_step_waits_for_nothing_and_reads_nothing_of_the_host(flash_a
     assert {name: kernels[name].num_launches for name in expected} == expected
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("quantization", [None, pytest.param("int4", marks=pytest.mark.slow)])
 @torch.inference_mode()
 def test_requests_compile_nothing_that_the_warm_up_has_not(kernels, batches, monkeypatch, quantization):

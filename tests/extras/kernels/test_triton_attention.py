@@ -55,6 +55,8 @@ from nanovllm_extras.kernels.cuda.kernel_launch import (
 )
 from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
 
+pytestmark = pytest.mark.triton
+
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
     *(activation, delta_chunks, delta_kernels, few_tokens, inverse_cdf, logit_weights, norm, paged_attention),

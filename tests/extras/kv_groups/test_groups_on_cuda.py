@@ -160,6 +160,7 @@ def run_on_host(folder):
     return engine, batches
 
 
+@pytest.mark.triton
 @torch.inference_mode()
 def test_steps_over_equal_blocks_do_not_wait(grouped, kernels):  # noqa: F811
     """Gemma 4 on the `meta` device, with stand-ins of Triton's kernels: eager steps, and recorded ones."""

@@ -64,6 +64,7 @@ def test_a_weight_is_quantised_a_few_rows_at_a_time(monkeypatch, bits):
     assert result <= memory.peak < result + 32 * (1 << 14)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_weight_is_packed_a_few_rows_at_a_time(monkeypatch, bits):
     cuda_quantised = pytest.importorskip("nanovllm_extras.kernels.cuda.cuda_quantised")

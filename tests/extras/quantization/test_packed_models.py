@@ -188,6 +188,7 @@ def test_the_head_for_drafts_is_quantised_too(tmp_path, form):
         assert torch.equal(layer.quantised.dequantised(), of_head["layers.0.self_attn.o_proj"])
 
 
+@pytest.mark.triton
 def test_whole_layers_on_cuda_need_one_product_for_each_input():
     cuda_decoder_layer = pytest.importorskip("nanovllm_extras.kernels.cuda.cuda_decoder_layer")
     shape = SimpleNamespace(hidden_size=64, head_dim=16, num_attention_heads=4, num_key_value_heads=2,

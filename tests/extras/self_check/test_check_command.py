@@ -150,7 +150,7 @@ def test_all_packages_of_pyproject_are_looked_for():
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {**project["optional-dependencies"], "always": project["dependencies"]}
-    for developers in ("train", "browser", "docs", "formats", "lm-eval", "test"):
+    for developers in ("train", "browser", "docs", "formats", "lm-eval", "test", "sweep"):
         del extras[developers]
     found = {name: command for name, _, command in machine_report.describe_packages()}
     for extra, requirements in extras.items():

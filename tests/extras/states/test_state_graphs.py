@@ -309,6 +309,7 @@ def make_runner_on_meta(kind, has_kernels):
     return runner, buffer
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(("kind", "has_kernels"), [("Qwen3_5", True), ("Lfm2", False)])
 @torch.inference_mode()
 def test_decodes_wait_for_nothing(flash_attn, delta_kernels, kind, has_kernels):  # noqa: F811
