@@ -96,18 +96,23 @@ def make_config(name):
     return architecture.config_class(**fields, bos_token_id=None, eos_token_id=None)
 
 
-def class_of(name):
-    """Return the class of `transformers` of a model."""
+def class_name_of(name):
+    """Return the name of the class of a model, which takes seconds to import from `transformers`."""
     kind, variant, _ = MODELS[name]
     if variant is not None:
-        return ARCHITECTURES[kind].model_class
-    return getattr(transformers, "Gemma4ForCausalLM" if kind == "gemma4" else f"{kind}ForCausalLM")
+        return ARCHITECTURES[kind].class_name
+    return "Gemma4ForCausalLM" if kind == "gemma4" else f"{kind}ForCausalLM"
+
+
+def class_of(name):
+    """Return the class of `transformers` of a model."""
+    return getattr(transformers, class_name_of(name))
 
 
 @functools.cache
 def shape_of(name):
     """Return the `NetworkConfig` of a model, for which no weights are made."""
-    return find_architecture({**make_config(name).to_dict(), "architectures": [class_of(name).__name__]})[1]
+    return find_architecture({**make_config(name).to_dict(), "architectures": [class_name_of(name)]})[1]
 
 
 def options_of(row):

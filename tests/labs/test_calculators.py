@@ -21,7 +21,7 @@ def save_config(folder, name, variant):
     """The config.json of a small model, and its class and config in transformers"""
     one = ARCHITECTURES[name]
     fields = {key: value for key, value in {**one.shape, **one.variants[variant]}.items() if value is not None}
-    config = one.config_class(**fields, architectures=[one.model_class.__name__])
+    config = one.config_class(**fields, architectures=[one.class_name])
     config.save_pretrained(folder)
     return one.model_class, config
 

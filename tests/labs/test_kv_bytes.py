@@ -31,7 +31,7 @@ def folders(tmp_path_factory):
     for kind, (name, variant, _) in KINDS.items():
         one = ARCHITECTURES[name]
         fields = {key: value for key, value in {**one.shape, **one.variants[variant]}.items() if value is not None}
-        config = one.config_class(**fields, architectures=[one.model_class.__name__])
+        config = one.config_class(**fields, architectures=[one.class_name])
         made[kind] = root / kind.replace(" ", "-")
         config.save_pretrained(made[kind])
     return made

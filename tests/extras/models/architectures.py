@@ -94,8 +94,12 @@ class Architecture:
         return getattr(transformers, f"{self.kind}Config")
 
     @property
+    def class_name(self):
+        return f"{self.kind.removesuffix('Text')}ForCausalLM"
+
+    @property
     def model_class(self):
-        return getattr(transformers, f"{self.kind.removesuffix('Text')}ForCausalLM")
+        return getattr(transformers, self.class_name)
 
 
 OF_GEMMA = {"sliding_window": 9, "query_pre_attn_scalar": 20}

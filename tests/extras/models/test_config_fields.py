@@ -150,7 +150,7 @@ def written(name, variant):
     fields = {
         **architecture.shape,
         **architecture.variants[variant],
-        "architectures": [architecture.model_class.__name__],
+        "architectures": [architecture.class_name],
     }
     kept = {key: value for key, value in fields.items() if key not in NO_FIELDS and (key, value) != ("head_dim", None)}
     return json.loads(architecture.config_class(**kept).to_json_string(use_diff=False))

@@ -20,7 +20,7 @@ def written(name, **fields):
     """What `transformers` writes to config.json, and some fields more; a field that is `...` is left out."""
     one = ARCHITECTURES[name]
     shape = {key: value for key, value in one.shape.items() if value is not None}
-    raw = one.config_class(**shape, architectures=[one.model_class.__name__]).to_dict()
+    raw = one.config_class(**shape, architectures=[one.class_name]).to_dict()
     raw = json.loads(json.dumps(raw)) | fields
     return {key: value for key, value in raw.items() if value is not ...}
 

@@ -127,4 +127,4 @@ def test_every_architecture_is_tested():
     kinds = ("ForCausalLM", "ForConditionalGeneration")
     names = ("Qwen3_5", "Qwen3_5Moe", "Gemma4")  # by test_qwen3_5.py, test_qwen3_5_moe.py and test_gemma4.py
     elsewhere = {name + kind for name in names for kind in kinds} | {"Lfm2ForCausalLM"}  # by test_lfm2.py
-    assert {one.model_class.__name__ for one in ARCHITECTURES.values()} | elsewhere == set(REGISTERED)
+    assert {one.class_name for one in ARCHITECTURES.values()} | elsewhere == set(REGISTERED)

@@ -140,7 +140,7 @@ def raw_of(name, scaling):
     architecture = ARCHITECTURES[name]
     shape = {**architecture.shape, "max_position_embeddings": 64, "rope_theta": 10000.0, "rope_scaling": scaling}
     return {key: value for key, value in shape.items() if value is not None or key == "q_lora_rank"} | {
-        "architectures": [architecture.model_class.__name__]
+        "architectures": [architecture.class_name]
     }
 
 

@@ -45,7 +45,7 @@ def raw_config(name, variant, **fields):
     known = {key: fields[key] for key in fields if key not in ("seed", "lens", "max_model_len")}
     known = {key: known[key] for key in known if (key, known[key]) != ("head_dim", None)}
     config = architecture.config_class(**known, bos_token_id=None, eos_token_id=None)
-    return {**config.to_dict(), "architectures": [architecture.model_class.__name__]}
+    return {**config.to_dict(), "architectures": [architecture.class_name]}
 
 
 @st.composite
