@@ -37,7 +37,7 @@ def test_an_engine_with_a_store(run):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each engine needs a core")
 def test_prefill_apart_from_decode(run):
-    sizes = ["--prompt-len", 300, "--output-len", 300, "--streams", 1, "--quiet-tokens", 4]
+    sizes = ["--prompt-len", 300, "--output-len", 300, "--streams", 2, "--quiet-tokens", 4]
     rows = run(kv_servers, "apart", *sizes)
     assert [row["what"] for row in rows] == ["together", "chunks", "apart"]
     for row in rows:
