@@ -261,6 +261,7 @@ def test_outputs_are_those_of_eager_steps(monkeypatch, with_tokenizer, configura
     assert eager.runner.kv_cache.tensor[:, :, 0].abs().sum() == 0
 
 
+@pytest.mark.slow
 def test_every_batch_size_and_beams(monkeypatch, tiny_checkpoint):
     eager, graphs = make_engines(monkeypatch, tiny_checkpoint[0], max_num_seqs=11, enable_overlap=True)
     outputs = []
@@ -284,6 +285,7 @@ def drafting(**options):
     return {"speculative_config": {"num_speculative_tokens": 5, "disable_by_batch_size": 4, **options}}
 
 
+@pytest.mark.slow
 def test_drafts_of_few_users_are_replayed(monkeypatch, with_tokenizer):
     """Each draft is a decode: one user has up to 6 here, and 64 at most are recorded."""
     eager, graphs = make_engines(monkeypatch, with_tokenizer, max_num_seqs=1, **drafting(method="ngram"))

@@ -107,7 +107,7 @@ def advance_exactly(tokens, state, sizes):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", every_second(SIZES))
+@pytest.mark.parametrize("sizes", every_second(SIZES[:2]))
 @pytest.mark.sparse
 def test_the_recurrence_equals_float64(sizes, dtype):
     num_key_heads, num_heads, key_dim, value_dim, _ = sizes
@@ -130,7 +130,8 @@ def test_the_recurrence_equals_float64(sizes, dtype):
         assert torch.equal(states[list(untouched)], before[list(untouched)])
 
 
-@pytest.mark.parametrize("decay", every_second([-9.0, 1.0]), ids=["kept", "usual"])
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", [-9.0, 1.0], ids=["kept", "usual"])
 def test_keys_that_repeat_are_corrected_exactly(decay):
     """Where all keys are equal, the powers of a tile's matrix are larger than 10^8, and cancel each other."""
     sizes = (1, 1, 16, 16, 4)
@@ -190,7 +191,7 @@ def make_pools(sizes, dtype, num_slots=NUM_SLOTS):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", every_second(SIZES))
+@pytest.mark.parametrize("sizes", every_second(SIZES[:2]))
 @pytest.mark.sparse
 def test_the_fast_version_equals_the_layer(sizes, dtype):
     layer, fast = make_layers(sizes, dtype)

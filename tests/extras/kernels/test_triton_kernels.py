@@ -101,10 +101,9 @@ DECODES = [  # group, num_kv_heads, head_dim, block_size, dtype
     (1, 2, 64, 16, torch.float32),
     (20, 1, 16, 16, torch.float32),
     (4, 2, 64, 32, torch.float32),
+    *([(4, 2, 128, 16, torch.bfloat16), (8, 2, 64, 256, torch.bfloat16)] if not IS_INTERPRETED else []),
     (2, 3, 32, 64, torch.float32),
     (8, 1, 128, 256, torch.float16),
-    *([(4, 2, 128, 16, torch.bfloat16), (8, 2, 64, 256, torch.bfloat16)] if not IS_INTERPRETED else []),
-    (8, 1, 512, 16, torch.float16),  # Gemma 4's largest heads
 ]
 
 
@@ -117,9 +116,7 @@ def test_decode_equals_the_reference(group, num_kv_heads, head_dim, block_size, 
     check(run_decode(backend, step), step)
 
 
-@pytest.mark.parametrize(
-    ("num_splits", "block_size", "at_a_time"), every_second_case([(3, 16, 2), (5, 256, 2), (2, 16, 16), (17, 16, 16)])
-)
+@pytest.mark.parametrize(("num_splits", "block_size", "at_a_time"), every_second_case([(3, 16, 2), (5, 256, 2)]))
 def test_decode_in_splits_equals_the_reference(monkeypatch, num_splits, block_size, at_a_time):
     """Tiles of 16 and splits of one tile or more: lengths that fill all splits, a few, one and none."""
     monkeypatch.setattr(triton_attention, "SPLITS_AT_A_TIME", at_a_time)
@@ -241,7 +238,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize(("lens", "block_size", "dtype"), BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(("lens", "block_size", "dtype"), every_second_case(BATCHES.values()), ids=BATCHES)
 def test_batch_equals_the_reference(lens, block_size, dtype):
     backend = TritonAttention(4, 2, 64, block_size)
     step = Step(backend, lens, dtype=dtype, device=DEVICE)
