@@ -1,9 +1,10 @@
-"""`cpu.c` for ARM: compiled by cross compilers, and run by qemu-user against float64.
+"""`cpu.c` for ARM: compiled by cross compilers, read in assembly, and run by qemu-user against float64.
 
 Debian 12's packages are used: gcc-12-aarch64-linux-gnu 12.2, libc6-dev-arm64-cross, clang 14, qemu-user 7.2. What is
 missing is skipped.
 """
 
+import re
 import shutil
 import struct
 import subprocess
@@ -39,6 +40,60 @@ def compile_with(compiler, processor, dtype, *arguments):
             pytest.skip(f"there is no {program}")
     return subprocess.run([*command, *(["-DBFLOAT16"] if dtype == "bfloat16" else [])], check=True, capture_output=True)
 
+
+# ---- what the compilers make of the product
+
+
+def innermost_loops(assembly):
+    """Their instructions, of each function. A loop is what lies between a label and a branch back to it."""
+    code, labels, spans = [], {}, []
+    for line in assembly.splitlines():
+        line = line.split("//")[0].strip()
+        if label := re.match(r"(\.L\w+):", line):
+            labels[label[1]] = len(code)
+        elif line and not line.startswith((".", "#")) and not line.endswith(":"):
+            code.append(line)
+            branch = re.match(r"(?:b\.?\w*|cbn?z|tbn?z)\s.*?(\.L\w+)$", line)
+            if branch and branch[1] in labels:
+                spans.append((labels[branch[1]], len(code)))
+    return [
+        code[first:last]
+        for first, last in spans
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in spans)
+    ]
+
+
+def is_product(instruction):
+    return bool(re.match(r"(fmla|bfdot)\s+v", instruction))
+
+
+@pytest.mark.parametrize(("compiler", "processor", "dtype"), TARGETS)
+def test_sums_stay_in_registers(tmp_path, compiler, processor, dtype):
+    """No loop of products touches the stack, and of the widest at least half of the instructions are products."""
+    source = tmp_path / "product.c"
+    source.write_text(
+        '#include "product.h"\nvoid all(const struct product *p, int rows, int panels) { multiply(p, rows, panels); }\n'
+        "void most(const struct product *p) { multiply_vectors(p, ROWS, 2); }\n"
+    )
+    compile_with(compiler, processor, dtype, "-S", str(source), "-o", str(tmp_path / "product.s"))
+    assembly = (tmp_path / "product.s").read_text()
+    loops = [loop for loop in innermost_loops(assembly) if any(map(is_product, loop))]
+    assert len(loops) >= 8
+    assert not [loop for loop in loops if re.search(r"\[(sp|x29)\b", "\n".join(loop))]
+    widest = [loop for loop in innermost_loops(assembly[assembly.index("\nmost:") :]) if any(map(is_product, loop))]
+    loop = max(widest, key=lambda loop: sum(map(is_product, loop)))
+    assert sum(map(is_product, loop)) >= len(loop) / 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_servers_with_sve_compute_in_vectors(tmp_path, dtype):
+    compile_with("gcc", "neoverse-v1", dtype, "-S", str(SOURCE), "-o", str(tmp_path / "cpu.s"))
+    assembly = (tmp_path / "cpu.s").read_text()
+    vectors, numbers = (len(re.findall(rf"\tf(?:mla|mls|m?add|mul|sub)\t{kind}\d", assembly)) for kind in "vs")
+    assert vectors > 20 * numbers
+
+
+# ---- what they compute
 
 LENS = [(15, 1), (16, 1), (170, 1), (0, 17), (33, 20), (5, 3)]
 
