@@ -102,8 +102,7 @@ STOPPED = """
 import os, runpy, signal, sys, threading
 from pathlib import Path
 from typing import NamedTuple
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which are ignored under nohup and in the background
-signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, processes ignore it
 cache = runpy.run_path(sys.argv[1])
 folder, pid_file, thread = sys.argv[2:]
 command = ["sh", "-c", f"sleep 60 & echo $! > {pid_file}; wait"]
