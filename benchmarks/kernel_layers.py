@@ -91,7 +91,7 @@ def make_norm(size: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
 
 
 def rms_norm(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Contest:
-    from nanovllm_extras.kernels.cuda.norm_kernels import rms_norm as kernel
+    from nanovllm.layers.triton_layers import rms_norm as kernel
 
     norm = make_norm(shape.hidden_size, dtype, device)
     x = normal(num_tokens, shape.hidden_size, dtype=dtype, device=device)
@@ -100,12 +100,12 @@ def rms_norm(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.de
 
 
 def silu(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Contest:
-    from nanovllm_extras.kernels.cuda.activation import silu_and_mul as kernel
+    from nanovllm.layers.triton_layers import silu_and_mul as kernel
 
     activation = SiluAndMul()
     gate_up = normal(num_tokens, 2 * shape.intermediate_size, dtype=dtype, device=device)
     num_bytes = 3 * num_tokens * shape.intermediate_size * dtype.itemsize
-    return Contest(lambda: kernel(gate_up), activation, tuple(gate_up.chunk(2, dim=1)), num_bytes)
+    return Contest(lambda: kernel(*gate_up.chunk(2, dim=1)), activation, tuple(gate_up.chunk(2, dim=1)), num_bytes)
 
 
 def norm_rotary_store(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Contest:
@@ -147,8 +147,8 @@ class Ways:
 
 
 def normed_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
+    from nanovllm.layers.triton_layers import rms_norm as kernel
     from nanovllm_extras.kernels.cuda import few_tokens
-    from nanovllm_extras.kernels.cuda.norm_kernels import rms_norm as kernel
 
     norm_weight = torch.randn_like(x[0])
     return Ways(
@@ -159,14 +159,14 @@ def normed_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
 
 
 def gated_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
+    from nanovllm.layers.triton_layers import rms_norm as kernel
+    from nanovllm.layers.triton_layers import silu_and_mul
     from nanovllm_extras.kernels.cuda import few_tokens
-    from nanovllm_extras.kernels.cuda.activation import silu_and_mul
-    from nanovllm_extras.kernels.cuda.norm_kernels import rms_norm as kernel
 
     norm_weight = torch.randn_like(x[0])
     return Ways(
         lambda: F.linear(x, weight),
-        lambda: silu_and_mul(F.linear(kernel(x, norm_weight, EPS), weight)),
+        lambda: silu_and_mul(*F.linear(kernel(x, norm_weight, EPS), weight).chunk(2, dim=1)),
         lambda: few_tokens.norm_gate_up(x, norm_weight, EPS, weight),
     )
 

@@ -26,8 +26,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from nanovllm.layers import triton_layers as layers
 from nanovllm_extras.kernels.cuda import (
-    activation,
+    cuda_quantised as quantised,
+)
+from nanovllm_extras.kernels.cuda import (
     delta_chunks,
     delta_kernels,
     few_tokens,
@@ -36,9 +39,6 @@ from nanovllm_extras.kernels.cuda import (
     paged_attention,
     store_kv,
     truncate,
-)
-from nanovllm_extras.kernels.cuda import (
-    cuda_quantised as quantised,
 )
 from nanovllm_extras.kernels.cuda import (
     norm_kernels as norm,
@@ -181,7 +181,7 @@ def build_norm_rotary_store(case: Case) -> Build:
     pointers |= dict.fromkeys(("k_cache", "v_cache"), case.cache_pointer)
     constants = {"NUM_HEADS": NUM_KV_HEADS * HEADS_OF_A_GROUP, "NUM_KV_HEADS": NUM_KV_HEADS, "HEADS": heads}
     constants |= {"HEAD_DIM": case.head_dim, "HAS_NORM": True, "IS_FP8": case.is_fp8}
-    num_warps = norm.warps_for(heads * case.head_dim * case.dtype.itemsize // 2)
+    num_warps = layers.warps_for(heads * case.head_dim * case.dtype.itemsize // 2)
     return Build(norm.norm_rotary_store_kernel, pointers, constants, num_warps)
 
 
@@ -189,12 +189,20 @@ def build_rms_norm(case: Case) -> Build:
     block = triton.next_power_of_2(case.num_columns)
     constants = {"SIZE": case.num_columns, "BLOCK": block}
     pointers = dict.fromkeys(("y", "x", "weight"), case.pointer)
-    return Build(norm.rms_norm_kernel, pointers, constants, norm.warps_for(block * case.dtype.itemsize))
+    return Build(layers.rms_norm_kernel, pointers, constants, layers.warps_for(block * case.dtype.itemsize))
+
+
+def build_norm_and_rotate(case: Case) -> Build:
+    heads = NUM_KV_HEADS * HEADS_OF_A_GROUP
+    constants = {"NUM_HEADS": heads, "HALF": case.head_dim // 2, "HEADS": heads, "DIMS": case.head_dim // 2}
+    pointers = dict.fromkeys(("y", "x", "weight", "cos", "sin"), case.pointer)
+    num_warps = layers.warps_for(heads * case.head_dim * case.dtype.itemsize // 2)
+    return Build(layers.norm_and_rotate_kernel, pointers, {**constants, "HAS_NORM": True}, num_warps)
 
 
 def build_silu_and_mul(case: Case) -> Build:
-    pointers = dict.fromkeys(("z", "gate_up"), case.pointer)
-    return Build(activation.silu_and_mul_kernel, pointers, {"SIZE": case.num_columns, "BLOCK": activation.BLOCK})
+    pointers = dict.fromkeys(("y", "gate", "up"), case.pointer)
+    return Build(layers.silu_and_mul_kernel, pointers, {"SIZE": case.num_columns, "BLOCK": layers.BLOCK})
 
 
 def build_norm_linear(case: Case) -> Build:
@@ -382,6 +390,7 @@ BUILDS: dict[str, Callable[[Case], Build]] = {
     "merge_chunks": build_merge_chunks,
     "norm_rotary_store": build_norm_rotary_store,
     "rms_norm": build_rms_norm,
+    "norm_and_rotate": build_norm_and_rotate,
     "silu_and_mul": build_silu_and_mul,
     "round_rows": build_round_rows,
     **STATES,
@@ -408,6 +417,7 @@ def all_cases(arch: int, is_quick: bool = False) -> Iterator[Case]:
                 yield Case("norm_rotary_store", arch, dtype, head_dim, is_fp8=is_fp8)
             yield Case("merge", arch, dtype, head_dim)
             yield Case("merge_chunks", arch, dtype, head_dim)
+            yield Case("norm_and_rotate", arch, dtype, head_dim)
             for kernel in STATES:
                 yield Case(kernel, arch, dtype, head_dim)
         for hidden_size in (1024, 5120):

@@ -91,10 +91,14 @@ class Rotary(nn.Module):
 
 
 class ApplyRotary(nn.Module):
-    """Rotate queries or keys by the angles of their positions."""
+    """Rotate queries or keys by the angles of their positions. If `norm` is given, normalise each head before.
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [num_tokens, num_heads, head_dim] -> the same shape, rotated"""
+    A backend that replaces this layer can do both in one kernel.
+    """
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """x: [num_tokens, num_heads, head_dim] -> the same shape"""
+        x = x if norm is None else norm(x)
         first, second = x.chunk(2, dim=-1)  # [num_tokens, num_heads, head_dim / 2] each
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

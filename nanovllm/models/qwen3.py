@@ -114,8 +114,7 @@ class Qwen3Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x))  # [num_tokens, heads, head_dim]
-        q, k = self.q_norm(q), self.k_norm(k)  # each head on its own
-        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+        q, k = self.rotate(q, cos, sin, self.q_norm), self.rotate(k, cos, sin, self.k_norm)
         return self.o_proj(self.attention(q, k, v, layer_cache, metadata).flatten(1))  # [num_tokens, hidden_size]
 
 

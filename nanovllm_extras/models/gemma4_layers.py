@@ -40,9 +40,9 @@ class Gemma4Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         q, *kv = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x))  # [num_tokens, heads, head_dim]
-        q = self.rotate(self.q_norm(q), cos, sin)
+        q = self.rotate(q, cos, sin, self.q_norm)
         if kv:
-            k = self.rotate(self.k_norm(kv[0]), cos, sin)
+            k = self.rotate(kv[0], cos, sin, self.k_norm)
             v = normalised(kv[-1], self.eps)  # of the projection of the keys, if there is no other
             attended = self.attention(q, k, v, layer_cache, metadata)
         else:  # an earlier layer has stored the K and V of this step

@@ -116,7 +116,7 @@ class Qwen3_5Attention(nn.Module):
         q_and_gate, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x))
         # [num_tokens, num_heads, head_dim] each; kernels expect the heads of a token end to end
         q, gate = q_and_gate[:, ::2].contiguous(), q_and_gate[:, 1::2]
-        q, k = self.rotate(self.q_norm(q), cos, sin), self.rotate(self.k_norm(k), cos, sin)
+        q, k = self.rotate(q, cos, sin, self.q_norm), self.rotate(k, cos, sin, self.k_norm)
         attended = self.attention(q, k, v, layer_cache, metadata)  # [num_tokens, num_heads, head_dim]
         return self.o_proj((attended * torch.sigmoid(gate)).flatten(1))  # [num_tokens, hidden_size]
 

@@ -57,8 +57,9 @@ class ScaledRotary(Rotary):
 class ApplyPartialRotary(ApplyRotary):
     """Rotate the first dimensions of each head, two for each angle, and keep the others."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, norm: nn.Module | None = None) -> Tensor:
         """x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, rotary_dim / 2] -> as x"""
+        x = x if norm is None else norm(x)
         rotary_dim = 2 * cos.shape[-1]
         return torch.cat((super().forward(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
 

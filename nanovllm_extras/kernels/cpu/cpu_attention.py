@@ -16,7 +16,6 @@ from nanovllm_extras.kernels.cpu.cpu_gated_delta import fuse_gated_delta
 from nanovllm_extras.kernels.cpu.cpu_layers import replace_layers
 from nanovllm_extras.kernels.cpu.cpu_quantised import replace_quantised
 from nanovllm_extras.kernels.cpu.experts import fuse_experts
-from nanovllm_extras.kernels.cpu.head_norms import fuse_head_norms
 from nanovllm_extras.kernels.cpu.library import DTYPES, INT8_KV, LANES, NoLibraryError, load_library, masking
 from nanovllm_extras.models.masking import PLAIN, AttentionOptions
 
@@ -68,7 +67,6 @@ class CpuAttention(KernelBackend):
         fuse_experts(model, self.dtype)
         fuse_gated_delta(model, self.dtype)
         fuse_layers(model, self)
-        fuse_head_norms(model)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         if logits.dtype != torch.float32 or not logits.is_contiguous() or not logits.shape[1]:

@@ -147,7 +147,7 @@ class CpuEmbedding(CpuLinear):
 
 
 class CpuRMSNorm(nn.Module):
-    """RMS norm that also rotates each head if it gets cosines and sines (`head_norms.py`).
+    """RMS norm that also rotates each head if it gets cosines and sines (`CpuApplyRotary`).
 
     `kind` is a value of `NORMS`.
     """
@@ -182,10 +182,14 @@ class CpuApplyRotary(ApplyPartialRotary):
         super().__init__()
         self.library = load_library(dtype)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: nn.Module | None = None
+    ) -> torch.Tensor:
         if cos.shape[-1] % LANES:
-            return super().forward(x, cos, sin)
-        return norm_and_rotate(self.library, x, None, cos, sin)
+            return super().forward(x, cos, sin, norm)
+        if isinstance(norm, CpuRMSNorm):
+            return norm(x, cos, sin)
+        return norm_and_rotate(self.library, x if norm is None else norm(x), None, cos, sin)
 
 
 def norm_and_rotate(

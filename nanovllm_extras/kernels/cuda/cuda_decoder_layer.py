@@ -21,11 +21,11 @@ from torch import nn
 
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.basic import Linear, RMSNorm, Rotary, SiluAndMul
+from nanovllm.layers.triton_layers import TritonRMSNorm, rms_norm, silu_and_mul
 from nanovllm_extras.kernels.backend import AttentionBackend
 from nanovllm_extras.kernels.cuda import few_tokens
-from nanovllm_extras.kernels.cuda.activation import silu_and_mul
 from nanovllm_extras.kernels.cuda.cuda_gated_delta import TritonGatedDeltaNet, has_fast_delta
-from nanovllm_extras.kernels.cuda.norm_kernels import norm_rotary_store, rms_norm
+from nanovllm_extras.kernels.cuda.norm_kernels import norm_rotary_store
 from nanovllm_extras.kernels.cuda.quantised_layers import TritonQuantisedLinear, replace_quantised
 from nanovllm_extras.kernels.dense_layers import DenseParts, dense_parts
 
@@ -126,7 +126,7 @@ def norm_gate_up(x: torch.Tensor, norm: RMSNorm, linear: Product) -> torch.Tenso
     """Compute silu(gate) * up of the normalised x. The outputs of `linear` are the gates, then the ups."""
     if isinstance(linear, Linear) and is_few(x) and linear.bias is None:
         return few_tokens.norm_gate_up(x, norm.weight, norm.eps, linear.weight)
-    return silu_and_mul(product(rms_norm(x, norm.weight, norm.eps), linear))
+    return silu_and_mul(*product(rms_norm(x, norm.weight, norm.eps), linear).chunk(2, dim=-1))
 
 
 def add_linear(x: torch.Tensor, y: torch.Tensor, linear: Product) -> None:
@@ -140,17 +140,6 @@ def add_linear(x: torch.Tensor, y: torch.Tensor, linear: Product) -> None:
     x.addmm_(y, linear.weight.t())
     if linear.bias is not None:
         x.add_(linear.bias)
-
-
-class TritonRMSNorm(nn.Module):
-    def __init__(self, norm: RMSNorm) -> None:
-        super().__init__()
-        self.weight = norm.weight
-        self.eps = norm.eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x: [..., size] -> the same shape, contiguous"""
-        return rms_norm(x.flatten(0, -2), self.weight, self.eps).view(x.shape)
 
 
 class RotaryTable(nn.Module):

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm_extras.kernels.cuda.norm_kernels import rounded
+from nanovllm.layers.triton_layers import rounded
 from nanovllm_extras.kernels.cuda.tile_walk import find_sequence
 
 TOKENS = 32  # of a tile: larger ones take fewer turns, but more memory, as a tile has two matrices for each head

@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.triton_layers import rounded
 from nanovllm_extras.kernels.cuda.delta_chunks import TOKENS, compute_gates, delta_chunks
-from nanovllm_extras.kernels.cuda.norm_kernels import rounded
 from nanovllm_extras.kernels.cuda.tile_walk import find_sequence
 
 CHANNELS = 256  # of the convolution, in one program

@@ -1,44 +1,17 @@
-"""RMS normalisation in Triton, of whole rows and of single heads; the latter is fused with rotary and the KV cache.
+"""What is between the fused projection and attention, as one Triton kernel: norms, rotation and the KV cache.
 
-Both kernels are memory-bound, so they read and write each number once. They round at the same points as
-`RMSNorm` and `ApplyRotary` of `layers/basic.py`; only the order in which squares are added differs.
-`cuda_decoder_layer.py` calls them.
+The kernel is memory-bound, so it reads and writes each number once. It rounds at the same points as `RMSNorm` and
+`ApplyRotary` of `layers/basic.py`; only the order in which squares are added differs. `cuda_decoder_layer.py` calls it.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.triton_layers import rounded, warps_for
 from nanovllm_extras.kernels.cuda.store_kv import to_cache_dtype
 
 HEAD_ELEMENTS = 1024  # elements of the heads that one program computes
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """Round x to `dtype` and widen it to float32 again, as between two operations of PyTorch's layers."""
-    return x.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def rms_norm_kernel(
-    y_ptr,  # [num_rows, SIZE], contiguous
-    x_ptr,  # [num_rows, SIZE], any stride but the last, which is 1
-    weight_ptr,  # [SIZE]
-    x_row_stride,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,  # SIZE, rounded up to a power of two
-):
-    """Normalise one row per program. The row stays in registers between the sum and the product. Grid: (num_rows,)."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    is_used = i < SIZE
-    x = tl.load(x_ptr + row * x_row_stride + i, mask=is_used, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + i, mask=is_used, other=0.0).to(tl.float32)  # overlaps with the sum
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
-    normed = rounded(x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps), dtype)
-    tl.store(y_ptr + row * SIZE + i, (weight * normed).to(dtype), mask=is_used)
 
 
 @triton.jit
@@ -147,29 +120,6 @@ def norm_rotary_store_kernel(
     # fmt: on
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise x: [num_tokens, size] -> x / sqrt(mean(x²) + eps) * weight, of the same shape"""
-    num_tokens, size = x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if not num_tokens:
-        return y
-    assert x.stride(1) == 1
-    block = triton.next_power_of_2(size)
-    with torch.cuda.device_of(x):
-        rms_norm_kernel[(num_tokens,)](
-            y,
-            x,
-            weight,
-            x.stride(0),
-            eps,
-            SIZE=size,
-            BLOCK=block,
-            num_warps=warps_for(block * x.element_size()),
-            enable_fp_fusion=True,
-        )
-    return y
-
-
 def norm_rotary_store(
     qkv: torch.Tensor,
     q_weight: torch.Tensor | None,
@@ -227,8 +177,3 @@ def norm_rotary_store(
             enable_fp_fusion=True,
         )
     return q
-
-
-def warps_for(num_bytes: int) -> int:
-    """Return how many warps load `num_bytes` at once, 16 bytes in each of a warp's 32 threads; at most 16 warps."""
-    return max(1, min(16, num_bytes // 512))

@@ -124,8 +124,11 @@ def specialised(arg, param):
 def kernels(monkeypatch):
     """Stand-ins of all that are written in Triton, by name."""
     pytest.importorskip("triton")
+    from nanovllm.layers import triton_layers
     from nanovllm_extras.kernels.cuda import (
-        activation,
+        cuda_quantised as quantised,
+    )
+    from nanovllm_extras.kernels.cuda import (
         few_tokens,
         paged_attention,
         sample,
@@ -133,18 +136,15 @@ def kernels(monkeypatch):
         truncate,
     )
     from nanovllm_extras.kernels.cuda import (
-        cuda_quantised as quantised,
-    )
-    from nanovllm_extras.kernels.cuda import (
         norm_kernels as norm,
     )
 
     kernels = {}
-    for module in (activation, few_tokens, norm, paged_attention, quantised, sample, store_kv, truncate):
+    for module in (triton_layers, few_tokens, norm, paged_attention, quantised, sample, store_kv, truncate):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             kernels[name] = KernelStandIn(getattr(module, name))
             monkeypatch.setattr(module, name, kernels[name])
-    assert len(kernels) == 14
+    assert len(kernels) == 16
     return kernels
 
 

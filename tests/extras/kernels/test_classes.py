@@ -9,7 +9,6 @@ from nanovllm.layers.basic import Linear, RMSNorm
 from nanovllm_extras.kernels.classes import is_one
 from nanovllm_extras.kernels.cpu.cpu_layers import CLAMPED_SWIGLU, NORMS, ROUTER, SIGMOID_ROUTER, replace_layers
 from nanovllm_extras.kernels.cpu.experts import EXPERTS
-from nanovllm_extras.kernels.cpu.head_norms import NORMED_ATTENTION
 from nanovllm_extras.kernels.dense_layers import DENSE_LAYERS
 
 
@@ -21,7 +20,7 @@ class OtherLinear(Linear):
     """As `OtherNorm`."""
 
 
-NAMES = [*DENSE_LAYERS, *NORMED_ATTENTION, *NORMS, EXPERTS, ROUTER, SIGMOID_ROUTER, CLAMPED_SWIGLU]
+NAMES = [*DENSE_LAYERS, *NORMS, EXPERTS, ROUTER, SIGMOID_ROUTER, CLAMPED_SWIGLU]
 
 
 def test_the_classes_are_there():

@@ -16,7 +16,7 @@ import torch
 
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.basic import Embedding, FusedLinear, Linear, RMSNorm, SiluAndMul
-from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
+from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.execution.choices import select_backend
 from nanovllm_extras.kernels.cpu import cpu_layers as layers
@@ -25,15 +25,13 @@ from nanovllm_extras.kernels.cpu import library_cache
 from nanovllm_extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm_extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer, fuse_layers
 from nanovllm_extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, replace_layers
-from nanovllm_extras.kernels.cpu.head_norms import CpuNormedAttention, fuse_head_norms
 from nanovllm_extras.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm_extras.models.gated_mlp import GeluAndMul
-from nanovllm_extras.models.gemma3 import Gemma3Attention, Gemma3Config, UnitOffsetRMSNorm
+from nanovllm_extras.models.gemma3 import UnitOffsetRMSNorm
 from nanovllm_extras.models.gpt_oss import ClampedSwiGLU, OnceRoundedRMSNorm
 from nanovllm_extras.models.granite import GraniteConfig, GraniteDecoderLayer
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
-from nanovllm_extras.models.qwen3_variants import Qwen3VariantAttention
 from nanovllm_extras.models.rope import ApplyPartialRotary, Rope, ScaledRotary
 from tests.extras.attention_steps import Step
 
@@ -236,24 +234,14 @@ def test_a_layer_with_factors_in_one_call_equals_its_parts(processor, dtype):
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
 
 
-@pytest.mark.parametrize(
-    ("attention_class", "config_class", "layer"),
-    [
-        (Qwen3Attention, NetworkConfig, ()),
-        (Qwen3VariantAttention, NetworkConfig, (0,)),
-        (Gemma3Attention, Gemma3Config, (0,)),
-    ],
-)
-def test_heads_normalised_and_rotated_in_one_call_have_the_bits_of_two_calls(
-    processor, dtype, attention_class, config_class, layer
-):
-    backend = CpuAttention(4, 2, 32, 16, dtype)
-    attention = filled(attention_class(config_class(64, 96, 176, 1, 4, 2, head_dim=32), backend, *layer), dtype)
-    model = torch.nn.ModuleDict({"self_attn": attention})
-    replace_layers(model, dtype)
-    fuse_head_norms(model)
-    assert isinstance(model["self_attn"], CpuNormedAttention)
-    check_same_outputs(attention, model["self_attn"], Step(backend, [(40, 1), (0, 30)], dtype=dtype), dtype)
+@pytest.mark.parametrize("norm_class", [RMSNorm, UnitOffsetRMSNorm, OnceRoundedRMSNorm])
+def test_heads_normalised_and_rotated_in_one_call_have_the_bits_of_two_calls(processor, dtype, norm_class):
+    norm = fast_version_of(filled(norm_class(64, 1e-6), dtype), dtype)
+    rotate = fast_version_of(ApplyPartialRotary(), dtype)
+    x = randn(5, 9, 64, dtype=dtype)[:, 2:7]  # heads of a wider projection
+    for rotary_dim in (64, 32, 24):  # all of a head, a half of it, and no whole vectors
+        cos_sin = angles(rotary_dim, len(x), dtype)
+        assert torch.equal(rotate(x, *cos_sin, norm), rotate(norm(x), *cos_sin))
 
 
 def test_a_layer_of_an_odd_shape_is_called_part_by_part():

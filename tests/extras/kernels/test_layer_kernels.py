@@ -4,6 +4,7 @@ whole layer against its definition.
 Where they run, and with what in memory: `on_device.py`.
 """
 
+import json
 import math
 import sys
 import types
@@ -11,25 +12,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from benchmarks import kernel_layers
-from nanovllm.layers.attention import TorchAttention
+from nanovllm.layers import flash_attention as core_flash_attention
+from nanovllm.layers import triton_layers
+from nanovllm.layers.attention import AttentionMetadata, LoadedModel, TorchAttention
 from nanovllm.layers.basic import ApplyRotary, RMSNorm, Rotary, SiluAndMul
+from nanovllm.layers.triton_layers import TritonRMSNorm, norm_and_rotate, rms_norm, silu_and_mul, store_kv
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
-from nanovllm_extras import LLM
+from nanovllm_extras import LLM, TINY_QWEN3
 from nanovllm_extras.execution.input_buffer import map_tensors
 from nanovllm_extras.kernels.backend import AttentionBackend
 from nanovllm_extras.kernels.cuda import cuda_decoder_layer as decoder_layer
 from nanovllm_extras.kernels.cuda import few_tokens
-from nanovllm_extras.kernels.cuda.activation import silu_and_mul
 from nanovllm_extras.kernels.cuda.cuda_decoder_layer import (
     RotaryTable,
     TritonDecoderLayer,
-    TritonRMSNorm,
     replace_layers,
 )
 from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
-from nanovllm_extras.kernels.cuda.norm_kernels import norm_rotary_store, rms_norm
+from nanovllm_extras.kernels.cuda.norm_kernels import norm_rotary_store
 from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
 from nanovllm_extras.kernels.dense_layers import dense_parts
 from nanovllm_extras.models.llama import LlamaDecoderLayer
@@ -124,11 +127,113 @@ def test_silu_and_mul_equals_float64_and_rounds_as_the_layer_does(dtype):
         gate_up = wide[:, : 2 * size]
         gate_up[0, :6] = torch.tensor([-200.0, 200.0, 0.0, -88.0, 88.0, 1e-3]).to(dtype)
         gate, up = gate_up.double().chunk(2, dim=1)
-        found = silu_and_mul(gate_up)
+        found = silu_and_mul(*gate_up.chunk(2, dim=1))
         check(found, gate * gate.sigmoid() * up, dtype)
         if dtype in HALF:
             check_bits(found, SiluAndMul()(*gate_up.chunk(2, dim=1)))
-    assert silu_and_mul(torch.zeros(0, 12, device=DEVICE)).shape == (0, 6)
+    assert silu_and_mul(*torch.zeros(0, 12, device=DEVICE).chunk(2, dim=1)).shape == (0, 6)
+
+
+# ---- the core's other kernels
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_heads_are_normalised_and_rotated_as_by_the_layers(dtype):
+    for num_heads, head_dim in [(16, 128), (5, 64), (3, 48), (1, 2)]:
+        norm = filled(RMSNorm(head_dim, EPS), dtype)
+        qkv = randn(7, (num_heads + 4) * head_dim, dtype=dtype, seed=3) * 3
+        x = qkv[:, head_dim : (num_heads + 1) * head_dim].unflatten(1, (num_heads, head_dim))
+        positions = torch.tensor([0, 1, 2, 3, 500, 9000, 32767], device=DEVICE)
+        angles = Rotary(head_dim, 1e6)(positions, dtype)
+        check_bits(norm_and_rotate(x, *angles, norm.weight, EPS), ApplyRotary()(norm(x), *angles))
+        check_bits(norm_and_rotate(x, *angles, None, 0.0), ApplyRotary()(x, *angles))
+
+
+def test_k_and_v_are_copied_to_their_slots_and_nowhere_else():
+    for num_kv_heads, head_dim in [(8, 128), (3, 48)]:
+        cache = torch.full((2, 3, 4, num_kv_heads, head_dim), math.nan, device=DEVICE)
+        qkv = randn(3, (2 * num_kv_heads + 5) * head_dim, dtype=torch.float32, seed=3).unflatten(1, (-1, head_dim))
+        k, v = qkv[:, 5 : 5 + num_kv_heads], qkv[:, 5 + num_kv_heads :]
+        expected = cache.clone()
+        TorchAttention(num_kv_heads, num_kv_heads, head_dim, 4).store_kv(k, v, expected, torch.tensor([11, 0, 6]))
+        store_kv(k, v, cache, torch.tensor([11, 0, 6], dtype=torch.int32, device=DEVICE))
+        assert torch.equal(cache.nan_to_num(-1.0), expected.nan_to_num(-1.0))
+
+
+VIEWS = {
+    "view",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "unsqueeze",
+    "select",
+    "t",
+    "transpose",
+    "expand",
+    "alias",
+    "unbind",
+}
+VIEWS |= {"fill_"}  # of `torch.empty` in these tests
+VIEWS |= {"_unsafe_view", "detach", "empty", "empty_like", "_reshape_alias", "squeeze", "permute", "as_strided"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that a GPU launches: all but views and products."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::").split(".")[0]
+        if name not in {*VIEWS, "mm", "addmm"}:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of_a_layer(attention, monkeypatch):
+    """The launches of a decoder layer in a step of decodes, without products and attention."""
+    config = Qwen3ForCausalLM.read_config(json.loads((TINY_QWEN3 / "config.json").read_text(encoding="utf-8")))
+    backend = attention(config.num_attention_heads, config.num_key_value_heads, config.head_dim, 4, torch.float32)
+    monkeypatch.setattr(backend, "attend", lambda q, layer_cache, metadata: q)
+    layer = filled(Qwen3DecoderLayer(config, backend), torch.float32)
+    if isinstance(backend, core_flash_attention.FlashAttention):
+        cuda = torch.device("cuda")
+        backend.replace_layers(LoadedModel(layer, config, torch.float32, cuda, 64, enforce_eager=False))
+    x = randn(5, config.hidden_size, dtype=torch.float32)
+    angles = Rotary(config.head_dim, 1e6)(torch.arange(5), torch.float32)
+    cache = torch.zeros(backend.kv_cache_shape(1, 5), device=DEVICE)[:, 0]
+    slots = torch.arange(5, dtype=torch.int32)
+    metadata = AttentionMetadata.of_decodes(slots, slots[:, None], slots + 1, torch.arange(6, dtype=torch.int32))
+    launches = Launches()
+    for name in [name for name in vars(triton_layers) if name.endswith("_kernel")]:
+        monkeypatch.setattr(triton_layers, name, CountedKernel(name, getattr(triton_layers, name), launches))
+    with launches:
+        y = layer(x, *angles, cache, metadata)
+    return launches.names, y, cache
+
+
+class CountedKernel:
+    def __init__(self, name, kernel, launches):
+        self.name, self.kernel, self.launches = name, kernel, launches
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            self.launches.names.append(self.name)
+            with _disable_current_modes():
+                self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+def test_a_decoder_layer_of_the_core_takes_eight_launches(monkeypatch):
+    names, y, cache = launches_of_a_layer(core_flash_attention.FlashAttention, monkeypatch)
+    expected = ["add", "norm_and_rotate_kernel", "rms_norm_kernel"] * 2 + ["silu_and_mul_kernel", "store_kv_kernel"]
+    assert sorted(names) == sorted(expected)
+    plain_names, plain_y, plain_cache = launches_of_a_layer(TorchAttention, monkeypatch)
+    assert len(plain_names) > 40
+    torch.testing.assert_close(y, plain_y)
+    torch.testing.assert_close(cache, plain_cache)
 
 
 # ---- norm_rotary_store

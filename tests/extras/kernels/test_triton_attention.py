@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
+from nanovllm.layers import triton_layers
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras import LLM
 from nanovllm_extras.execution.choices import select_backend
@@ -28,7 +29,9 @@ pytest.importorskip("triton")
 
 from benchmarks.kernel_resources import BUILDS, GPUS, TABLE, compile_case, table_cases
 from nanovllm_extras.kernels.cuda import (
-    activation,
+    cuda_quantised as quantised,
+)
+from nanovllm_extras.kernels.cuda import (
     delta_chunks,
     delta_kernels,
     few_tokens,
@@ -37,9 +40,6 @@ from nanovllm_extras.kernels.cuda import (
     paged_attention,
     store_kv,
     truncate,
-)
-from nanovllm_extras.kernels.cuda import (
-    cuda_quantised as quantised,
 )
 from nanovllm_extras.kernels.cuda import (
     norm_kernels as norm,
@@ -59,7 +59,7 @@ pytestmark = pytest.mark.triton
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
-    *(activation, delta_chunks, delta_kernels, few_tokens, inverse_cdf, logit_weights, norm, paged_attention),
+    *(triton_layers, delta_chunks, delta_kernels, few_tokens, inverse_cdf, logit_weights, norm, paged_attention),
     *(quantised, store_kv, truncate),
 )
 TABLE_OF_RESOURCES = json.loads(TABLE.read_text(encoding="utf-8"))
