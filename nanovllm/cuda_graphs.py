@@ -14,12 +14,55 @@ its launches, so it is never replayed. Logits and sampling are not part of the g
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import AttentionMetadata
+
+T = TypeVar("T")
+NUM_STREAMS = 32  # of PyTorch's pool, which come round again
+
+
+class Recorder:
+    """Records what a function launches. All graphs share their working memory, because only one of them runs at a time.
+
+    No other living recorder uses its stream. PyTorch keeps a cuBLAS workspace for each stream (32 MiB on Hopper), and
+    frees that of a graph's stream together with the graph: graphs of another engine, recorded in the same stream, would
+    still write to the freed workspace (https://github.com/pytorch/pytorch/issues/193402).
+    """
+
+    _living: ClassVar[WeakSet["Recorder"]] = WeakSet()  # of the process, as PyTorch's streams are
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream = unused_stream([recorder._stream for recorder in self._living])
+        self._living.add(self)
+
+    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Record `function`. Return a function that replays it, and its outputs, which each replay overwrites."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            function()  # compiles kernels and lets libraries set themselves up, neither of which can be recorded
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            results = function()
+        return graph.replay, results
+
+
+def unused_stream(used: list[torch.cuda.Stream]) -> torch.cuda.Stream:
+    """Return a stream that is not in `used`. Raises RuntimeError if all NUM_STREAMS of PyTorch's pool are."""
+    for _ in range(NUM_STREAMS):
+        stream = torch.cuda.Stream()
+        if stream not in used:
+            return stream
+    raise RuntimeError(f"{NUM_STREAMS} engines with CUDA graphs are alive on this device: there are no more streams")
 
 
 class CudaGraphs:
@@ -35,8 +78,8 @@ class CudaGraphs:
         self.input_ids, self.positions, self.slot_mapping, self.seq_lens = columns  # [max_num_seqs] each
         self.block_tables = torch.zeros(max_num_seqs, max_num_blocks, dtype=torch.int32, device=device)
         self.offsets = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # size -> graph, and the tensor that it writes
-        self.pool = torch.cuda.graph_pool_handle()  # only one graph runs at a time, so they share their working memory
+        self.graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}  # size -> replay, and the tensor that it writes
+        self.recorder = Recorder()
 
     def record_all(self) -> None:
         for size in reversed(self.sizes):  # the memory of the largest graph is enough for all others
@@ -52,12 +95,7 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def record(self, size: int) -> None:
-        self.forward(size)  # once without recording: libraries initialise themselves, which cannot be recorded
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            hidden = self.forward(size)
-        self.graphs[size] = graph, hidden
+        self.graphs[size] = self.recorder.record(partial(self.forward, size))
 
     def forward(self, size: int) -> Tensor:
         """Run the model over the first `size` rows of the buffers -> [size, hidden_size]"""
@@ -81,6 +119,6 @@ class CudaGraphs:
         self.slot_mapping[:n] = metadata.slot_mapping
         self.seq_lens[:n] = metadata.seq_lens
         self.block_tables[:n, :width] = metadata.block_tables
-        graph, hidden = self.graphs[size]
-        graph.replay()
+        replay, hidden = self.graphs[size]
+        replay()
         return hidden[:n]

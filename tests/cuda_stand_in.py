@@ -7,7 +7,7 @@ decided while recording stays decided.
 
 import sys
 import types
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 
 import torch
@@ -85,6 +85,13 @@ class Graph:
                 for place, new in zip(tensors_in(recorded), tensors_in(func(*args, **kwargs)), strict=True):
                     if memory_of(place) != memory_of(new):  # otherwise it is a view, or was written in place
                         place.copy_(new)
+
+
+class Stream:
+    """`torch.cuda.Stream`: the stand-in runs everything at once."""
+
+    def wait_stream(self, other):
+        pass
 
 
 def attend_one(q, k, v):
@@ -205,7 +212,9 @@ def install(monkeypatch):
     monkeypatch.setattr(FlashAttention, "why_not", staticmethod(lambda *_: None))
     monkeypatch.setattr(FlashAttention, "default_block_size", 4)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     runners = []
@@ -228,8 +237,9 @@ def install(monkeypatch):
     monkeypatch.setattr(StandInRunner, "start", start_and_know)
 
     @contextmanager
-    def graph(one, pool):
+    def graph(one, pool, stream):
         assert pool == "pool"
+        assert isinstance(stream, Stream)
         rules = next(runner.rules for runner in reversed(runners))
         rules.log = one.operations
         yield

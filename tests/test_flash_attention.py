@@ -4,6 +4,9 @@ The oracle is the core with PyTorch's attention, which is compared with transfor
 """
 
 import random
+import re
+import sys
+import types
 
 import pytest
 import torch
@@ -34,7 +37,7 @@ def test_tokens_are_those_of_pytorchs_attention(card, enforce_eager):
     if not enforce_eager:
         graphs = engine.runner.graphs
         assert graphs.sizes == [1, 2, 4, 5]
-        replays = {size: graph.num_replays for size, (graph, _) in graphs.graphs.items()}
+        replays = {size: replay.__self__.num_replays for size, (replay, _) in graphs.graphs.items()}
         assert sum(count > 0 for count in replays.values()) >= 3, replays
 
 
@@ -45,7 +48,7 @@ def test_a_graph_of_a_larger_size_is_padded_with_empty_sequences(card):
     while engine.has_unfinished_requests():
         engine.step()
     graphs = engine.runner.graphs
-    assert graphs.graphs[4][0].num_replays > 0, "three decodes replay the graph of four"
+    assert graphs.graphs[4][0].__self__.num_replays > 0, "three decodes replay the graph of four"
     assert graphs.slot_mapping[3] == 0 == graphs.seq_lens[3]
 
 
@@ -83,6 +86,18 @@ def test_the_cache_gets_what_weights_a_step_graphs_and_others_leave(card, monkey
 )
 def test_why_it_cannot_be_used(device, dtype, head_dim, block_size, reason):
     assert reason in FlashAttention.why_not(torch.device(device), dtype, head_dim, block_size)
+
+
+@pytest.mark.parametrize(("library", "capability", "reason"), [
+    (None, (9, 0), "cannot be imported"),
+    (types.SimpleNamespace(), (7, 5), r"8.0 \(Ampere\) or later, this one has \(7, 5\)"),
+    (types.SimpleNamespace(), (8, 0), None),
+])  # fmt: skip
+def test_why_a_library_or_a_gpu_cannot_be_used(monkeypatch, library, capability, reason):
+    monkeypatch.setitem(sys.modules, "flash_attn", library)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = FlashAttention.why_not(torch.device("cuda"), torch.bfloat16, 128, 256)
+    assert found == reason if reason is None else re.search(reason, found)
 
 
 def test_asking_for_it_on_a_cpu_says_why_not():

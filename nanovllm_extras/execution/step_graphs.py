@@ -23,21 +23,19 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeVar
-from weakref import WeakSet
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.cuda_graphs import Recorder
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm_extras.execution.graph_inputs import MoreInputs
 from nanovllm_extras.execution.input_buffer import InputBuffer
 from nanovllm_extras.execution.layout import Network
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.sampling.runner_hooks import Draw, fill_in, has_placeholders, sample
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,6 @@ COLUMNS: dict[str, np.dtype] = {
     "top_p": np.dtype(np.float32),
     "min_p": np.dtype(np.float32),
 }
-NUM_STREAMS = 32
 OF_ATTENTION = ("slot_mapping", "seq_lens")
 OF_SAMPLING = ("uniforms", "top_k", "temperatures", "top_p", "min_p")
 # the part of `Batch` that a column comes from; the others are fields of `Batch` itself
@@ -82,42 +79,6 @@ def graph_sizes(max_batch_size: int) -> list[int]:
         sizes.append(size)
         size += max(8, 1 << (size.bit_length() - 4))
     return [size for size in sizes if size < max_batch_size] + [max_batch_size]
-
-
-class Recorder:
-    """Records what a function launches. All graphs share their working memory: only one of them runs at a time.
-
-    No other living recorder uses its stream. PyTorch keeps a cuBLAS workspace for each stream (32 MiB on Hopper), and
-    frees that of a graph's stream together with the graph: graphs of another engine, recorded in the same stream, would
-    still write to the freed workspace (https://github.com/pytorch/pytorch/issues/193402).
-    """
-
-    _living: ClassVar[WeakSet["Recorder"]] = WeakSet()  # of the process, as PyTorch's streams are
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream: torch.cuda.Stream = unused_stream([recorder._stream for recorder in self._living])
-        self._living.add(self)
-
-    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Record `function`. Return a function that replays it, and its outputs, which each replay overwrites."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            function()  # compiles kernels and lets libraries set themselves up, neither of which can be recorded
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            results = function()
-        return graph.replay, results
-
-
-def unused_stream(used: list[torch.cuda.Stream]) -> torch.cuda.Stream:
-    """Return a stream that is not in `used`. Raises RuntimeError if all NUM_STREAMS of PyTorch's pool are."""
-    for _ in range(NUM_STREAMS):
-        stream = torch.cuda.Stream()
-        if stream not in used:
-            return stream
-    raise RuntimeError(f"{NUM_STREAMS} engines with CUDA graphs are alive on this device: there are no more streams")
 
 
 class Recorded(NamedTuple):

@@ -45,8 +45,7 @@ class FakeCuda:
             bound = real_graph.bind(None, *args, **kwargs).arguments
             assert isinstance(bound["cuda_graph"], FakeGraph)
             assert bound["pool"] == "pool"
-            stream = bound.get("stream", cuda.warm_stream)  # the core's graphs name none
-            assert stream is cuda.warm_stream, "the graph's memory for cuBLAS is that of the warm-up's stream"
+            assert bound["stream"] is cuda.warm_stream, "the graph's memory for cuBLAS is that of the warm-up's stream"
             cuda.is_recording = True
             yield
             cuda.is_recording = False

@@ -5,11 +5,11 @@
 """
 
 import random
-from contextlib import contextmanager
 
 import pytest
 import torch
 
+from nanovllm import cuda_graphs
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm_extras import Config, LLMEngine, SamplingParams
 from nanovllm_extras.execution import cuda_startup as startup
@@ -19,49 +19,35 @@ from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.step_graphs import choose_graphs
 from tests.extras.cuda.test_graphs import CONFIGURATIONS, serve
 from tests.extras.late_runner import LateRunner
-from tests.extras.recorded_operations import GatherAttention, OperationLog
+from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 from tests.extras.test_full_engine import greedy, ids, run
 from tests.extras.test_overlap import KINDS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class Graph:
-    """`torch.cuda.CUDAGraph`: nothing but `kept` outlives a replay."""
+class Replay:
+    def __init__(self, replay):
+        self.replay, self.num_replays = replay, 0
 
-    def __init__(self):
-        self.log, self.kept, self.num_replays = OperationLog(), (), 0
-
-    def replay(self):
+    def __call__(self):
         self.num_replays += 1
-        self.log.poison(())
-        with torch.inference_mode():
-            self.log.replay()
-        self.log.poison(self.kept)
+        self.replay()
 
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """All graphs that engines record, by size; CUDA's part is played by `Graph`."""
-    made, pools = [], []
-
-    @contextmanager
-    def graph(one, pool):
-        assert pool in pools
-        with one.log:
-            yield
-
+    """(size, replay) of all graphs that engines record; CUDA's part is played by `OperationRecorder`."""
+    made = []
     record = CudaGraphs.record
 
-    def record_and_keep(self, size):
-        record(self, size)
-        one, one.kept = self.graphs[size]
-        made.append((size, one))
+    def record_and_keep(graphs, size):
+        record(graphs, size)
+        replay, hidden = graphs.graphs[size]
+        graphs.graphs[size] = Replay(replay), hidden
+        made.append((size, graphs.graphs[size][0]))
 
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: pools.append(object()) or pools[-1])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(cuda_graphs, "Recorder", OperationRecorder)
     monkeypatch.setattr(CudaGraphs, "record", record_and_keep)
     return made
 

@@ -17,6 +17,7 @@ import random
 import pytest
 import torch
 
+from nanovllm.cuda_graphs import Recorder
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.plugins import OWN_BACKENDS
 from nanovllm.sampler import sample_tokens
@@ -26,7 +27,6 @@ from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.step_graphs import (
     CudaGraphs,
     DecodeInputs,
-    Recorder,
     choose_graphs,
     frozen_objects,
     graph_sizes,

@@ -112,10 +112,10 @@ def with_graph_fault(monkeypatch, fault, is_faulty=lambda graphs: True):
         )
         with monkeypatch.context() as patch:  # launch only when the fault is planted
             launched = []
-            patch.setattr(type(next(iter(self.graphs.values()))[0]), "replay", lambda graph: launched.append(graph))
+            patch.setattr(type(next(iter(self.graphs.values()))[0]), "__call__", lambda graph: launched.append(graph))
             results = []
             fault(inputs, lambda changed: results.append(replay(self, changed)), batch)
-        launched[0].replay()
+        launched[0]()
         return results[0]
 
     monkeypatch.setattr(CudaGraphs, "replay", faulty)
@@ -437,7 +437,8 @@ def test_the_cores_path_on_cuda_has_graphs_of_the_forward_pass(monkeypatch, tiny
     """As far as a machine without a GPU can go: the runner's choices."""
     cuda, shape = torch.device("cuda", 0), NetworkConfig(300, 64, 96, 2, 4, 2, 32, 512)
     chooser, config = CoreChooser(), Config("model")
-    monkeypatch.setattr(flash_attention, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     (backend,), _ = chooser.make_backends(config, shape, cuda, torch.bfloat16)
     assert type(backend) is flash_attention.FlashAttention
     runner = SimpleNamespace(config=config, shape=shape, device=cuda, backend=backend, max_num_batched_tokens=64)
@@ -445,6 +446,6 @@ def test_the_cores_path_on_cuda_has_graphs_of_the_forward_pass(monkeypatch, tiny
     assert (device.replayed, device.draw) == ("forward", None)
     runner.config = Config("model", enable_cuda_graphs=False)
     assert chooser.make_device(runner).replayed is None
-    monkeypatch.setattr(flash_attention, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(SelfCheckError, match="flash-attn cannot be used here"):
         chooser.make_backends(config, shape, cuda, torch.bfloat16)
