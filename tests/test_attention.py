@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -63,6 +64,42 @@ def test_decodes_on_a_gpu_are_gathered_by_the_quarter_gibibyte_at_most(monkeypat
         widest = max(len(lens) for lens in gathered)
         assert widest == 1 or widest * length * 2 * 8 * 128 * 2 <= 1 << 28
     assert len(gathered) == 1
+
+
+def test_a_long_chunk_attends_in_parts(monkeypatch):
+    monkeypatch.setattr(attention, "MASK_ELEMENTS", 200)
+    sizes, weigh = [], attention.softmax_attention
+
+    def record(q, k, v, is_seen):
+        sizes.append(is_seen.numel())
+        return weigh(q, k, v, is_seen)
+
+    backend = TorchAttention(4, 2, 16, 8)
+    step = Step(backend, [(33, 1), (0, 30), (70, 11), (250, 3)])
+    check_close(step.run(backend), step)
+    check_close(backend.attend(step.q, step.layer_cache, step.batch.metadata, record), step)
+    assert max(size for size in sizes if size <= 250) <= 200
+    assert sizes.count(251) == sizes.count(252) == sizes.count(253) == 1, "at least one token at a time"
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_on_cuda_heads_are_repeated_and_cudnns_kernel_is_left_out(monkeypatch, scale):
+    q, k, v = (torch.randn(2, heads, n, 8) for heads, n in ((6, 5), (2, 9), (2, 9)))
+    is_seen = torch.rand(2, 1, 5, 9) < 0.8
+    expected = attention.softmax_attention(q, k, v, is_seen, scale)
+    attend = F.scaled_dot_product_attention
+
+    def see(q, k, v, is_seen, **options):
+        assert k.shape[1] == q.shape[1]
+        assert not options.get("enable_gqa")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+        return attend(q, k, v, is_seen, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", see)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.testing.assert_close(attention.attend_on_cuda(q, k, v, is_seen, scale), expected)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 @pytest.mark.parametrize(("block_size", "seed"), [(1, 0), (8, 1), (16, 2)])

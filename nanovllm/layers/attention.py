@@ -21,19 +21,35 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 logger = logging.getLogger(__name__)
 
 GATHERED_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of K and V, copied at a time: fits a CPU's L2 cache
+MASK_ELEMENTS = 1 << 26  # of one call's mask, new tokens times all tokens: 8,192 of 8,192
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor) -> Tensor:
-    """Compute softmax(q k^T / sqrt(head_dim)) v over the positions that each query sees.
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor, scale: float | None = None) -> Tensor:
+    """Compute softmax(q k^T * scale) v over the positions that each query sees.
 
     q: [num_seqs, num_heads, n, head_dim]; k, v: [num_seqs, num_kv_heads, len, head_dim] -> as q
-    is_seen: [num_seqs, 1, n, len]
+    is_seen: [num_seqs, 1, n, len]; scale: None is 1 / sqrt(head_dim)
     """
-    return F.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True)
+    if q.is_cuda:
+        return attend_on_cuda(q, k, v, is_seen, scale)
+    return F.scaled_dot_product_attention(q, k, v, is_seen, scale=scale, enable_gqa=True)
+
+
+def attend_on_cuda(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor, scale: float | None) -> Tensor:
+    """Compute `softmax_attention` by the one fused kernel of PyTorch that takes a mask in all of its versions.
+
+    Before 2026 it does not know groups of heads, so each head of K and V is repeated. cuDNN's kernel would do all of
+    this too, but makes a new plan for each shape, which takes some 30 ms, and the shapes of steps differ.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return F.scaled_dot_product_attention(q, k, v, is_seen, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -168,9 +184,13 @@ class TorchAttention:
         for i in range(0, nd, step):
             some = slice(i, min(i + step, nd))
             out[some] = attend_padded(q[some, None], layer_cache, tables[some], seq_lens[some], lens[some], weigh)[:, 0]
-        for i in range(nd, len(lens)):  # prefill chunks, one by one
-            one, rows = slice(i, i + 1), slice(starts[i], starts[i + 1])
-            out[rows] = attend_padded(q[None, rows], layer_cache, tables[one], seq_lens[one], lens[one], weigh)[0]
+        for i in range(nd, len(lens)):  # prefill chunks, one by one, each in parts whose masks are not too large
+            one, num_rows = slice(i, i + 1), max(1, MASK_ELEMENTS // lens[i])
+            for start in range(starts[i], starts[i + 1], num_rows):
+                rows = slice(start, min(start + num_rows, starts[i + 1]))
+                num_later = starts[i + 1] - rows.stop  # tokens of the chunk that this part does not see
+                some_lens = seq_lens[one] - num_later, [lens[i] - num_later]
+                out[rows] = attend_padded(q[None, rows], layer_cache, tables[one], *some_lens, weigh)[0]
         return out
 
 

@@ -5,10 +5,9 @@
 
 import importlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
@@ -18,12 +17,9 @@ from nanovllm_extras.execution.device_setup import Device, Record
 from nanovllm_extras.execution.input_buffer import InputBuffer
 from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.execution.step_graphs import StepSizes, choose_graphs, record_graphs
-from nanovllm_extras.kernels.backend import KernelBackend
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.sampling.runner_hooks import Draw
-
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class CudaDevice(Device):
@@ -57,12 +53,8 @@ class CudaDevice(Device):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run on this device, with advice in a torch.OutOfMemoryError. The engine continues with other steps.
-
-        PyTorch's layers do not use cuDNN's attention, which makes a new plan for each shape; steps differ in shape.
-        """
-        has_own_kernels = isinstance(self.backend, KernelBackend)
-        with torch.cuda.device_of(self.buffer.device_bytes), nullcontext() if has_own_kernels else sdpa_kernel(KERNELS):
+        """Run on this device, with advice in a torch.OutOfMemoryError. The engine continues with other steps."""
+        with torch.cuda.device_of(self.buffer.device_bytes):
             try:
                 yield
             except torch.OutOfMemoryError as error:

@@ -19,10 +19,9 @@
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.attention import Attention, AttentionMetadata, TorchAttention
+from nanovllm.layers.attention import Attention, AttentionMetadata, TorchAttention, softmax_attention
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class AttentionOptions:
             is_unseen = ~is_seen.any(-2)[..., None]  # [num_seqs, 1, len, 1]
             k, v = k.masked_fill(is_unseen, 0), v.masked_fill(is_unseen, 0)
         if self.softcap is None and self.sinks is None:
-            return F.scaled_dot_product_attention(q, k, v, is_seen, scale=self.scale, enable_gqa=True)
+            return softmax_attention(q, k, v, is_seen, self.scale)
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale

@@ -28,17 +28,6 @@ def test_who_draws_with_triton(monkeypatch):
     assert choose_draw(Config("model"), CUDA) is None
 
 
-def test_pytorchs_attention_is_not_cudnns(runner):
-    """It plans for seconds at each new shape."""
-    shape = NetworkConfig(300, 64, 96, 2, 4, 2, 32, 512, tie_word_embeddings=False)
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    device = CudaDevice(Config("model"), CPU, runner.backend, shape, 64)
-    device.prepare(runner)
-    with device.step():
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert torch.backends.cuda.cudnn_sdp_enabled() == before
-
-
 @pytest.mark.parametrize(("max_num_batched_tokens", "max_model_len"), [(64, 512), (1, 512), (64, 3)])
 def test_each_kind_of_step_is_run_at_the_start(runner, max_num_batched_tokens, max_model_len):
     """On CPU here; `test_host_waits.py` shows that requests launch no other variants of kernels."""
