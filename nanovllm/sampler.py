@@ -13,7 +13,10 @@ Two rows of a vocabulary of four, with the uniform numbers 0.5 and 0.95:
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+BLOCK = 400  # tokens; Qwen3 has 380 blocks of them
 
 
 def sample_tokens(
@@ -49,13 +52,30 @@ def sample_tokens(
 def invert_distribution(logits: Tensor, uniforms: Tensor) -> Tensor:
     """Sample by inverting the cumulative distribution of each row with its uniform number: [num_samples] int64
 
-    This needs one random number per row instead of vocab_size. The sum is float64, because float32 would round the tail
-    of a large vocabulary away.
+    This needs one random number per row instead of vocab_size. A running sum over the whole vocabulary would round its
+    tail away in float32, and take long in float64. So the first running sum, in float64, is over blocks of tokens, and
+    the second one is over the tokens of the block that the number falls into.
     """
-    cumulative = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)  # [num_samples, vocab_size]
-    targets = uniforms[:, None] * cumulative[:, -1:]  # the sum is 1, except for rounding
-    # `right=True` never returns a token of probability 0; the clamp keeps rows of NaN within the vocabulary
-    return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+    num_samples, vocab_size = logits.shape
+    probs = F.pad(logits.softmax(dim=-1), (0, -vocab_size % BLOCK)).view(num_samples, -1, BLOCK)
+    sums = probs.sum(dim=-1)  # [num_samples, num_blocks]
+    block, rest = find_interval(sums, uniforms)
+    part = probs[torch.arange(num_samples, device=logits.device), block]  # [num_samples, BLOCK]
+    token, _ = find_interval(part, rest)
+    return (block * BLOCK + token).clamp_(max=vocab_size - 1)  # rows of NaN stay within the vocabulary
+
+
+def find_interval(lengths: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the interval that each uniform number falls into, if a row's intervals fill [0, 1), and where in it.
+
+    lengths: [num_rows, n], not negative; uniforms: [num_rows] float64 -> [num_rows] int64, [num_rows] float64 in [0, 1)
+    """
+    ends = lengths.cumsum(dim=-1, dtype=torch.float64)  # [num_rows, n]
+    targets = uniforms[:, None] * ends[:, -1:]
+    found = torch.searchsorted(ends, targets, right=True).clamp_(max=lengths.shape[1] - 1)  # never an empty interval
+    after = ends.gather(1, found) - targets  # above 0
+    shares = 1 - after / lengths.gather(1, found)
+    return found[:, 0], shares[:, 0].clamp(0, 1 - 2.0**-52)
 
 
 # ---- truncation: tokens that must not be sampled get the logit -inf. [num_samples, vocab_size] -> the same shape
@@ -69,9 +89,8 @@ def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
 
 def apply_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
     """Keep the top_k: [num_samples] most likely tokens, and tokens as likely as the k-th. 0 or -1 keeps all."""
-    num_sorted = int(top_k.max().clamp(1, logits.shape[1]))  # a partial sort is enough
-    largest = logits.topk(num_sorted, dim=-1).values  # [num_samples, num_sorted]
-    kth = largest.gather(1, (top_k[:, None] - 1).clamp(0, num_sorted - 1))  # [num_samples, 1]
+    largest = sort_largest(logits, top_k)  # [num_samples, num_sorted]
+    kth = largest.gather(1, (top_k[:, None] - 1).clamp(0, largest.shape[1] - 1))  # [num_samples, 1]
     return logits.masked_fill((logits < kth) & (top_k[:, None] > 0), -torch.inf)
 
 
@@ -80,14 +99,24 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
     Tokens as likely as the least likely of these are kept too, so that the result does not depend on their order.
     """
-    rows = (top_p < 1).nonzero()[:, 0]  # rows with top_p 1 keep every token and are not sorted
-    logits = logits.clone()
-    part = logits[rows]  # [num_rows, vocab_size]
-    # sorting only what min-p and top-k have left takes a third of the time of sorting the whole vocabulary
-    num_sorted = max([1, *part.isfinite().sum(dim=-1).tolist()])
-    ascending = part.topk(num_sorted, dim=-1).values.flip(-1)  # [num_rows, num_sorted]
-    is_left_out = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p[rows, None]
+    rows = slice(None) if logits.is_cuda else (top_p < 1).nonzero()[:, 0]  # the others keep all, and are not sorted
+    part, top_p = logits[rows], top_p[rows, None]
+    ascending = sort_largest(part, part.isfinite().sum(dim=-1)).flip(-1)  # [num_rows, num_sorted]
+    is_left_out = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
     is_left_out[:, -1] = False
     least = ascending.masked_fill(is_left_out, torch.inf).amin(dim=-1, keepdim=True)  # [num_rows, 1], of those kept
-    logits[rows] = part.masked_fill_(part < least, -torch.inf)
+    logits = logits.clone()
+    logits[rows] = part.masked_fill((part < least) & (top_p < 1), -torch.inf)
     return logits
+
+
+def sort_largest(logits: Tensor, num_wanted: Tensor) -> Tensor:
+    """Return the largest logits of each row, in descending order, at least as many as any row wants of [num_samples].
+
+    On a CPU, sorting what min-p and top-k have left takes a third of the time of sorting the whole vocabulary. On a
+    GPU, the host would have to wait for this number, so all are sorted.
+    """
+    num_sorted = logits.shape[1]
+    if not logits.is_cuda:
+        num_sorted = min(max([1, *num_wanted.tolist()]), num_sorted)
+    return logits.topk(num_sorted, dim=-1).values
