@@ -29,7 +29,7 @@ from nanovllm_extras.engine.isolation import Isolation
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.requests.lazy_outputs import RequestOutput
-from nanovllm_extras.serve.engine_thread import EngineDeadError, EngineThread, NewRequest, in_passing_thread
+from nanovllm_extras.serve.engine_thread import EngineDeadError, EngineThread, NewRequest
 from nanovllm_extras.serve.inbox import Inbox, ReadingTask, Waker, gives_deltas
 from nanovllm_extras.trace.recorder import start_engine
 from nanovllm_extras.trace.recording import Sink
@@ -75,9 +75,9 @@ class AsyncLLM:
         self._on_shutdown = ExitStack()
         self._wakers: WeakValueDictionary[asyncio.AbstractEventLoop, Waker] = WeakValueDictionary()
         config = Config.from_options(model, options)
-        engine = in_passing_thread(start_engine, LLMEngine, config, trace, self._on_shutdown, Isolation())
-        self._on_shutdown.callback(engine.runner.ranks.stop)
-        self._thread: EngineThread | None = EngineThread(engine, self._hand_over, self._fail)
+        make_engine = partial(start_engine, LLMEngine, config, trace, self._on_shutdown, Isolation())
+        self._thread: EngineThread | None = EngineThread(make_engine, self._hand_over, self._fail)
+        self._on_shutdown.callback(self.engine.runner.ranks.stop)
 
     @classmethod
     def from_engine_args(cls, engine_args: Config, **others: Any) -> "AsyncLLM":

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -48,18 +48,24 @@ class NewRequest(NamedTuple):
 
 
 class EngineThread:
-    """`on_outputs(outputs)` and `on_failure(request_ids, error)` are called in the thread, and must not block.
+    """The thread makes the engine, and steps it. Construction waits for the engine, and raises what `make_engine` does.
 
-    Every request that was added ends with an output that is `finished`, or with a failure.
+    PyTorch may keep memory for each thread that a CUDA graph writes to, so graphs are recorded in the thread that
+    replays them. And the threads of OpenMP that load the model are those that compute steps: with more threads than
+    cores, waking them took a fifth of a decode step (Qwen3-0.6B, 32 sequences, two cores).
+
+    `on_outputs(outputs)` and `on_failure(request_ids, error)` are called in the thread, and must not block. Every
+    request that was added ends with an output that is `finished`, or with a failure.
     """
+
+    engine: LLMEngine
 
     def __init__(
         self,
-        engine: LLMEngine,
+        make_engine: Callable[[], LLMEngine],
         on_outputs: Callable[[list[RequestOutput]], None],
         on_failure: Callable[[Iterable[str], Exception], None],
     ) -> None:
-        self.engine = engine
         self.dead: EngineDeadError | None = None
         self._on_outputs = on_outputs
         self._on_failure = on_failure
@@ -70,9 +76,15 @@ class EngineThread:
         self._must_end = False
         self._num_left = 0  # requests that the last step has left waiting
         self._unfinished: dict[str, NewRequest] = {}
-        self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
+        made: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make_engine, made), name="nanovllm-engine", daemon=True)
         self._thread.start()
-        engine.runner.ranks.tell_failure(self._lose)  # one can end while nothing runs
+        try:
+            made.result()
+        except BaseException:  # an interrupt can end the wait before
+            self.stop()
+            raise
+        self.engine.runner.ranks.tell_failure(self._lose)  # one can end while nothing runs
 
     # ---- in any thread
 
@@ -148,7 +160,13 @@ class EngineThread:
 
     # ---- in the thread itself
 
-    def _run(self) -> None:
+    def _run(self, make_engine: Callable[[], LLMEngine], made: Future[None]) -> None:
+        try:
+            self.engine = make_engine()
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        made.set_result(None)
         try:
             while self._execute_commands(wait=not self.engine.has_unfinished_requests()):
                 if self.engine.has_unfinished_requests():
@@ -254,13 +272,3 @@ class EngineThread:
         while not self._commands.empty():  # commands posted before fail, so no caller waits for ever
             self._commands.get()()
         self._on_failure(self._unfinished, error)
-
-
-def in_passing_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The function's result, from a thread that ends: its OpenMP threads end with it.
-
-    With more threads than cores, libgomp's threads sleep at each barrier. Beside a second pool of threads, waking the
-    engine's took a fifth of a decode step (Qwen3-0.6B, 32 sequences, two cores).
-    """
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(function, *args, **kwargs).result()

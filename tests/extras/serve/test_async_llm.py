@@ -9,6 +9,7 @@ import time
 import pytest
 
 from nanovllm_extras import AsyncEngineArgs, RequestOutputKind, SamplingParams
+from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.serve import async_llm
 from nanovllm_extras.serve.async_llm import AsyncLLM, AsyncLLMEngine, EngineDeadError, QueueFullError
 from nanovllm_extras.serve.engine_thread import NewRequest
@@ -453,6 +454,23 @@ def test_calls_are_made_between_steps_in_the_engines_thread(llm):
         return thread.name
 
     assert asyncio.run(main()) == "nanovllm-engine"
+
+
+def test_the_thread_that_steps_has_made_the_engine(new_llm, monkeypatch):
+    """So CUDA graphs are recorded where they are replayed."""
+    threads, start = [], ModelRunner.start
+    monkeypatch.setattr(
+        ModelRunner, "start", lambda runner: (threads.append(threading.current_thread()), start(runner))
+    )
+    llm = new_llm()
+    assert threads == [asyncio.run(llm.call(threading.current_thread))]
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_thread(new_llm):
+    before = set(threading.enumerate())
+    with pytest.raises(ValueError, match="max_model_len"):
+        new_llm(max_model_len=1 << 30)
+    assert set(threading.enumerate()) <= before
 
 
 def test_an_idle_engine_sleeps_and_wakes_at_once(llm):
