@@ -4,6 +4,7 @@
     python bench.py --extras             # the engine of nanovllm_extras; its own options imply it
     python bench.py --engine hf          # the same work through transformers' generate, in static padded batches
     python bench.py --model Qwen/Qwen3-0.6B --load-format safetensors --tensor-parallel-size 2
+    python bench.py --temperature 0.6    # sample, as nano-vllm's bench.py does
     python bench.py --num-requests 64 --input-len 100 500 --output-len 16 64 --json out.json
 
 The default model has the shape of Qwen3-0.6B and random weights: speed does not depend on their values. Every request
@@ -55,13 +56,14 @@ def parse_args(scratch: Path) -> argparse.Namespace:
     parser.add_argument("--engine", choices=["nanovllm", "hf"], default="nanovllm")
     parser.add_argument("--extras", action="store_true", help="use the engine of nanovllm_extras, not of nanovllm")
     parser.add_argument("--model", help="folder or hub id (default: the shape of Qwen3-0.6B)")
-    parser.add_argument("--load-format", default="dummy", help="dummy (random weights, the default) or safetensors")
+    parser.add_argument("--load-format", help="safetensors (default for a folder with weights), or dummy for random ones")
     parser.add_argument("--dtype", default="auto", help="auto (the model's), bfloat16, float16, float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workload", choices=WORKLOADS, help="default: W on a CPU, random requests on CUDA")
     parser.add_argument("--num-requests", type=int, help="serve random requests (default on CUDA: 256)")
     parser.add_argument("--input-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
     parser.add_argument("--output-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
+    parser.add_argument("--temperature", type=float, default=0.0, help="default 0, greedy; nano-vllm's bench.py has 0.6")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hf-batch-size", type=int, default=32, help="requests in a batch of hf (default: 32)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -74,8 +76,12 @@ def parse_args(scratch: Path) -> argparse.Namespace:
     }
     if args.engine == "hf" and args.options:
         parser.error(f"--{next(iter(args.options)).replace('_', '-')} is for nanovllm, not for --engine hf")
+    if args.engine == "hf" and args.temperature:
+        parser.error("--temperature is for nanovllm, not for --engine hf, which is greedy")
     args.extras = args.extras or not args.options.keys().isdisjoint(OPTIONS_OF_EXTRAS)
     args.model_name = Path(args.model or "qwen3-0.6b").name
+    has_weights = args.model is not None and any(Path(args.model).glob("*.safetensors"))
+    args.load_format = args.load_format or ("safetensors" if has_weights else "dummy")
     try:
         if args.model is None:
             args.model = scratch
@@ -107,7 +113,8 @@ def run_nanovllm(args: argparse.Namespace) -> dict[str, Any]:
     nanovllm = import_module("nanovllm_extras" if args.extras else "nanovllm")
     options = {"dtype": args.dtype, "device": args.device, "seed": args.seed, "load_format": args.load_format}
     llm = nanovllm.LLM(args.model, **options, **args.options | {"max_model_len": args.max_model_len})
-    params = [nanovllm.SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (4, *args.output_lens)]
+    fields = {"temperature": args.temperature, "ignore_eos": True}
+    params = [nanovllm.SamplingParams(max_tokens=n, **fields) for n in (4, *args.output_lens)]
     # Compile kernels first, on reversed prompts, so that the prefix cache has no prompt of the measured run.
     llm.generate([p[::-1] for p in args.prompts[: 2 if args.device == "cpu" else None]], params[0], use_tqdm=False)
     start = time.perf_counter()
@@ -147,6 +154,7 @@ def run_hf(args: argparse.Namespace) -> dict[str, Any]:
 def make_report(args: argparse.Namespace, elapsed_s: float, metrics: list[Any]) -> dict[str, Any]:
     num, num_in, num_out = len(args.prompts), sum(map(len, args.prompts)), sum(args.output_lens)
     report = {"engine": args.engine, "workload": args.workload, "model": args.model_name, "device": args.device,
+              "load_format": args.load_format, "temperature": args.temperature,
               "elapsed_s": round(elapsed_s, 3), "requests": num, "prompt_tokens": num_in, "output_tokens": num_out,
               "requests_per_second": round(num / elapsed_s, 3),
               "output_tokens_per_second": round(num_out / elapsed_s, 2),
