@@ -21,7 +21,7 @@ from nanovllm_extras.models.gemma4_layers import Gemma4DecoderLayer
 from tests.conftest import hf_greedy
 from tests.extras.kv_groups.test_grouped_layers import SWAP, GroupedCheckpoints
 from tests.extras.late_runner import LateRunner
-from tests.extras.models.hybrid_checkpoints import HybridCheckpoints, continue_greedily
+from tests.extras.models.hybrid_checkpoints import HybridCheckpoints, continue_all
 from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
 from tests.extras.recorded_operations import OperationRecorder
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids, run, tokens_of
@@ -112,7 +112,7 @@ def test_groups_of_layers_give_the_tokens_of_transformers(monkeypatch, tmp_path,
     assert engine.scheduler.block_manager.num_groups > 1
     prompts = [grouped.prompts()[i][:n] for i, n in ((4, 40), (1, 7), (5, 30))]
     outputs = serve(engine, [(prompt, greedy(14)) for prompt in prompts])
-    assert [outputs[str(i)] for i in range(3)] == [continue_greedily(model, prompt, 14)[0] for prompt in prompts]
+    assert [outputs[str(i)] for i in range(3)] == [tokens for tokens, _ in continue_all(model, prompts, 14)]
     assert recorder.num_replays > 3
     assert engine.get_stats().num_window_blocks > 0
     assert (engine.get_stats().num_swaps > 0) == ("swap_space_bytes" in options)

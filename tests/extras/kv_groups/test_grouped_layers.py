@@ -18,7 +18,7 @@ from nanovllm_extras.trace.recording import read_recording
 from nanovllm_extras.trace.replay import Replay
 from tests.extras.models.architectures import Checkpoints
 from tests.extras.models.gemma4_checkpoints import EXPERTS, FULL, K_IS_V, NOT_SHARED, WINDOW, make_gemma4
-from tests.extras.models.hybrid_checkpoints import continue_greedily, logprobs_of
+from tests.extras.models.hybrid_checkpoints import continue_all, continue_greedily, logprobs_of
 
 MODELS = {  # one group with a window; three, of which the last has one layer of two; and one
 # whose layers are computed by one call of C each
@@ -35,7 +35,7 @@ GEMMAS = {  # two layers with a window take as much as one that sees all; two th
     "gemma4_26b": {**HEADS, **EXPERTS, "num_key_value_heads": 4, "layer_types": [WINDOW, WINDOW, FULL]},
     "gemma4_odd": {**HEADS, "global_head_dim": 96, "layer_types": [WINDOW, WINDOW, FULL, WINDOW, FULL]},
 }
-MAX_TOKENS = 20
+MAX_TOKENS = 12
 LENS = (1, 7, 16, 33, 48, 61)
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}
@@ -62,7 +62,7 @@ class GroupedCheckpoints(Checkpoints):
 
     @functools.cache  # noqa: B019
     def greedy(self, name):
-        return [continue_greedily(self.of(name)[1], prompt, MAX_TOKENS) for prompt in self.prompts()]
+        return continue_all(self.of(name)[1], self.prompts(), MAX_TOKENS)
 
 
 def make_llm(folder, **options):

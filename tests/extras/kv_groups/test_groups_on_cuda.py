@@ -43,7 +43,7 @@ from tests.extras.cuda.test_host_waits import (  # kernels is a fixture
 )
 from tests.extras.kernels.test_flash_backend import flash_attn_3  # noqa: F401 (a fixture)
 from tests.extras.kv_groups.test_grouped_layers import MAX_TOKENS, SWAP
-from tests.extras.models.hybrid_checkpoints import continue_greedily
+from tests.extras.models.hybrid_checkpoints import continue_all
 from tests.extras.test_full_engine import greedy, run, tokens_of
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def requests_of(grouped, name, max_tokens=MAX_TOKENS):
     """A folder, a few prompts, and what follows each of them."""
     folder, model = grouped.of(name)
     prompts = [grouped.prompts()[i][:20] for i in (1, 2, 4)]
-    return folder, prompts, [continue_greedily(model, prompt, max_tokens)[0] for prompt in prompts]
+    return folder, prompts, [tokens for tokens, _ in continue_all(model, prompts, max_tokens)]
 
 
 # ---- what is sent

@@ -22,7 +22,7 @@ from tests.extras.kv_groups.test_grouped_layers import (
 )
 from tests.extras.kv_store.test_store_traffic import serve_twice
 from tests.extras.models.gemma4_checkpoints import FULL, WINDOW, make_gemma4
-from tests.extras.models.hybrid_checkpoints import continue_greedily
+from tests.extras.models.hybrid_checkpoints import continue_all
 from tests.extras.store_traffic import Loading, WithStore
 from tests.scheduling_traffic import SETTINGS
 
@@ -155,7 +155,7 @@ def test_blocks_of_another_layout_are_not_found(grouped, tmp_path):
         tmp_path / "model", num_hidden_layers=3, layer_types=[WINDOW, WINDOW, FULL], num_kv_shared_layers=0
     )
     prompts = grouped.prompts()[4:5]
-    expected = [continue_greedily(model, prompt, MAX_TOKENS) for prompt in prompts]
+    expected = continue_all(model, prompts, MAX_TOKENS)
     where = {"shared_storage_path": str(tmp_path / "store")}
     store = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": where}
     num_loaded = []

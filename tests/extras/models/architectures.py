@@ -12,6 +12,8 @@ import random
 import torch
 import transformers
 
+from tests.extras.models.hybrid_checkpoints import continue_all
+
 IS_4 = transformers.__version__.startswith("4.")
 
 SHAPE = {
@@ -361,14 +363,7 @@ class Checkpoints:
     def greedy(self, name, variant):
         """Return `transformers`' continuation of each prompt, without a cache: each token recomputes all others."""
         _, model = self.make(name, variant)
-        continued = []
-        for prompt in self.prompts(name, variant):
-            ids = list(prompt)
-            for _ in range(MAX_TOKENS):
-                with torch.no_grad():
-                    ids.append(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item())
-            continued.append(ids[len(prompt) :])
-        return continued
+        return [tokens for tokens, _ in continue_all(model, self.prompts(name, variant), MAX_TOKENS)]
 
     @functools.cache  # noqa: B019
     def logits(self, name, variant, dtype=torch.float32):

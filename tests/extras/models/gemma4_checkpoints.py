@@ -6,7 +6,7 @@ import random
 import torch
 import transformers
 
-from tests.extras.models.hybrid_checkpoints import LENS, continue_greedily
+from tests.extras.models.hybrid_checkpoints import LENS, continue_all
 
 WINDOW, FULL = "sliding_attention", "full_attention"
 GEMMA4 = {
@@ -108,4 +108,4 @@ class Gemma4Checkpoints:
     def greedy(self, variant="plain"):
         """For each prompt: its continuation, and the log-probability of each of its tokens."""
         _, model = self.make(variant)
-        return [continue_greedily(model, prompt) for prompt in self.prompts()]
+        return continue_all(model, self.prompts())

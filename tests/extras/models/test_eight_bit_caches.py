@@ -13,7 +13,7 @@ from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from tests.extras.models.architectures import Checkpoints
 from tests.extras.models.gemma4_checkpoints import Gemma4Checkpoints
-from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, continue_greedily, logprobs_of
+from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, continue_all, logprobs_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
 ONE_TABLE = {"disable_hybrid_kv_cache_manager": True}
@@ -93,7 +93,7 @@ def continuations(checkpoints, dtype):
     """For each prompt: tokens and log-probabilities with rounded K and V, and those of the same tokens without."""
     model = checkpoints.make()[1]
     with rounds(model, dtype):
-        rounded = [continue_greedily(model, prompt) for prompt in checkpoints.prompts()]
+        rounded = continue_all(model, checkpoints.prompts())
     pairs = zip(checkpoints.prompts(), rounded, strict=True)
     return rounded, [logprobs_of(model, prompt, token_ids) for prompt, (token_ids, _) in pairs]
 

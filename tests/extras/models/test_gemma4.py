@@ -27,7 +27,7 @@ from tests.extras.models.gemma4_checkpoints import (
     make_config,
     set_weights_that_matter,
 )
-from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, continue_greedily, logprobs_of
+from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, continue_all, continue_greedily, logprobs_of
 
 pytest.importorskip("transformers.models.gemma4")
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
@@ -100,7 +100,7 @@ def test_experts_give_the_tokens_of_transformers(gemmas):
     folder, model = gemmas.make("experts")
     prompts = gemmas.prompts()[2:5]
     llm = make_llm(folder, attention_backend="cpu", block_size=16, max_num_batched_tokens=64)
-    check_greedy(llm, prompts, [continue_greedily(model, prompt) for prompt in prompts])
+    check_greedy(llm, prompts, continue_all(model, prompts))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_drafts_change_no_token(gemmas):
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "disable_by_batch_size": 8}
     llm = make_llm(gemmas.make()[0], speculative_config=speculation, attention_backend="cpu", block_size=16)
     prompts = [prompt[:12] * 3 for prompt in gemmas.prompts()[2:4]]
-    check_greedy(llm, prompts, [continue_greedily(gemmas.make()[1], prompt) for prompt in prompts])
+    check_greedy(llm, prompts, continue_all(gemmas.make()[1], prompts))
     assert llm.get_stats().num_draft_tokens > 0
 
 
@@ -216,7 +216,7 @@ def test_the_text_of_a_checkpoint_with_vision_and_audio(tmp_path, gemmas):
     unused = {"model.language_model.layers.5.self_attn.k_proj.weight": torch.zeros(128, 64),
               "model.language_model.layers.4.self_attn.k_norm.weight": torch.zeros(32)}  # fmt: skip
     save_file({**weights, **unused}, tmp_path / "model.safetensors", {"format": "pt"})
-    expected = [continue_greedily(model, prompt) for prompt in gemmas.prompts()[:3]]
+    expected = continue_all(model, gemmas.prompts()[:3])
     check_greedy(make_llm(tmp_path), gemmas.prompts()[:3], expected)
 
 

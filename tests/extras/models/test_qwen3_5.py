@@ -25,6 +25,7 @@ from tests.extras.models.hybrid_checkpoints import (
     QWEN35,
     VARIANTS,
     HybridCheckpoints,
+    continue_all,
     continue_greedily,
     logprobs_of,
     make_config,
@@ -304,7 +305,7 @@ def test_the_text_of_a_checkpoint_with_vision_and_mtp(tmp_path, hybrids):
     assert any(name.startswith("model.visual.") for name in weights)
     assert any(name.startswith("model.language_model.layers.") for name in weights)
     save_file({**weights, "mtp.fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
-    expected = [continue_greedily(model, prompt) for prompt in hybrids.prompts()[:3]]
+    expected = continue_all(model, hybrids.prompts()[:3])
     check_greedy(make_llm(tmp_path), hybrids.prompts()[:3], expected)
 
 

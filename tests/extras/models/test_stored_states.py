@@ -41,7 +41,7 @@ def hybrids(tmp_path_factory):
 @functools.cache
 def greedy(hybrids, i, variant="plain"):
     """Return the continuation of prompt `i` by `transformers`, and its log-probabilities."""
-    return continue_greedily(hybrids.make(variant)[1], hybrids.prompts()[i])
+    return hybrids.greedy(variant)[i]
 
 
 def in_folder(folder, **fields):
