@@ -21,8 +21,8 @@ def grouped(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def heads(tmp_path_factory):
+def heads(all_hybrids, tmp_path_factory):
     """Models with a head for multi-token prediction, which is trained on their answers."""
     from tests.extras.speculation.test_mtp import Heads
 
-    return Heads(tmp_path_factory.mktemp("mtp"))
+    return Heads(tmp_path_factory.mktemp("mtp"), hybrids=all_hybrids["Qwen3_5"])

@@ -13,7 +13,7 @@ from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
 from tests.extras.models.architectures import Checkpoints
 from tests.extras.models.gemma4_checkpoints import Gemma4Checkpoints
-from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, continue_all, logprobs_of
+from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, continue_all, logprobs_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
 ONE_TABLE = {"disable_hybrid_kv_cache_manager": True}
@@ -60,10 +60,11 @@ class OfLatents:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    roots = [tmp_path_factory.mktemp(name) for name in ("qwen", "lfm", "gemma", "deepseek")]
-    qwen, lfm = HybridCheckpoints(roots[0]), HybridCheckpoints(roots[1], "Lfm2")
-    return {"qwen3_5": qwen, "lfm2": lfm, "gemma4": Gemma4Checkpoints(roots[2]), "deepseek_v3": OfLatents(roots[3])}
+def checkpoints(all_hybrids, tmp_path_factory):
+    roots = [tmp_path_factory.mktemp(name) for name in ("gemma", "deepseek")]
+    of_gemma, of_latents = Gemma4Checkpoints(roots[0]), OfLatents(roots[1])
+    hybrids = {"qwen3_5": all_hybrids["Qwen3_5"], "lfm2": all_hybrids["Lfm2"]}
+    return {**hybrids, "gemma4": of_gemma, "deepseek_v3": of_latents}
 
 
 @contextlib.contextmanager

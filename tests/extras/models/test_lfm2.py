@@ -13,7 +13,6 @@ from nanovllm_extras.models.architectures import find_architecture
 from nanovllm_extras.models.lfm2 import Lfm2ConvLayer
 from tests.extras.models.hybrid_checkpoints import (
     LFM2,
-    HybridCheckpoints,
     make_config,
 )
 from tests.extras.models.test_qwen3_5 import check_greedy, make_llm
@@ -22,8 +21,8 @@ pytest.importorskip("transformers.models.lfm2")
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory):
-    return HybridCheckpoints(tmp_path_factory.mktemp("hybrids"), "Lfm2")
+def hybrids(all_hybrids):
+    return all_hybrids["Lfm2"]
 
 
 def test_the_state_is_that_of_the_convolutions_only(hybrids):

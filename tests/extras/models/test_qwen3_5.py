@@ -24,7 +24,6 @@ from tests.extras.models.hybrid_checkpoints import (
     MAX_TOKENS,
     QWEN35,
     VARIANTS,
-    HybridCheckpoints,
     continue_all,
     continue_greedily,
     logprobs_of,
@@ -48,12 +47,6 @@ def cases():
         if rest[0] == "torch" or rest[2] == 16:
             case = (kind, *rest)
             yield pytest.param(*case, marks=[] if case in DEFAULT_CASES else [pytest.mark.slow])
-
-
-@pytest.fixture(scope="module")
-def all_hybrids(tmp_path_factory):
-    """By the name of the kind in `transformers`."""
-    return {kind: HybridCheckpoints(tmp_path_factory.mktemp(kind), kind) for kind in ("Qwen3_5", "Lfm2", "Qwen3_5Moe")}
 
 
 @pytest.fixture(scope="module")

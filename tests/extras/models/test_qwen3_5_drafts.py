@@ -19,7 +19,6 @@ from nanovllm_extras import LLM, Config, SamplingParams
 from tests.extras.failing_request import FailingError, isolating_engine, serve_beside_a_failing_one
 from tests.extras.models.hybrid_checkpoints import (
     QWEN35,
-    HybridCheckpoints,
     continue_greedily,
     make_config,
     set_weights_that_matter,
@@ -46,8 +45,8 @@ class Knowing:
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory):
-    return HybridCheckpoints(tmp_path_factory.mktemp("hybrids"))
+def hybrids(all_hybrids):
+    return all_hybrids["Qwen3_5"]
 
 
 def drafting(method, most=4):

@@ -11,15 +11,15 @@ from safetensors.torch import save_file
 
 from nanovllm_extras.kernels.cpu.experts import CpuExperts
 from nanovllm_extras.models.architectures import find_architecture
-from tests.extras.models.hybrid_checkpoints import EXPERTS, QWEN35, HybridCheckpoints, make_config
+from tests.extras.models.hybrid_checkpoints import EXPERTS, QWEN35, make_config
 from tests.extras.models.test_qwen3_5 import check_greedy, make_llm
 
 pytest.importorskip("transformers.models.qwen3_5_moe")
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory):
-    return HybridCheckpoints(tmp_path_factory.mktemp("hybrids"), "Qwen3_5Moe")
+def hybrids(all_hybrids):
+    return all_hybrids["Qwen3_5Moe"]
 
 
 def test_experts_may_be_stored_one_by_one_or_together(hybrids, tmp_path):

@@ -15,19 +15,13 @@ from nanovllm_extras.kernels.cpu.cpu_gated_delta import CpuGatedDeltaNet
 from nanovllm_extras.kernels.cpu.cpu_quantised import CpuQuantisedFusedLinear
 from nanovllm_extras.weights.quantised_linear import QuantisedFusedLinear, quantise_weight, round_rows, spread
 from tests.extras.kernels.processors import need_a_compiler
-from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, continue_greedily
+from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, continue_greedily
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, logprobs, make_llm
 
 pytest.importorskip("transformers.models.qwen3_5_moe")
 GROUP_SIZE = 32  # so that most layers have several groups
 CASES = [("int8", "cpu", 13)]  # (method, backend, budget)
 SLOW_CASES = [("int8", "torch", 64), ("int4", "cpu", 7), ("int4", "torch", 13)]
-
-
-@pytest.fixture(scope="module")
-def all_hybrids(tmp_path_factory):
-    kinds = ("Qwen3_5", "Qwen3_5Moe")
-    return {kind: HybridCheckpoints(tmp_path_factory.mktemp(kind), kind) for kind in kinds}
 
 
 def quantised(model, bits):

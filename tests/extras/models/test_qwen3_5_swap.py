@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm_extras import SamplingParams
-from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints
+from tests.extras.models.hybrid_checkpoints import MAX_TOKENS
 from tests.extras.models.test_qwen3_5 import TINY_POOLS, check_all_free, check_greedy, check_samples, make_llm
 
 pytest.importorskip("transformers.models.qwen3_5")
@@ -14,8 +14,8 @@ SLOW_CASES = [("torch", 64, 1), ("torch", 7, 16), ("cpu", 13, 16)]
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory):
-    return HybridCheckpoints(tmp_path_factory.mktemp("hybrids"))
+def hybrids(all_hybrids):
+    return all_hybrids["Qwen3_5"]
 
 
 def check_host_memory_is_free(llm):

@@ -26,7 +26,7 @@ from tests.extras.failing_request import isolating_engine
 from tests.extras.models.hybrid_checkpoints import MAX_TOKENS, HybridCheckpoints, continue_greedily, logprobs_of
 from tests.extras.models.test_qwen3_5 import GREEDY, check_all_free, check_greedy, logprobs, make_llm
 from tests.extras.models.test_qwen3_5_drafts import Knowing, drafting, texts_of
-from tests.extras.speculation.test_mtp import Heads, check_draws, predicting, record_draws
+from tests.extras.speculation.test_mtp import check_draws, predicting, record_draws
 
 pytest.importorskip("transformers.models.qwen3_5")
 MEMORY = {"kv_offloading_size": 0.01}
@@ -34,8 +34,8 @@ SMALL = {"num_kv_blocks": 19}  # the longest prompt fits, and not two of them
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory):
-    return HybridCheckpoints(tmp_path_factory.mktemp("hybrids"))
+def hybrids(all_hybrids):
+    return all_hybrids["Qwen3_5"]
 
 
 @functools.cache
@@ -164,9 +164,8 @@ def test_a_conversation_with_drafts_finds_its_earlier_turns_in_the_store(hybrids
 
 
 @pytest.mark.slow
-def test_a_loaded_snapshot_has_the_hidden_state_for_the_head(tmp_path):
+def test_a_loaded_snapshot_has_the_hidden_state_for_the_head(heads):
     """The head drafts as the reference does after K, V and state of its own were loaded."""
-    heads = Heads(tmp_path)
     folder, model, head = heads.make()
     llm = make_llm(folder, **SMALL, **MEMORY, **OVERLAP, speculative_config=predicting())
     draws = record_draws(llm.engine)
@@ -176,9 +175,8 @@ def test_a_loaded_snapshot_has_the_hidden_state_for_the_head(tmp_path):
     check_all_free(llm)
 
 
-def test_engines_with_and_without_a_head_share_no_snapshots(tmp_path):
-    tier, heads = MemoryTier(1 << 22), Heads(tmp_path)
-    folder = heads.make(is_trained=False)[0]
+def test_engines_with_and_without_a_head_share_no_snapshots(heads):
+    tier, folder = MemoryTier(1 << 22), heads.make(is_trained=False)[0]
     for config in (None, predicting(), None):
         llm = make_llm(folder, kv_transfer_config={"kv_connector": tier}, speculative_config=config, **SMALL)
         stats = serve_each(llm, heads.hybrids, order=(2,))

@@ -202,9 +202,9 @@ def test_experts_of_one_tensor(models, tmp_path, kind, variant, with_halves):
     assert len(greedy_of(llm, models.prompts(kind)[:3])) == 3
 
 
-def test_what_is_not_computed_is_passed_over(models, tmp_path):
+def test_what_is_not_computed_is_passed_over(models, heads, tmp_path):
     """A layer that predicts more tokens, behind the others, and the K and V of layers that share those of others."""
-    of, model, _ = Heads(tmp_path).make(is_trained=False)
+    of, model, _ = heads.make(is_trained=False)
     Writer(tmp_path / "model", of, "Qwen3_5", "F32")
     check_tokens(read(tmp_path / "model"), model, models.prompts("Qwen3_5")[1:2], is_rounded=False)
     of, model = models.make("Gemma4")

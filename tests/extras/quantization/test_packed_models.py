@@ -28,7 +28,7 @@ from tests.extras.quantization.packed_models import (
     with_weights,
     write_packed,
 )
-from tests.extras.speculation.test_mtp import Heads, check_draws, predicting, record_draws
+from tests.extras.speculation.test_mtp import check_draws, predicting, record_draws
 
 pytest.importorskip("transformers.models.gemma4")
 KINDS = ("Qwen3_5", "Lfm2", "Gemma4")
@@ -169,9 +169,8 @@ def is_inside(path):
 
 
 @pytest.mark.parametrize("form", ["fp8", pytest.param("gptq", marks=pytest.mark.slow)])
-def test_the_head_for_drafts_is_quantised_too(tmp_path, form):
+def test_the_head_for_drafts_is_quantised_too(heads, tmp_path, form):
     """In fp8 the drafts are those of the reference with these weights. In 4 bits, all weights mean what they should."""
-    heads = Heads(tmp_path)
     of, model, head = heads.make(is_trained=False)
     meanings = write_packed(tmp_path / "model", of, form)
     llm = make_llm(tmp_path / "model", speculative_config=predicting())

@@ -20,8 +20,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory):
-    return HybridCheckpoints(tmp_path_factory.mktemp("hybrids"))
+def hybrids(all_hybrids):
+    return all_hybrids["Qwen3_5"]
 
 
 def kernels_of(llm):

@@ -70,11 +70,11 @@ def reference(model, head, tokens, drafts):
 class Heads:
     """Checkpoints of `HybridCheckpoints` with a head."""
 
-    def __init__(self, root, kind="Qwen3_5"):
+    def __init__(self, root, kind="Qwen3_5", hybrids=None):
         self._root, self._kind = root / "heads", kind
         (root / "hybrids").mkdir()
         self._root.mkdir()
-        self.hybrids = HybridCheckpoints(root / "hybrids", kind)
+        self.hybrids = hybrids or HybridCheckpoints(root / "hybrids", kind)
 
     def make(self, is_trained=True, variant="plain"):
         """(folder, transformers model, reference of the head)"""
@@ -101,15 +101,15 @@ class Heads:
         texts = [[*prompt, *ids] for prompt, (ids, _) in zip(self.hybrids.prompts(), self.hybrids.greedy(variant),
                                                              strict=True)]  # fmt: skip
         examples = [(pairs_of(model, text), torch.tensor(text[2:])) for text in texts]
-        optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
-        for _ in range(40):
+        model.requires_grad_(False)
+        optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
+        for _ in range(12):
             for pairs, targets in examples:
                 hidden = head(pairs, model.model.rotary_emb)[:-1]
                 loss = F.cross_entropy(model.lm_head(hidden)[-8:], targets[-8:])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        model.zero_grad()
 
 
 def predicting(most=3):
