@@ -44,7 +44,8 @@ def right(tmp_path_factory, compiled_before):  # noqa: F811
         started.append(weakref.ref(engine))
         return engine
 
-    with pytest.MonkeyPatch.context() as patch, fresh_cache_in(tmp_path_factory.mktemp("cache"), patch) as folder:
+    fresh = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch, fresh_cache_in(fresh, patch, compiled_before) as folder:
         patch.setattr(way_report, "LLMEngine", start)
         patch.setattr(way_report, "SECONDS", 0.05)
         patch.setattr(machine_report, "NUM_BYTES", 1 << 22)

@@ -39,24 +39,24 @@ from tools.count_engine import find_imports, read_files
 
 PROMPT = "What is a block table?"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-COMPILED = library.cache_folder()
-"""The libraries of other tests, which need not be compiled again."""
 
 
 @pytest.fixture(scope="module")
-def compiled_before():
-    for dtype in library.DTYPES:
-        library.load_library(dtype)
+def compiled_before(little_to_search):
+    """The usual libraries, which need not be compiled again, and that they have been loaded once."""
+    paths = [Path(library.load_library(dtype)._name) for dtype in library.DTYPES]
+    files = [*paths, *(path.with_name(f"loaded-{path.stem}") for path in paths)]
+    return [file for file in files if file.exists()]
 
 
 @contextmanager
-def fresh_cache_in(folder, monkeypatch):
+def fresh_cache_in(folder, monkeypatch, compiled_before):
     """The self-check is on, no result is stored, and the usual libraries are compiled already."""
     monkeypatch.setenv("NANOVLLM_SELF_CHECK", "on")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     (folder / "nanovllm").mkdir(mode=0o700)
-    for compiled in COMPILED.glob("*.so"):
-        shutil.copy(compiled, folder / "nanovllm")
+    for file in compiled_before:
+        shutil.copy(file, folder / "nanovllm")
     library.load_library.cache_clear()
     yield folder / "nanovllm"
     library.load_library.cache_clear()
@@ -64,7 +64,7 @@ def fresh_cache_in(folder, monkeypatch):
 
 @pytest.fixture
 def fresh_cache(monkeypatch, tmp_path, compiled_before):
-    with fresh_cache_in(tmp_path, monkeypatch) as folder:
+    with fresh_cache_in(tmp_path, monkeypatch, compiled_before) as folder:
         yield folder
 
 
