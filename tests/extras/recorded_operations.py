@@ -27,6 +27,7 @@ class OperationLog(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.operations = []
+        self._made = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for a number"
@@ -44,11 +45,15 @@ class OperationLog(TorchDispatchMode):
 
     def poison(self, kept):
         """NaN in all that the operations made, but for `kept`."""
-        given, kept = self.find_given(), {memory_of(tensor) for tensor in tree_leaves(kept)}
-        for *_, recorded in self.operations:
-            for tensor in tree_leaves(recorded):
-                if tensor.is_floating_point() and memory_of(tensor) not in given | kept:
-                    tensor.fill_(math.nan)
+        if self._made is None:  # the operations and their memory stay
+            given = self.find_given()
+            tensors = [tensor for *_, recorded in self.operations for tensor in tree_leaves(recorded)]
+            numbers = [(memory_of(tensor), tensor) for tensor in tensors if tensor.is_floating_point()]
+            self._made = [(memory, tensor) for memory, tensor in numbers if memory not in given]
+        kept = {memory_of(tensor) for tensor in tree_leaves(kept)}
+        for memory, tensor in self._made:
+            if memory not in kept:
+                tensor.fill_(math.nan)
 
     def find_given(self):
         """Memory that the operations found: weights, inputs, the cache."""

@@ -92,7 +92,7 @@ def test_objects_are_closed_strict_or_not(client, strict):
 
 
 def test_a_json_object_and_plain_text(client):
-    for choice in ask(client, response_format={"type": "json_object"}, n=3, seed=2):
+    for choice in ask(client, response_format={"type": "json_object"}, n=3, seed=2, max_tokens=100):
         assert choice["finish_reason"] in ("stop", "length")
         if choice["finish_reason"] == "stop":
             assert isinstance(json.loads(choice["message"]["content"]), dict)
@@ -177,7 +177,7 @@ def check_calls(message, allowed):
 
 
 def test_required_calls(client):
-    choices = ask(client, tools=[WEATHER, ADD], tool_choice="required", n=8, seed=1)
+    choices = ask(client, tools=[WEATHER, ADD], tool_choice="required", n=8, seed=1, max_tokens=300)
     calls = [
         check_calls(choice["message"], {"get_weather", "add"})
         for choice in choices
@@ -237,7 +237,7 @@ def test_allowed_tools(client, llm, monkeypatch):
 def test_calls_or_the_format(client):
     """With tools and a response_format the answer is either; random weights reach both."""
     kinds = set()
-    for choice in ask(client, tools=[ADD], response_format=FORMAT, n=16, seed=1, temperature=50, max_tokens=300):
+    for choice in ask(client, tools=[ADD], response_format=FORMAT, n=16, seed=1, temperature=50, max_tokens=150):
         if choice["finish_reason"] == "tool_calls":
             check_calls(choice["message"], {"add"})
         elif choice["finish_reason"] == "stop":
@@ -273,7 +273,7 @@ def test_thoughts_calls_and_content(client, stream):
     assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"a": 1}] * 2
     assert len({call["id"] for call in message["tool_calls"]}) == 2
     assert choice["finish_reason"] == "tool_calls"
-    one = scripted(client, text, stream, tools=[ADD], parallel_tool_calls=False)
+    one = scripted(client, CALL + "\n" + CALL, stream, tools=[ADD], parallel_tool_calls=False)
     assert len(one["message"]["tool_calls"]) == 1
 
 
