@@ -9,8 +9,6 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +25,8 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # a second, which a chat by HTTP does not need
+
         self._tokenizer = tokenizer
         self._added = getattr(tokenizer, "added_tokens_decoder", {})  # id -> AddedToken, whose text is its content
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
