@@ -58,11 +58,11 @@ def test_ranks_give_the_tokens_of_one(all_hybrids, request, kind, variant, size,
     hybrids = all_hybrids[kind]
     folder, prompts = hybrids.make(variant)[0], hybrids.prompts()
     one = make_llm(folder, **options)
-    expected, samples = greedy_of(one, prompts), samples_of(one, prompts[:4])
+    expected, samples = greedy_of(one, prompts), samples_of(one, prompts[:2])
     with make_llm(folder, tensor_parallel_size=size, **options) as llm:
         check_greedy(llm, prompts, expected)
         check_greedy(llm, prompts[::-1], expected[::-1])
-        assert samples_of(llm, prompts[:4]) == samples
+        assert samples_of(llm, prompts[:2]) == samples
         check_all_free(llm)
         stats, runner = llm.get_stats(), llm.engine.runner
         num_fast = sum(isinstance(module, CpuGatedDeltaNet) for module in runner.model.modules())
