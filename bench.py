@@ -56,14 +56,18 @@ def parse_args(scratch: Path) -> argparse.Namespace:
     parser.add_argument("--engine", choices=["nanovllm", "hf"], default="nanovllm")
     parser.add_argument("--extras", action="store_true", help="use the engine of nanovllm_extras, not of nanovllm")
     parser.add_argument("--model", help="folder or hub id (default: the shape of Qwen3-0.6B)")
-    parser.add_argument("--load-format", help="safetensors (default for a folder with weights), or dummy for random ones")
+    parser.add_argument(
+        "--load-format", help="safetensors (default for a folder with weights), or dummy for random ones"
+    )
     parser.add_argument("--dtype", default="auto", help="auto (the model's), bfloat16, float16, float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workload", choices=WORKLOADS, help="default: W on a CPU, random requests on CUDA")
     parser.add_argument("--num-requests", type=int, help="serve random requests (default on CUDA: 256)")
     parser.add_argument("--input-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
     parser.add_argument("--output-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
-    parser.add_argument("--temperature", type=float, default=0.0, help="default 0, greedy; nano-vllm's bench.py has 0.6")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="default 0, greedy; nano-vllm's bench.py has 0.6"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hf-batch-size", type=int, default=32, help="requests in a batch of hf (default: 32)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

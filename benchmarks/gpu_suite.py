@@ -1,6 +1,7 @@
 """Run the tests, benchmarks and profiles of this engine on a GPU with one command.
 
     python -m benchmarks.gpu_suite
+    python -m benchmarks.gpu_suite --first --carried FOLDER # a first run on a card: what nobody knows yet first
     python -m benchmarks.gpu_suite --only offline profile   # groups of jobs, or single jobs
     python -m benchmarks.gpu_suite --again tests            # jobs that have a result; without a name all
     python -m benchmarks.gpu_suite --device cpu --rehearse --output-dir /tmp/x   # all of the code, without a GPU
@@ -30,8 +31,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.jobs import Job, gpu_jobs, rehearsal_jobs
-from benchmarks.gpu.report import best_offline, markdown
+from benchmarks.gpu.jobs import Job, first_jobs, gpu_jobs, rehearsal_jobs, rehearse_first
+from benchmarks.gpu.report import advice, best_offline, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -54,14 +55,22 @@ def main() -> None:
     results = begin(
         path, {"gpu": device, "date": today, "code": f"{commit} {digest_of_engine()}"}, args.rehearse, commit
     )
-    jobs = rehearsal_jobs() if args.rehearse else gpu_jobs()
+    wheels = sorted(args.carried.glob("flash_attn*.whl")) if args.carried else []
+    site = Path(tempfile.gettempdir(), f"nanovllm-{wheels[-1].stem}") if wheels else None  # what this run installs
+    if args.first:
+        jobs = (rehearse_first if args.rehearse else first_jobs)(args.carried, site)
+    else:
+        jobs = rehearsal_jobs() if args.rehearse else gpu_jobs()
     check_names([*args.only, *(args.again or [])], jobs)
-    Suite(path, args.output_dir or IMAGES, results, args.budget_s).run(choose(jobs, results, args.only, args.again))
+    suite = Suite(path, args.output_dir or IMAGES, results, args.budget_s, site)
+    suite.run(choose(jobs, results, args.only, args.again))
     finish(results, path, jobs)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Test, measure and profile this engine on a GPU.")
+    parser.add_argument("--first", action="store_true", help="what nobody knows yet first, in about seven minutes")
+    parser.add_argument("--carried", type=Path, help="folder with a wheel of flash-attn and more (docs/gpu.md)")
     parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="groups of jobs, or single jobs")
     parser.add_argument("--again", nargs="*", metavar="STAGE", help="repeat jobs that are done; without names all jobs")
     parser.add_argument("--budget-s", type=float, default=560, help="skip jobs that have not begun by then (560)")
@@ -146,8 +155,8 @@ def digest_of_engine() -> str:
 class Suite:
     """Runs jobs one after another, and writes the results after each."""
 
-    def __init__(self, path: Path, images: Path, results: Results, budget_s: float) -> None:
-        self.path, self.images, self.results = path, images, results
+    def __init__(self, path: Path, images: Path, results: Results, budget_s: float, site: Path | None = None) -> None:
+        self.path, self.images, self.results, self.site = path, images, results, site
         self.started_at, self.budget_s = time.monotonic(), budget_s
 
     @property
@@ -170,7 +179,7 @@ class Suite:
             out = Path(folder) / "figures.json"
             limit_s = min(job.limit_s, self.left_s)
             log = Path(folder) / "log"
-            entry = run_process(self.fill_in(job.command, out), limit_s, log)
+            entry = run_process(self.fill_in(job.command, out), limit_s, log, self.site)
             if "{out}" not in job.command:
                 out.write_bytes(log.read_bytes().strip().rpartition(b"\n")[2])
             with contextlib.suppress(OSError, ValueError):  # it wrote nothing, or was stopped while it wrote
@@ -208,10 +217,15 @@ class Suite:
         self.path.with_suffix(".md").write_text(table, encoding="utf-8")
 
 
-def run_process(command: list[str], limit_s: float, log: Path) -> dict[str, Any]:
-    """Run Python with a time limit. Return the status, the seconds and, if it failed, the end of its output."""
+def run_process(command: list[str], limit_s: float, log: Path, site: Path | None = None) -> dict[str, Any]:
+    """Run Python with a time limit. Return the status, the seconds and, if it failed, the end of its output.
+
+    site: a folder of packages that is searched before the others, if it exists
+    """
     start = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    if site is not None and site.exists():
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, *command],
@@ -249,6 +263,8 @@ def finish(results: Results, path: Path, jobs: list[Job]) -> None:
         print(f"{status}: {', '.join(names)}")
     if results["offline"]:
         print(json.dumps(results["offline"]))
+    for line in advice(results, [job.name for job in jobs]):
+        print(line)
     sys.exit(1 if by_status.keys() & {"failed", "timeout"} else 0)
 
 

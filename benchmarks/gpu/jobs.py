@@ -55,11 +55,7 @@ def gpu_jobs() -> list[Job]:
     return [
         Job("machine", ["-m", "benchmarks.gpu.machine", "--output", "{out}"], 60),
         *offline_jobs(),
-        Job(
-            "profile",
-            ["-m", "benchmarks.gpu.profile", "--attention-backend", "triton", "--output", "{out}", "--trace", "{stem}"],
-            100,
-        ),
+        profile_job(),
         *[latency_job(backend, []) for backend in ("triton", "flash_attn")],
         picture_job(),
         *test_jobs(),
@@ -71,6 +67,63 @@ def gpu_jobs() -> list[Job]:
         sampling_job(["--num-rows", "256", "--device", "cuda"]),
         sweep_job(),
     ]
+
+
+def first_jobs(carried: Path | None, site: Path | None) -> list[Job]:
+    """Return the jobs of a first run on a GPU, what nobody knows yet first: about 430 seconds on an H100.
+
+    carried: the folder of what the machine lacks, or None; site: the folder into which a wheel of flash-attn that is
+    there is installed, or None
+    """
+    first = ["-m", "benchmarks.gpu.first"]
+    files = [] if carried is None else ["--carried", str(carried)]
+    if site is not None:
+        files += ["--site", str(site)]
+    no_library = None if site is not None else missing("flash_attn")
+    has_peer = carried is not None and any(carried.glob("peers/*.tar.gz"))
+    no_peer = None if has_peer else "no peers/*.tar.gz was carried"
+    bench = ["bench.py", "--json", "{out}", "--device", "cuda", "--temperature", "0.6"]
+    triton = [*bench, "--extras", "--attention-backend", "triton", "--block-size", "16"]
+    return [
+        Job("first/library", [*first, "library", *files, "--output", "{out}"], 90, no_library),
+        Job("first/text", [*first, "text", "--output", "{out}"], 60),
+        Job("first/core-graphs", bench, 75),
+        Job("first/core-eager", [*bench, "--enforce-eager"], 90),
+        Job("first/nano-vllm", [*first, "peer", *files, "--output", "{out}"], 100, no_peer),
+        Job("first/extras-flash_attn", [*bench, "--extras", "--attention-backend", "flash_attn"], 60, no_library),
+        Job("first/extras-triton", triton, 75),
+        Job("first/extras-fp8", [*triton, "--kv-cache-dtype", "fp8"], 75),
+        Job("first/check", [*first, "check", "--output", "{out}"], 60),
+        Job("machine", ["-m", "benchmarks.gpu.machine", "--output", "{out}"], 60),
+        profile_job(),
+        *offline_jobs(),
+        test_jobs()[0],
+    ]
+
+
+def rehearse_first(carried: Path | None, site: Path | None) -> list[Job]:
+    """Return the same jobs for a CPU, with the bundled model and little work. They test the suite."""
+    work = ["--device", "cpu", "--model", TINY_MODEL, "--num-requests", "4", "--input-len", "4", "12"]
+    work += ["--output-len", "4", "8", "--max-model-len", "64", "--num-kv-blocks", "64"]
+    jobs = []
+    for job in first_jobs(carried, site)[: -len(offline_jobs()) - 3]:
+        command = [
+            "cpu" if word == "cuda" else "torch" if word in ("triton", "flash_attn") else word for word in job.command
+        ]
+        skip = "the fp8 cache needs a CUDA device" if "fp8" in command else job.skip
+        if "bench.py" in command:
+            command += work[2:]
+        elif "peer" in command:
+            command += ["--", *work]
+        elif "text" in command:
+            command += ["--device", "cpu"]
+        jobs.append(Job(job.name, command, job.limit_s, skip))
+    return [*jobs, *[job for job in rehearsal_jobs() if job.name in ("machine", "profile")]]
+
+
+def profile_job() -> Job:
+    options = ["--attention-backend", "triton", "--output", "{out}", "--trace", "{stem}"]
+    return Job("profile", ["-m", "benchmarks.gpu.profile", *options], 100)
 
 
 def test_jobs() -> list[Job]:

@@ -22,6 +22,13 @@ LABELS = {
 }
 NOT_BF16 = ("fp8", "transformers")  # these are no candidates for the best configuration
 Results = dict[str, Any]
+# (job, other job, least ratio of their tokens per second, what is wrong if it is lower)
+HOPES = (
+    ("first/core-graphs", "first/core-eager", 1.3, "Launches take time although graphs replay them: see the profile"),
+    ("first/core-graphs", "first/nano-vllm", 1.0, "Count launches and idle time in the profile of a decode step"),
+    ("first/extras-triton", "first/nano-vllm", 1.3, "Attention must read K and V at 2.9 TB/s: see the job kernels"),
+    ("first/extras-fp8", "first/extras-triton", 1.0, "Half of the bytes of K and V take longer: see the job kernels"),
+)
 
 
 def main() -> None:
@@ -63,6 +70,22 @@ def best_offline(results: Results) -> dict[str, Any] | None:
     name = max(rows, key=lambda name: rows[name]["output_tokens_per_second"])
     kept = ("output_tokens_per_second", "roofline_fraction", "elapsed_s", "workload", "dtype", "engine_description")
     return {"configuration": name, **{key: rows[name].get(key) for key in kept}}
+
+
+def advice(results: Results, names: list[str]) -> list[str]:
+    """Return what to do next: about jobs that failed, in the order of `names`, then about speeds that are too low."""
+    lines = []
+    for name in names:
+        job = results["jobs"].get(name, {})
+        if job.get("status") in ("failed", "timeout"):
+            said = (job.get("tail") or "").strip().splitlines() or ["nothing was printed"]
+            lines.append(f"fix {name}: {said[-1][:300]}")
+    for faster, slower, least, meaning in HOPES:
+        pair = [(figures(results, name) or {}).get("output_tokens_per_second") for name in (faster, slower)]
+        if all(pair) and pair[0] < least * pair[1]:
+            ratio = f"{pair[0] / pair[1]:.2f} times {slower}, hoped for {least}"
+            lines.append(f"look at {faster}: {ratio}. {meaning}")
+    return [f"{i}. {line}" for i, line in enumerate(lines, 1)] or ["nothing to fix: all that ran is as hoped"]
 
 
 # ---- Markdown

@@ -3,7 +3,9 @@
 import itertools
 import json
 import sys
+import tarfile
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from benchmarks.common import random_workload
 from benchmarks.gpu import jobs as gpu_jobs_module
 from benchmarks.gpu.jobs import Job, gpu_jobs, rehearsal_jobs
 from benchmarks.gpu.profile import Event, busy_by_kind, describe, kind_of
-from benchmarks.gpu.report import best_offline, markdown
+from benchmarks.gpu.report import advice, best_offline, markdown
 from benchmarks.offline import parse_args as parse_offline_args
 from benchmarks.roofline import Rates
 
@@ -335,3 +337,94 @@ def test_a_rehearsal_again_runs_nothing(rehearsal):
     assert entry["seconds"] < 10
     after = json.loads(path.read_text())
     assert after == before
+
+
+# ---- a first run
+
+WITHOUT = ("docstring_parser", "fastapi", "llguidance", "openai", "prompt_toolkit", "pydantic", "uvicorn")
+BLOCK = f"""
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {WITHOUT}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Block())
+"""
+PEER = """
+import argparse, json, nanovllm
+parser = argparse.ArgumentParser()
+for name in ("workloads", "tokenizer", "json"):
+    parser.add_argument("--" + name)
+args = parser.parse_args()
+work = json.load(open(args.workloads))["offline"]
+assert len(work["prompt_lens"]) == len(work["output_lens"]) == 4
+json.dump({"of": nanovllm.NAME, "output_tokens_per_second": [2.0, 3.0]}, open(args.json, "w"))
+"""
+
+
+def carry(folder, check='print("all checks passed")', peer=PEER):
+    """What docs/gpu.md lists, as stand-ins: a wheel, its check, a peer."""
+    info = "flash_attn-0.dist-info"
+    with zipfile.ZipFile(folder / "flash_attn-0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("flash_attn/__init__.py", "__version__ = '0'")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: flash_attn\nVersion: 0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    (folder / "fa2_check.py").write_text("import flash_attn; assert flash_attn.__version__ == '0'\n" + check)
+    (folder / "peers" / "nanovllm").mkdir(parents=True)
+    (folder / "peers" / "nanovllm" / "__init__.py").write_text("NAME = 'the peer'")
+    with tarfile.open(folder / "peers" / "peer.tar.gz", "w:gz") as archive:
+        archive.add(folder / "peers" / "nanovllm", "nanovllm")
+    (folder / "peers" / "peer_bench.py").write_text(peer)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_first_run_on_a_machine_that_lacks_what_the_card_lacks(tmp_path, monkeypatch):
+    carried, out, path = (tmp_path / name for name in ("carried", "out", "path"))
+    carried.mkdir(), path.mkdir()
+    (path / "sitecustomize.py").write_text(BLOCK)
+    monkeypatch.setenv("PYTHONPATH", str(path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where the wheel is installed
+    command = ["-m", "benchmarks.gpu_suite", "--first", "--carried", str(carry(carried)), "--device", "cpu"]
+    entry = gpu_suite.run_process([*command, "--rehearse", "--output-dir", str(out)], 300, tmp_path / "log")
+    said = (tmp_path / "log").read_text()
+    assert entry["status"] == "ok", said
+    (file,) = out.glob("*.json")
+    results = json.loads(file.read_text())
+    statuses = {name: job["status"] for name, job in results["jobs"].items()}
+    assert [name for name, status in statuses.items() if status == "skipped"] == ["first/extras-fp8"]
+    assert set(statuses.values()) == {"ok", "skipped"}
+    text = results["jobs"]["first/text"]["figures"]
+    assert text["answers"] == 6 == text["equal"] + len(text["gaps_of_logits"])
+    peer = results["jobs"]["first/nano-vllm"]["figures"]
+    assert (peer["of"], peer["output_tokens_per_second"]) == ("the peer", 3.0)
+    assert results["jobs"]["first/core-graphs"]["figures"]["temperature"] == 0.6
+    assert list(statuses)[:2] == ["first/library", "first/text"], "the unknowns first"
+
+
+@pytest.mark.slow
+def test_parts_of_a_first_run_that_fail_are_told_at_the_end(tmp_path, monkeypatch):
+    carried = tmp_path / "carried"
+    carried.mkdir()
+    carry(carried, check="raise ValueError('a wrong sum')", peer="raise KeyError('nothing here')")
+    jobs = {job.name: job for job in gpu_jobs_module.rehearse_first(carried, tmp_path / "site")}
+    names = ["first/library", "first/nano-vllm"]
+    results = gpu_suite.begin(tmp_path / "r.json", {"gpu": "G", "date": "today", "code": "c"}, True, "c")
+    gpu_suite.Suite(tmp_path / "r.json", tmp_path, results, 100).run([jobs[name] for name in names])
+    assert [results["jobs"][name]["status"] for name in names] == ["failed", "failed"]
+    first, second = advice(results, names)
+    assert first.startswith("1. fix first/library: ")
+    assert "a wrong sum" in first
+    assert second.startswith("2. fix first/nano-vllm: ")
+    assert "nothing here" in second
+
+
+def test_what_is_slower_than_hoped_is_told_after_what_failed():
+    speeds = {"core-graphs": 900, "core-eager": 800, "nano-vllm": 1000, "extras-triton": 1400, "extras-fp8": 1500}
+    jobs = {f"first/{name}": {"status": "ok", "figures": {"output_tokens_per_second": n}} for name, n in speeds.items()}
+    jobs["machine"] = {"status": "timeout", "tail": "line\nlast line\n"}
+    lines = advice({"jobs": jobs}, ["first/core-graphs", "machine"])
+    assert lines[0] == "1. fix machine: last line"
+    assert [line.split(": ")[0][3:] for line in lines[1:]] == ["look at first/core-graphs"] * 2
+    assert advice({"jobs": {}}, []) == ["nothing to fix: all that ran is as hoped"]
