@@ -4,7 +4,9 @@
     python -m benchmarks.kernel_resources --table --write     # benchmarks/results/kernel-resources.json
 
 The table has one row for each kernel as Qwen3-8B launches it in bfloat16, by GPU. The slow tests compare it with the
-compiled kernels. After a change of a kernel, write the table again, and its diff shows the cost of the change.
+compiled kernels. After a change of a kernel, write the table again, and its diff shows the cost of the change. There is
+a table for each of `VERSIONS`: install the others elsewhere (`pip install --no-deps --target FOLDER triton==3.6.0`)
+and write their tables with FOLDER in PYTHONPATH.
 
 Triton compiles for any target, and the machine code shows the resources. A spill is a value that is in memory because
 no register was free: a few bytes before a loop do not matter, hundreds of bytes in a loop are slow. Shared memory and
@@ -64,7 +66,7 @@ NUM_KEY_HEADS, NUM_VALUE_HEADS, CONV_WIDTH = 16, 32, 4  # of Gated DeltaNet in Q
 STEP = {"slots": "*i64", "sources": "*i64", "is_first": "*i1"}  # what its kernels read of a step, beside lengths
 CHUNKS = 128  # a power of two, of Qwen3's 151,936 tokens
 
-TABLE = Path(__file__).parent / "results" / "kernel-resources.json"
+VERSIONS = ("3.6", "3.8", "3.9")  # of torch 2.11, 2.14 and the newest one
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv"}
 
 
@@ -513,13 +515,20 @@ def main() -> None:
             else:
                 print(f"| {case} | {' | '.join(map(str, row.values()))} |", flush=True)
     if args.write:
-        TABLE.write_text(as_text(rows), encoding="utf-8")
+        table_of(triton.__version__).write_text(as_text(rows), encoding="utf-8")
 
 
 def choose_cases(arch: int, args: argparse.Namespace) -> Iterable[Case]:
     if args.table or args.write:
         return table_cases(arch)
     return one_of_each(arch) if args.once else all_cases(arch, args.quick)
+
+
+def table_of(version: str) -> Path:
+    """Return the table of a version of Triton, such as 3.9.0: the newest one's has no version in its name."""
+    short = ".".join(version.split(".")[:2])
+    name = "kernel-resources" if short == VERSIONS[-1] else f"kernel-resources-{short}"
+    return Path(__file__).parent / "results" / f"{name}.json"
 
 
 def as_text(rows: dict[str, list[int]]) -> str:

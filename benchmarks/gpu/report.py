@@ -81,9 +81,9 @@ def advice(results: Results, names: list[str]) -> list[str]:
             said = (job.get("tail") or "").strip().splitlines() or ["nothing was printed"]
             lines.append(f"fix {name}: {said[-1][:300]}")
     for faster, slower, least, meaning in HOPES:
-        pair = [(figures(results, name) or {}).get("output_tokens_per_second") for name in (faster, slower)]
-        if all(pair) and pair[0] < least * pair[1]:
-            ratio = f"{pair[0] / pair[1]:.2f} times {slower}, hoped for {least}"
+        ours, other = [figures(results, name).get("output_tokens_per_second", 0.0) for name in (faster, slower)]
+        if ours and ours < least * other:
+            ratio = f"{ours / other:.2f} times {slower}, hoped for {least}"
             lines.append(f"look at {faster}: {ratio}. {meaning}")
     return [f"{i}. {line}" for i, line in enumerate(lines, 1)] or ["nothing to fix: all that ran is as hoped"]
 

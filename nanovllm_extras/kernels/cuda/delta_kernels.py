@@ -162,13 +162,14 @@ def causal_conv_kernel(
         out_ptr, tails_ptr, x_ptr, weight_ptr, slots_ptr, sources_ptr, is_first_ptr,
         seq, start, num_new, first, channels, row_stride, NUM_CHANNELS, WIDTH, TAIL, TOKENS,
     )
-    draft = next_draft(slots_ptr, sources_ptr, seq, num_seqs) if HAS_DRAFTS else -1
-    while draft >= 0:
-        convolve_tile(  # one token, whose row has the number of the draft: decodes are the first rows
-            out_ptr, tails_ptr, x_ptr, weight_ptr, slots_ptr, sources_ptr, is_first_ptr,
-            draft, draft, 1, 0, channels, row_stride, NUM_CHANNELS, WIDTH, TAIL, 1,
-        )
-        draft = next_draft(slots_ptr, sources_ptr, draft, num_seqs)
+    if HAS_DRAFTS:  # Triton 3.6 does not compile a loop that the constant -1 never enters
+        draft = next_draft(slots_ptr, sources_ptr, seq, num_seqs)
+        while draft >= 0:
+            convolve_tile(  # one token, whose row has the number of the draft: decodes are the first rows
+                out_ptr, tails_ptr, x_ptr, weight_ptr, slots_ptr, sources_ptr, is_first_ptr,
+                draft, draft, 1, 0, channels, row_stride, NUM_CHANNELS, WIDTH, TAIL, 1,
+            )
+            draft = next_draft(slots_ptr, sources_ptr, draft, num_seqs)
     # fmt: on
 
 
