@@ -92,7 +92,13 @@ def test_a_draft_model_is_checked_too(folder_of):
 def test_a_draft_model_of_latents_has_an_int8_cache_too(folder_of):
     """The drafts change no token."""
     options = {"device": "cpu", "kv_cache_dtype": "int8", "num_kv_blocks": 20, "skip_tokenizer_init": True}
-    draft = {"speculative_config": {"model": str(folder_of("deepseek_v2")), "num_speculative_tokens": 2}}
+    draft = {
+        "speculative_config": {
+            "model": str(folder_of("deepseek_v2")),
+            "num_speculative_tokens": 2,
+            "disable_by_batch_size": 4,
+        }
+    }
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     plain, drafted = LLM(folder_of("qwen3"), **options), LLM(folder_of("qwen3"), **options, **draft)
     expected, found = (llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0] for llm in (plain, drafted))

@@ -40,10 +40,10 @@ BASE = {
     "device": "cpu", "dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "block_size": 4,
     "num_kv_blocks": 300, "max_num_seqs": 16, "state_snapshot_interval": 2,
 }  # fmt: skip
-MAX_TOKENS = 12
-LONG = 22  # tokens of the last request, which has drafts when it runs alone: others leave no rows for them
+MAX_TOKENS = 8
+LONG = 16  # tokens of the last request, which has drafts when it runs alone: others leave no rows for them
 FEW_TOKENS = [40, 50, 60]
-FORM = {"regex": "(ab|cd){2,4}"}
+FORM = {"regex": "(ab|cd){2,3}"}
 
 
 # ---- models
@@ -324,7 +324,7 @@ def test_tokens_are_those_without_the_features(models, quick_ranks, tmp_path, ro
     with LLM(models.make(row["model"])[0], trace=trace, **{**BASE, **options}) as llm:
         engine = llm.engine
         late = watch_overlap(row, engine)
-        for number in range(2):
+        for number in range(1 if row["prefix cache"] == "off" else 2):
             if number and engine.parts.kv_store is not None:
                 assert engine.parts.kv_store.saver.wait(30)
                 reset_prefix_cache(engine.scheduler)  # of the pool, not of the store

@@ -15,7 +15,7 @@ import torch
 from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
 from tests.conftest import hf_greedy
 
-NUM_OUTPUT_TOKENS = 20
+NUM_OUTPUT_TOKENS = 12
 MIN_MARGIN = 1e-3
 STEM_LEN = 48
 PROMPT_LENS = (1, 2, 7, 8, 9, 15, 16, 17, 33, 64, 130)

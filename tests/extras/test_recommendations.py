@@ -27,7 +27,8 @@ DEFAULTS = {
     "device": "cpu", "attention_backend": "torch", "enforce_eager": True, "dtype": "float32", "num_kv_blocks": 60,
     "max_num_seqs": 4,
 }  # fmt: skip
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+DRAFTS = {"num_speculative_tokens": 2, "disable_by_batch_size": 4}  # given, it is not measured at each start
+NGRAM = {"method": "ngram", **DRAFTS}
 HOST_MEMORY = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 24}}
 OPTIONS = {
     "ranks": {"tensor_parallel_size": 2},
@@ -38,9 +39,9 @@ OPTIONS = {
     "K and V in fp8": {"kv_cache_dtype": "fp8"},
     "K and V in int8": {"kv_cache_dtype": "int8"},
     "n-grams": {"speculative_config": NGRAM},
-    "a draft model": {"speculative_config": {"model": "ITSELF", "num_speculative_tokens": 2}},
-    "another draft model": {"speculative_config": {"model": str(TINY_QWEN3), "num_speculative_tokens": 2}},
-    "mtp": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+    "a draft model": {"speculative_config": {"model": "ITSELF", **DRAFTS}},
+    "another draft model": {"speculative_config": {"model": str(TINY_QWEN3), **DRAFTS}},
+    "mtp": {"speculative_config": {"method": "mtp", **DRAFTS}},
     "overlap": {"enable_overlap": True},
     "swap": {"preemption_mode": "swap", "swap_space_bytes": 1 << 26},
     "host memory": {"kv_offloading_size": 0.02},
@@ -257,7 +258,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 def test_a_refusal_of_a_draft_model_names_it(tmp_path, fields, says):
     config = json.loads((Path(TINY_QWEN3) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
-    options = {"load_format": "dummy", "speculative_config": {"model": str(tmp_path), "num_speculative_tokens": 2}}
+    options = {"load_format": "dummy", "speculative_config": {"model": str(tmp_path), **DRAFTS}}
     message = refusal_of(TINY_QWEN3, options)
     assert message.startswith(f"speculative_config['model'] '{tmp_path}': ")
     assert re.search(says, message)

@@ -41,10 +41,9 @@ def check(exercise: Exercise, source: str, folder: Path, num_random: int = 10) -
 @pytest.mark.parametrize("name", EXERCISES)
 def test_unsolved_fails_and_the_solution_passes(name, tmp_path):
     exercise = EXERCISES[name]
-    for language in LANGUAGES:
-        unsolved = check(exercise, exercise.make_starter(language), tmp_path, num_random=0)
-        assert not unsolved.passed
-        assert "cannot be loaded" not in unsolved.headline
+    unsolved = check(exercise, exercise.make_starter("en"), tmp_path, num_random=0)
+    assert not unsolved.passed
+    assert "cannot be loaded" not in unsolved.headline
     solved = check(exercise, exercise.solution, tmp_path)
     assert solved.passed, solved
 
