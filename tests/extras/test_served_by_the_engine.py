@@ -5,7 +5,6 @@ Oracles: `transformers` token for token; the classes and functions of `nanovllm/
 
 import json
 import logging
-import os
 import runpy
 import subprocess
 import sys
@@ -91,28 +90,33 @@ def test_breakpoints_in_the_engine_fire(backend, functions):
 
 
 RUNS = """
-import json, sys
+import json, os, sys
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 
-for backend in ("torch", "auto"):
+environment = dict(os.environ)
+without = {"CC": sys.argv[1] + "/no-compiler", "XDG_CACHE_HOME": sys.argv[1]}
+for backend, others in (("torch", {}), ("auto", without), ("auto", {})):
+    os.environ.clear()
+    os.environ.update(environment | others)
     llm = LLM(TINY_QWEN3, attention_backend=backend, device="cpu", num_kv_blocks=20)
     llm.generate("What is a block table?", SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
     print(json.dumps([llm.engine.description, [one for one in sys.modules if one.startswith("nanovllm_extras")]]))
 """
 
 
-def run_in_a_process(**environment):
-    """(description of the engine, modules of this package) of a run without plug-ins and of one with them."""
-    environment = {**os.environ, **environment}
-    command = [sys.executable, "-c", RUNS]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()[-2:]]
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(description of the engine, modules of this package) of runs without plug-ins, without a compiler, with both."""
+    command = [sys.executable, "-c", RUNS, tmp_path_factory.mktemp("no library")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()[-3:]]
 
 
-def test_a_run_loads_no_engine_from_here():
-    (_, without_plug_ins), (_, with_kernels) = run_in_a_process()
+def test_a_run_loads_no_engine_from_here(runs):
+    (_, without_plug_ins), _, (description, with_kernels) = runs
     assert without_plug_ins == []
     assert "nanovllm_extras.kernels.cpu.cpu_attention" in with_kernels
+    assert "TorchAttention" not in description
     engine = ("nanovllm_extras.engine.", "nanovllm_extras.execution.full_runner", "nanovllm_extras.serve")
     assert [one for one in with_kernels if one.startswith(engine)] == []
 
@@ -225,8 +229,8 @@ def test_attention_is_checked_in_eager_engines_too(fresh_cache, monkeypatch, is_
     assert pytorch_layers(llm.engine.runner.model) != set()
 
 
-def test_without_a_compiler_pytorch_computes(tmp_path):
-    _, (description, _) = run_in_a_process(CC=str(tmp_path / "no-compiler"), XDG_CACHE_HOME=str(tmp_path))
+def test_without_a_compiler_pytorch_computes(runs):
+    _, (description, _), _ = runs
     assert "nanovllm.layers.attention.TorchAttention" in description.split("; ")[-1]
     assert "not cpu: " in description
 

@@ -158,9 +158,14 @@ def test_bad_arguments_are_refused_by_the_call_itself(llm):
 # --- a stream that is not read to its end ----------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def answers(folder):
+    return [summary(output) for output in make_llm(folder).generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
 @pytest.mark.parametrize(("how", "num_outputs"), [("forget", 0), ("close", 4), ("forget", 15), ("throw", 15)])
 @pytest.mark.usefixtures("little_to_search")
-def test_closing_a_stream_early_frees_everything(folder, how, num_outputs):
+def test_closing_a_stream_early_frees_everything(folder, answers, how, num_outputs):
     llm = make_llm(folder, max_num_batched_tokens=16, enable_prefix_caching=False)
     stream = llm.stream(PROMPTS, PARAMS)
     for _ in range(num_outputs):
@@ -174,9 +179,7 @@ def test_closing_a_stream_early_frees_everything(folder, how, num_outputs):
     del stream
     gc.collect()
     assert_at_rest(llm.engine)
-    assert [summary(o) for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] == [
-        summary(o) for o in make_llm(folder).generate(PROMPTS, PARAMS, use_tqdm=False)
-    ]
+    assert [summary(output) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] == answers
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def test_outputs_fit_their_schemas(llm, schemas, seed, temperature):
 
 
 def test_a_json_object_is_any_object(llm):
-    completions = run(llm, {"json_object": True}, [[i, 9] for i in range(1, 13)], temperature=1, max_tokens=400)
+    completions = run(llm, {"json_object": True}, [[i, 9] for i in range(1, 13)], temperature=1, max_tokens=100)
     ended = [one for one in completions if one.finish_reason == "stop"]
     assert len(ended) >= 3
     assert all(isinstance(json.loads(one.text), dict) for one in ended)
@@ -317,7 +317,7 @@ MIXED = [
 def mixed_requests():
     prompts = [[(7 * i + j) % 250 + 1 for j in range(3 + 5 * i)] for i in range(10)]
     return prompts, [
-        SamplingParams(temperature=i % 2, seed=i, max_tokens=40, n=1 + 2 * (i % 2), structured_outputs=MIXED[i % 5])
+        SamplingParams(temperature=i % 2, seed=i, max_tokens=24, n=1 + 2 * (i % 2), structured_outputs=MIXED[i % 5])
         for i in range(10)
     ]
 

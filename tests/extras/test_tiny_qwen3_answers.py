@@ -55,7 +55,7 @@ def ask(llm: LLM, tokenizer, questions: list[str]) -> list[str | None]:
     return [c.text if c.finish_reason == "stop" else None for c in completions]
 
 
-CASES = [(TINY_QWEN3, "float32", 40), (TINY_QWEN3, "bfloat16", 40), (TINY_QWEN3_5, "float32", 60)]
+CASES = [(TINY_QWEN3, "float32", 80), (TINY_QWEN3, "bfloat16", 80), (TINY_QWEN3_5, "float32", 120)]
 SWEEP = [(TINY_QWEN3, "bfloat16", 5), (TINY_QWEN3_5, "bfloat16", 5)]
 
 

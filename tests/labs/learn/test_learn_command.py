@@ -1,6 +1,7 @@
 """`nanovllm learn`: the learner's files and progress, and what the commands print."""
 
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -85,14 +86,19 @@ def test_hints_get_stronger_and_are_counted(learn):
     assert Folder(learn.folder).count(exercise, "hints") == 3
 
 
-def test_a_file_that_continues_a_program_runs_by_itself(learn):
+def test_a_file_that_continues_a_program_runs_by_itself(learn, monkeypatch, capsys):
     """As a script, in a folder from which Python does not find `labs`."""
     learn("start", "grow_table")
     (file,) = learn.folder.glob("*_grow_table.py")
     with file.open("a", encoding="utf-8") as more:
         more.write("print(Blocks(num_blocks=3, block_size=2).num_blocks_for(5))")
-    done = subprocess.run([sys.executable, file], cwd=learn.folder, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["3"]
+    monkeypatch.chdir(learn.folder)
+    root = Path(learn_command.__file__).parents[2]
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if Path(one).resolve() not in (root, learn.folder)])
+    for name in [name for name in sys.modules if name.split(".")[0] == "labs"]:
+        monkeypatch.delitem(sys.modules, name)
+    runpy.run_path(str(file), run_name="__main__")
+    assert capsys.readouterr().out.split() == ["3"]
 
 
 def test_the_language_is_remembered(learn):
