@@ -199,7 +199,7 @@ def build_norm_and_rotate(case: Case) -> Build:
     constants = {"NUM_HEADS": heads, "HALF": case.head_dim // 2, "HEADS": heads, "DIMS": case.head_dim // 2}
     pointers = dict.fromkeys(("y", "x", "weight", "cos", "sin"), case.pointer)
     num_warps = layers.warps_for(heads * case.head_dim * case.dtype.itemsize // 2)
-    return Build(layers.norm_and_rotate_kernel, pointers, {**constants, "HAS_NORM": True}, num_warps)
+    return Build(layers.norm_and_rotate_kernel, pointers, constants, num_warps)
 
 
 def build_silu_and_mul(case: Case) -> Build:

@@ -29,19 +29,21 @@ GATHERED_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of K and V, copied at a
 MASK_ELEMENTS = 1 << 26  # of one call's mask, new tokens times all tokens: 8,192 of 8,192
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor, scale: float | None = None) -> Tensor:
-    """Compute softmax(q k^T * scale) v over the positions that each query sees.
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor) -> Tensor:
+    """Compute softmax(q k^T / sqrt(head_dim)) v over the positions that each query sees.
 
     q: [num_seqs, num_heads, n, head_dim]; k, v: [num_seqs, num_kv_heads, len, head_dim] -> as q
-    is_seen: [num_seqs, 1, n, len]; scale: None is 1 / sqrt(head_dim)
+    is_seen: [num_seqs, 1, n, len]
     """
     if q.is_cuda:
-        return attend_on_cuda(q, k, v, is_seen, scale)
-    return F.scaled_dot_product_attention(q, k, v, is_seen, scale=scale, enable_gqa=True)
+        return attend_on_cuda(q, k, v, is_seen, scale=None)
+    return F.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True)
 
 
 def attend_on_cuda(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor, scale: float | None) -> Tensor:
     """Compute `softmax_attention` by the one fused kernel of PyTorch that takes a mask in all of its versions.
+
+    scale: another factor on the scores than 1 / sqrt(head_dim), or None
 
     Before 2026 it does not know groups of heads, so each head of K and V is repeated. cuDNN's kernel would do all of
     this too, but makes a new plan for each shape, which takes some 30 ms, and the shapes of steps differ.

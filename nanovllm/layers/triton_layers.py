@@ -97,7 +97,7 @@ class TritonRMSNorm(nn.Module):
 def norm_and_rotate_kernel(
     y_ptr,  # [num_tokens, NUM_HEADS, 2 * HALF], contiguous
     x_ptr,  # as y, but with any stride of the tokens
-    weight_ptr,  # [2 * HALF], only read if HAS_NORM
+    weight_ptr,  # [2 * HALF]
     cos_ptr,  # [num_tokens, HALF], contiguous, as sin
     sin_ptr,
     x_token_stride,
@@ -106,7 +106,6 @@ def norm_and_rotate_kernel(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,  # NUM_HEADS, rounded up to a power of two
     DIMS: tl.constexpr,  # HALF, rounded up to a power of two
-    HAS_NORM: tl.constexpr,
 ):
     """Normalise and rotate all heads of one token per program. Grid: (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
@@ -120,13 +119,12 @@ def norm_and_rotate_kernel(
     sin = tl.load(sin_ptr + token * HALF + dims, mask=is_dim, other=0.0).to(tl.float32)
     first = tl.load(x_ptr + offsets, mask=is_used, other=0.0).to(tl.float32)
     second = tl.load(x_ptr + offsets + HALF, mask=is_used, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)  # [HEADS]
-        inverse_norm = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-        first_weight = tl.load(weight_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
-        second_weight = tl.load(weight_ptr + dims + HALF, mask=is_dim, other=0.0).to(tl.float32)
-        first = rounded(first_weight * rounded(first * inverse_norm, dtype), dtype)
-        second = rounded(second_weight * rounded(second * inverse_norm, dtype), dtype)
+    first_weight = tl.load(weight_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
+    second_weight = tl.load(weight_ptr + dims + HALF, mask=is_dim, other=0.0).to(tl.float32)
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)  # [HEADS]
+    inverse_norm = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+    first = rounded(first_weight * rounded(first * inverse_norm, dtype), dtype)
+    second = rounded(second_weight * rounded(second * inverse_norm, dtype), dtype)
     y_ptr += token * (NUM_HEADS * 2 * HALF)
     turned = rounded(first * cos, dtype) - rounded(second * sin, dtype)
     tl.store(y_ptr + offsets, turned.to(dtype), mask=is_used)
@@ -134,15 +132,13 @@ def norm_and_rotate_kernel(
     tl.store(y_ptr + offsets + HALF, turned.to(dtype), mask=is_used)
 
 
-def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Normalise each head, if there is a weight, and rotate it: x: [num_tokens, num_heads, head_dim] -> the same shape
+def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise and rotate each head: x: [num_tokens, num_heads, head_dim] -> the same shape
 
     cos, sin: [num_tokens, 1, head_dim / 2]; weight: [head_dim]
     """
     num_tokens, num_heads, head_dim = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if not num_tokens:
-        return y
     assert x.stride()[1:] == (head_dim, 1)
     assert cos.stride(0) == sin.stride(0) == head_dim // 2
     heads, dims = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim // 2)
@@ -150,13 +146,12 @@ def norm_and_rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, 
     num_warps = warps_for(heads * dims * x.element_size())
     with torch.cuda.device_of(x):
         norm_and_rotate_kernel[(num_tokens,)](
-            y, x, x if weight is None else weight, cos, sin, x.stride(0), eps,
-            **sizes, HAS_NORM=weight is not None, num_warps=num_warps, enable_fp_fusion=True,
-        )  # fmt: skip
+            *(y, x, weight, cos, sin, x.stride(0), eps), **sizes, num_warps=num_warps, enable_fp_fusion=True
+        )
     return y
 
 
-class TritonApplyRotary(nn.Module):
+class TritonApplyRotary(ApplyRotary):
     def __init__(self, rotary: ApplyRotary) -> None:
         super().__init__()
 
@@ -164,7 +159,7 @@ class TritonApplyRotary(nn.Module):
         """Compute what `ApplyRotary` does, in one launch if `norm` is a fast one."""
         if isinstance(norm, TritonRMSNorm):
             return norm_and_rotate(x, cos, sin, norm.weight, norm.eps)
-        return norm_and_rotate(x if norm is None else norm(x), cos, sin, None, 0.0)
+        return super().forward(x, cos, sin, norm)
 
 
 # ---- K and V

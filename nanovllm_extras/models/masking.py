@@ -19,9 +19,10 @@
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.attention import Attention, AttentionMetadata, TorchAttention, softmax_attention
+from nanovllm.layers.attention import Attention, AttentionMetadata, TorchAttention, attend_on_cuda
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class AttentionOptions:
             is_unseen = ~is_seen.any(-2)[..., None]  # [num_seqs, 1, len, 1]
             k, v = k.masked_fill(is_unseen, 0), v.masked_fill(is_unseen, 0)
         if self.softcap is None and self.sinks is None:
-            return softmax_attention(q, k, v, is_seen, self.scale)
+            if q.is_cuda:
+                return attend_on_cuda(q, k, v, is_seen, self.scale)
+            return F.scaled_dot_product_attention(q, k, v, is_seen, scale=self.scale, enable_gqa=True)
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
