@@ -4,12 +4,15 @@ Values that are only known at start-up (the number of KV blocks that fit, the en
 are arguments of the classes that need them.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from nanovllm.checks import check_bool, check_choice, check_int, check_number, check_str, checked, checks_of
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -75,11 +78,19 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: str) -> torch.dtype:
-    """Return the dtype that the option `dtype` names; `auto` is `checkpoint_dtype`, from config.json."""
+def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
+    """Return the dtype that the option `dtype` names; `auto` is `checkpoint_dtype`, from config.json.
+
+    GPUs before Ampere (T4, RTX 20) only emulate bfloat16, so there `auto` is float16 instead.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     name = checkpoint_dtype if dtype == "auto" else dtype
     if name not in DTYPES:
         raise ValueError(f"config.json names the dtype {name!r}; give dtype= one of {', '.join(DTYPES)}")
+    if dtype == "auto" and name == "bfloat16" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            logger.info("dtype='auto' is float16: a GPU of compute capability %d.%d has no bfloat16", *capability)
+            return torch.float16
     return DTYPES[name]

@@ -38,7 +38,7 @@ class ModelRunner:
             raise ValueError(f"max_model_len must be at most {longest}, the model's max_position_embeddings, "
                              f"got {self.max_model_len}")  # fmt: skip
         self.device = resolve_device(config.device)
-        self.dtype = resolve_dtype(config.dtype, self.shape.dtype)
+        self.dtype = resolve_dtype(config.dtype, self.shape.dtype, self.device)
         self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if self.device.type == "cuda" else 2048)
         self.start()
 

@@ -116,13 +116,16 @@ def pytest_collection_modifyitems(config, items):
     `sparse(2)`, each pair of values of two parameters. Of a large grid, the sweep takes the fewest of the other cases
     that meet each pair of values, or each value with the mark `thinned`; with NANOVLLM_SWEEP=all it takes all. A test
     with the mark `examples` is in the sweep as well, and one with the mark `triton` only there. Those with the mark
-    `long` begin first: no process still runs one at the end while others are idle.
+    `long` begin first: no process still runs one at the end while others are idle. Those with the mark `gpu` are skipped
+    where there is none.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     grids, slow_grids = {}, {}
     for item in items:
         if item.get_closest_marker("triton"):
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("gpu") and not has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("examples") and os.environ.get("NANOVLLM_SWEEP"):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("sparse") and not item.get_closest_marker("slow"):

@@ -174,9 +174,22 @@ def test_device_that_is_none_of_ours_is_named(device):
     ],
 )
 def test_dtype_auto_is_the_one_of_the_checkpoint(dtype, checkpoint_dtype, resolved):
-    assert resolve_dtype(dtype, checkpoint_dtype) is resolved
+    assert resolve_dtype(dtype, checkpoint_dtype, torch.device("cpu")) is resolved
+
+
+@pytest.mark.parametrize(("capability", "dtype", "resolved"), [
+    ((7, 5), "auto", torch.float16),
+    ((7, 5), "bfloat16", torch.bfloat16),
+    ((8, 0), "auto", torch.bfloat16),
+])  # fmt: skip
+def test_dtype_auto_is_not_bfloat16_where_a_gpu_emulates_it(monkeypatch, caplog, capability, dtype, resolved):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    caplog.set_level("INFO")
+    assert resolve_dtype(dtype, "bfloat16", torch.device("cuda")) is resolved
+    assert resolve_dtype(dtype, "float32", torch.device("cuda")) is (torch.float32 if dtype == "auto" else resolved)
+    assert ("compute capability 7.5 has no bfloat16" in caplog.text) == (resolved == torch.float16)
 
 
 def test_dtype_of_a_checkpoint_that_is_none_of_ours_is_named():
     with pytest.raises(ValueError, match="'float8_e4m3fn'.*float32, bfloat16, float16"):
-        resolve_dtype("auto", "float8_e4m3fn")
+        resolve_dtype("auto", "float8_e4m3fn", torch.device("cpu"))

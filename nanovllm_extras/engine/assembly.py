@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.block_manager import BlockManager as CoreBlockManager
-from nanovllm.config import DTYPES, resolve_dtype
+from nanovllm.config import DTYPES, resolve_device, resolve_dtype
 from nanovllm.scheduler import Scheduler as CoreScheduler
 from nanovllm_extras.engine.input_processor import InputProcessor
 from nanovllm_extras.execution.full_runner import ModelRunner
@@ -73,7 +73,7 @@ def with_own_cache_dtype(config: Config, checkpoint_dtype: str) -> Config:
     named = DTYPES.get(config.kv_cache_dtype)
     if named is None:
         return config
-    dtype = resolve_dtype(config.dtype, checkpoint_dtype)
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype, resolve_device(config.device))
     if named != dtype:
         own = str(dtype).removeprefix("torch.")
         raise ValueError(

@@ -110,7 +110,8 @@ def start_all(
 ) -> tuple[ModelRunner, Driver]:
     """Start all ranks; those of one machine meet in the folder `private`. Returns rank 0's runner, and its driver."""
     size, clock = config.tensor_parallel_size, LapClock()
-    device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, shape.dtype, device)
     num_local = size // config.nnodes
     num_threads = share_threads(num_local)
     remote = accept_other_machines(config)
@@ -145,7 +146,8 @@ def start_worker(plan: Plan, host: str | None) -> tuple[ModelRunner, Communicato
     """Start a rank above 0. `host` is this machine's address for the others; None is machine 0's."""
     config, meeting = Config(**plan.config), Meeting(*plan.meeting)
     _, shape = read_model_config(Path(config.model), config.hf_overrides, config.max_model_len)
-    device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, shape.dtype, device)
     communicator = connect(meeting, plan.rank, config.tensor_parallel_size, device, dtype, None, host)
     part = RankPart(communicator, plan.hears_tokens)
     # ranks above 0 need no token of the step before, so nothing overlaps

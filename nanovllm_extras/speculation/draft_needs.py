@@ -24,7 +24,7 @@ def measure_draft(runner: ModelRunner) -> DraftNeeds:
     options = read_options(runner.config.speculative_config)
     config, folder = find_draft_model(runner, options, num_kv_blocks=1)
     model_class, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
-    dtype = resolve_dtype(config.dtype, shape.dtype)
+    dtype = resolve_dtype(config.dtype, shape.dtype, runner.device)
     backends, _ = Chooser().make_backends(config, shape, runner.device, dtype)
     with torch.device("meta"):
         model = model_class(shape, backends[0])
