@@ -116,8 +116,8 @@ def pytest_collection_modifyitems(config, items):
     `sparse(2)`, each pair of values of two parameters. Of a large grid, the sweep takes the fewest of the other cases
     that meet each pair of values, or each value with the mark `thinned`; with NANOVLLM_SWEEP=all it takes all. A test
     with the mark `examples` is in the sweep as well, and one with the mark `triton` only there. Those with the mark
-    `long` begin first: no process still runs one at the end while others are idle. Those with the mark `gpu` are skipped
-    where there is none.
+    `long` begin first: no process still runs one at the end while others are idle. Those with the mark `gpu` are
+    skipped where there is none.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     grids, slow_grids = {}, {}

@@ -76,7 +76,7 @@ def check_library(carried: Path | None, site: Path | None) -> tuple[dict[str, An
     version = run("-c", "import flash_attn; print(flash_attn.__version__)", site=site).split()[-1]
     check = carried / "fa2_check.py" if carried else None
     if check is None or not check.exists():
-        return {"version": version, "check": "there is no fa2_check.py"}, True
+        return {"version": version, "check": "no fa2_check.py was carried"}, True
     said = run(check, site=site)
     return {"version": version, "check": said[-TAIL_CHARS:]}, "all checks passed" in said
 

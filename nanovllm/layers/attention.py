@@ -46,7 +46,7 @@ def attend_on_cuda(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor, scale: floa
     scale: another factor on the scores than 1 / sqrt(head_dim), or None
 
     Before 2026 it does not know groups of heads, so each head of K and V is repeated. cuDNN's kernel would do all of
-    this too, but makes a new plan for each shape, which takes some 30 ms, and the shapes of steps differ.
+    this too, but makes a new plan for each shape, which takes about 30 ms, and the shapes of steps differ.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
