@@ -122,9 +122,10 @@ def test_groups_of_layers_give_the_tokens_of_transformers(monkeypatch, tmp_path,
 def test_states_with_drafts_give_the_tokens_of_transformers(monkeypatch, tmp_path):
     """Layers with states find drafts on the device, so steps with drafts are replayed by the same graphs as others."""
     pytest.importorskip("transformers.models.qwen3_5")
-    hybrids, rows, replay = HybridCheckpoints(tmp_path), [], CudaGraphs.replay
-    monkeypatch.setattr(CudaGraphs, "replay", lambda *args: rows.append(args[1].copies) or replay(*args))
+    hybrids, copies, replay = HybridCheckpoints(tmp_path), [], CudaGraphs.replay
+    monkeypatch.setattr(CudaGraphs, "replay", lambda *args: copies.append(args[1].copies) or replay(*args))
     options = {"num_kv_blocks": 9, "max_model_len": 80, "max_num_seqs": 2, "enable_overlap": False}
+    options["max_num_batched_tokens"] = 16  # which drafts may fill: as many rows are recorded
     options["speculative_config"] = drafting(Knowing(texts_of(hybrids)), 3)
     engine, recorder, _ = make_engine(monkeypatch, hybrids.make()[0], TritonGatedDeltaNet, **options)
     prompts, expected = hybrids.prompts()[2:5:2], hybrids.greedy()[2:5:2]
@@ -132,7 +133,7 @@ def test_states_with_drafts_give_the_tokens_of_transformers(monkeypatch, tmp_pat
         outputs = serve(engine, [(prompt, greedy(9)) for prompt in prompts])
         assert [outputs[str(i)] for i in range(2)] == [token_ids for token_ids, _ in expected]
     stats = engine.get_stats()
-    assert {moves.slots == moves.sources for moves in rows} == {True, False}
+    assert {moves.slots == moves.sources for moves in copies} == {True, False}
     assert stats.num_accepted_tokens > 0
     assert stats.prefix_cache_hit_tokens > 0
     assert recorder.num_replays > 5
