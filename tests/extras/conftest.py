@@ -3,6 +3,16 @@
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _few_measured_steps():
+    """How many rows are nearly free is measured by three steps each, not for a tenth of a second: no test depends on it."""
+    from nanovllm_extras.speculation import start_speculation
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start_speculation, "MIN_SECONDS", 0)
+        yield
+
+
 @pytest.fixture(scope="session")
 def all_hybrids(tmp_path_factory):
     """Models with recurrent states, by the names of their kinds."""
