@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_measured_steps():
-    """How many rows are nearly free is measured by three steps each, not for a tenth of a second: no test depends on it."""
+    """Time three steps for each number of rows that drafts may have, not steps of a tenth of a second."""
     from nanovllm_extras.speculation import start_speculation
 
     with pytest.MonkeyPatch.context() as patch:

@@ -197,7 +197,8 @@ def test_attention_equals_the_reference(arm, block_size, options):
 
 @pytest.mark.parametrize("target", [TARGETS[1], TARGETS[3]], ids="-".join)
 def test_attention_over_8_bits_equals_the_reference(target, tmp_path):
-    backend = ArmAttention(program_for(tmp_path, target, "-DINT8_KV"), 8, 2, 64, 16, kv_cache_dtype="int8")
+    """Compiled with -O1, in a quarter of the time: of ARM the results are tested, and not the speed."""
+    backend = ArmAttention(program_for(tmp_path, target, "-DINT8_KV", "-O1"), 8, 2, 64, 16, kv_cache_dtype="int8")
     step = Int8Step(backend, LENS, dtype=backend.dtype, options=SINKS["all and sinks"])
     tolerance = 3e-4 if backend.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(step.run(backend).double(), step.expected, rtol=tolerance, atol=tolerance)
