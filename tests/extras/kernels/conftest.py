@@ -17,7 +17,7 @@ from tests.extras.kernels.processors import (
     pretend,
 )
 
-# These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter, every second one together.
+# These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter, in one process.
 KERNEL_TESTS = [
     "test_triton_kernels.py",
     "test_sample_kernels.py",

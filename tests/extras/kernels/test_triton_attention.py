@@ -86,17 +86,16 @@ def run_job(*arguments, interpret="0"):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("sweep", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU")
 @pytest.mark.skipif(
     Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4"),
     reason="the interpreter of Triton 3.6 needs NumPy before 2.4",
 )
-def test_kernels_in_the_interpreter(sweep):
+def test_kernels_in_the_interpreter():
     """In one process for all files, since it takes seconds to begin."""
     files = [f"tests/extras/kernels/{name}" for name in KERNEL_TESTS]
-    done = run_job("pytest", "-x", "-p", "no:cacheprovider", "-m", sweep, *files, interpret="1")
+    done = run_job("pytest", "-x", "-p", "no:cacheprovider", "-m", "slow or not slow", *files, interpret="1")
     assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
