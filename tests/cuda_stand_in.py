@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -45,12 +46,10 @@ class Device(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.log is not None:
-            assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for a number"
-            assert func is not torch.ops.aten.nonzero.default, "a shape depends on the device"
         name = func.name().removeprefix("aten::").split(".")[0]
-        if name in FACTORIES:
-            assert kwargs.get("device") is not None, f"{name} makes a tensor on the host"
+        if self.log is not None:
+            assert name not in ("item", "_local_scalar_dense"), "the host waits for a number"
+            assert name != "nonzero", "a shape depends on the device"
         for tensor in tensors_in((args, kwargs)):
             assert memory_of(tensor) in self.memory or tensor.numel() <= 1, f"{name} gets a tensor of the host"
         out = func(*args, **kwargs)
@@ -69,6 +68,16 @@ class Device(TorchDispatchMode):
         if self.log is not None:
             self.log.append((function, args, {}, out))
         return out
+
+
+class Factories(TorchFunctionMode):
+    """Checks that a new tensor names its device: what a dispatch mode sees always has one."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in FACTORIES and getattr(torch, func.__name__, None) is func:
+            assert kwargs.get("device") is not None, f"{func.__name__} makes a tensor on the host"
+        return func(*args, **kwargs)
 
 
 class Graph:
@@ -178,12 +187,12 @@ class StandInRunner(ModelRunner):
 
     def forward(self, batch):
         self.own_all()
-        with self.rules:
+        with self.rules, Factories():
             return super().forward(batch)
 
     def sample(self, hidden, batch):
         self.rules.own([hidden])
-        with self.rules:
+        with self.rules, Factories():
             return super().sample(hidden, batch)
 
     def own_all(self):
@@ -224,7 +233,7 @@ def install(monkeypatch):
         runner = next(one for one in runners if one.kv_cache.tensor is self.kv_cache)
         runner.graphs = self
         runner.own_all()
-        with runner.rules:
+        with runner.rules, Factories():
             record(self, size)
 
     monkeypatch.setattr(CudaGraphs, "record", record_by_the_rules)

@@ -7,12 +7,16 @@ import random
 import re
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
 from nanovllm.config import Config
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
+from nanovllm.layers.basic import Rotary
 from nanovllm.layers.flash_attention import FlashAttention
+from nanovllm.sampling_params import SamplingParams
 from tests import cuda_stand_in
 from tests.conftest import every_second
 from tests.core_traffic import MODEL, SMALL, drive, random_requests
@@ -105,3 +109,58 @@ def test_asking_for_it_on_a_cpu_says_why_not():
 
     with pytest.raises(ValueError, match="attention_backend='flash_attn' cannot be used.*CUDA device"):
         LLM(MODEL, attention_backend="flash_attn")
+
+
+# ---- the stand-in notices what a device would not forgive
+
+
+def make_engine(**options):
+    return cuda_stand_in.StandInEngine(Config(MODEL, **SMALL, attention_backend="flash_attn", **options))
+
+
+def answer(engine):
+    engine.add_request("0", [5, 6, 7], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), stream=False)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs[0].outputs[0].token_ids
+
+
+def leave_positions_on_the_host(monkeypatch):
+    send = cuda_stand_in.StandInRunner.send
+    monkeypatch.setattr(
+        cuda_stand_in.StandInRunner, "send", lambda *given: replace(send(*given), positions=given[1].positions.clone())
+    )
+
+
+def read_a_number(monkeypatch):
+    forward = TorchAttention.store_kv
+    monkeypatch.setattr(TorchAttention, "store_kv", lambda *given: (int(given[-1].max()), forward(*given))[1])
+
+
+def send_wide_lengths(monkeypatch):
+    own = AttentionMetadata.of_decodes
+    monkeypatch.setattr(AttentionMetadata, "of_decodes", lambda *given: own(*given[:2], given[2].long(), given[3]))
+
+
+def make_a_tensor_on_the_host(monkeypatch):
+    forward = Rotary.forward
+    monkeypatch.setattr(Rotary, "forward", lambda *given: (torch.zeros(3), forward(*given))[1])
+
+
+@pytest.mark.parametrize(("plant", "message"), [
+    (leave_positions_on_the_host, "gets a tensor of the host"),
+    (read_a_number, "the host waits for a number"),
+    (send_wide_lengths, ""),
+    (make_a_tensor_on_the_host, "makes a tensor on the host"),
+])  # fmt: skip
+def test_a_fault_that_a_device_refuses_is_noticed(card, monkeypatch, plant, message):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=message):
+        answer(make_engine())
+
+
+def test_a_graph_does_not_follow_a_cache_that_moves(card):
+    expected, engine = answer(make_engine()), make_engine()
+    engine.runner.kv_cache.allocate(engine.runner.kv_cache.num_blocks)
+    assert answer(engine) != expected

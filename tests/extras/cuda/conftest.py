@@ -76,7 +76,7 @@ class FakeStream:
         self.number = number
 
     def __eq__(self, other):
-        return self.number == other.number
+        return isinstance(other, FakeStream) and self.number == other.number
 
     def wait_stream(self, other):
         assert isinstance(other, FakeStream)
