@@ -53,7 +53,7 @@ class LLMEngine:
 
         A step that fails or is interrupted may have changed anything half-way, so all requests are dropped.
         """
-        has_begun = False
+        before, has_begun = self.one_thread.state, False
         try:
             with self.one_thread.step():
                 has_begun = True
@@ -61,6 +61,7 @@ class LLMEngine:
                 return [] if launched is None else self.complete(*launched)
         except BaseException as error:
             if has_begun or not isinstance(error, InUseError):  # else another thread's step goes on
+                self.one_thread.restore(before)
                 self.on_failure()
             raise
 

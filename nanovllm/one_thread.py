@@ -44,6 +44,16 @@ class OneThread:
                 self._paused[stream] = threading.get_ident()  # first, so that no other thread comes between
             self._thread, self.is_stepping = before
 
+    def restore(self, before: tuple[int | None, bool]) -> None:
+        """Set what `state` was before a block that ended. An interrupt may have kept `use` from doing so."""
+        if self._thread == threading.get_ident():
+            self._thread, self.is_stepping = before
+
+    @property
+    def state(self) -> tuple[int | None, bool]:
+        """Return the thread that uses the engine, and whether it computes a step."""
+        return self._thread, self.is_stepping
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Use the engine for a step, in which the same thread cannot use it again."""
@@ -79,6 +89,6 @@ class OneThread:
                     "the engine computes a step, and this call comes from within it, such as from a logits processor: "
                     "call the engine between two steps"
                 )
-            before = self._thread, self.is_stepping
+            before = self.state
             self._thread = this
             return before

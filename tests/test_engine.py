@@ -6,6 +6,8 @@ request at a time in a large cache for sampled ones, `AutoTokenizer` for text as
 
 import random
 import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import transformers
 import nanovllm
 from nanovllm.config import Config
 from nanovllm.engine import LLMEngine
+from nanovllm.one_thread import OneThread
 from nanovllm.request import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import hf_greedy
@@ -401,6 +404,24 @@ class InterruptedStep:
                 self.nth = None
                 raise KeyboardInterrupt
         return self.trace
+
+
+def test_an_interrupt_while_a_step_gives_the_engine_back_leaves_it_free(checkpoint, monkeypatch):
+    """Between two lines of the context manager that would have set the thread's use back."""
+
+    @contextmanager
+    def step(one_thread):
+        one_thread._thread, one_thread.is_stepping = threading.get_ident(), True
+        yield
+        raise KeyboardInterrupt
+
+    engine = make_engine(checkpoint[0])
+    engine.add_request("a", [1, 2, 3], greedy(4))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(OneThread, "step", step)
+        engine.step()
+    assert engine.one_thread.state == (None, False)
+    assert_at_rest(engine)
 
 
 def test_an_interrupt_at_any_line_of_a_step_drops_all_requests(checkpoint, answer):

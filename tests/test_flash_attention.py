@@ -151,7 +151,7 @@ def make_a_tensor_on_the_host(monkeypatch):
 @pytest.mark.parametrize(("plant", "message"), [
     (leave_positions_on_the_host, "gets a tensor of the host"),
     (read_a_number, "the host waits for a number"),
-    (send_wide_lengths, ""),
+    (send_wide_lengths, None),
     (make_a_tensor_on_the_host, "makes a tensor on the host"),
 ])  # fmt: skip
 def test_a_fault_that_a_device_refuses_is_noticed(card, monkeypatch, plant, message):

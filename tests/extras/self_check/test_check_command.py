@@ -74,7 +74,7 @@ def test_all_ways_are_right(right):
     assert all(way["kv_cache_tokens"] > 1000 for way in report["ways"])
     assert "PyTorch on cpu" in report["ways"][2]["reason"]
     versions = {name: version for name, version, _ in report["packages"]}
-    assert versions["torch"] == torch.__version__
+    assert torch.__version__.startswith(versions["torch"])  # which may lack the name of the build
     assert report["machine"]["GPU"] == "none that PyTorch can use" or torch.cuda.is_available()
     assert report["memory_gb_per_s"] > 0
 
