@@ -417,9 +417,10 @@ def test_an_interrupt_while_a_step_gives_the_engine_back_leaves_it_free(checkpoi
 
     engine = make_engine(checkpoint[0])
     engine.add_request("a", [1, 2, 3], greedy(4))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(OneThread, "step", step)
-        engine.step()
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
     assert engine.one_thread.state == (None, False)
     assert_at_rest(engine)
 
