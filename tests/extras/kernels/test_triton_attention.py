@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from nanovllm.layers import triton_layers
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_extras import LLM
 from nanovllm_extras.execution.choices import select_backend
@@ -28,6 +27,7 @@ from tests.extras.kernels.conftest import KERNEL_TESTS
 pytest.importorskip("triton")
 
 from benchmarks.kernel_resources import BUILDS, GPUS, VERSIONS, compile_case, table_cases, table_of
+from nanovllm.layers import triton_layers
 from nanovllm_extras.kernels.cuda import (
     cuda_quantised as quantised,
 )
