@@ -55,6 +55,7 @@ def main() -> None:
     results = begin(
         path, {"gpu": device, "date": today, "code": f"{commit} {digest_of_engine()}"}, args.rehearse, commit
     )
+    args.carried = args.carried and args.carried.resolve()  # jobs have another current folder
     wheels = sorted(args.carried.glob("flash_attn*.whl")) if args.carried else []
     site = Path(tempfile.gettempdir(), f"nanovllm-{wheels[-1].stem}") if wheels else None  # what this run installs
     if args.first:
@@ -62,6 +63,9 @@ def main() -> None:
     else:
         jobs = rehearsal_jobs() if args.rehearse else gpu_jobs()
     check_names([*args.only, *(args.again or [])], jobs)
+    if site is not None and not site.exists():  # another machine may have run what is done: install it here
+        results["jobs"].pop("first/library", None)
+        args.only += ["first/library"] * bool(args.only)
     suite = Suite(path, args.output_dir or IMAGES, results, args.budget_s, site)
     suite.run(choose(jobs, results, args.only, args.again))
     finish(results, path, jobs)

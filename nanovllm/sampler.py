@@ -57,7 +57,7 @@ def invert_distribution(logits: Tensor, uniforms: Tensor) -> Tensor:
     the second one is over the tokens of the block that the number falls into.
     """
     num_samples, vocab_size = logits.shape
-    probs = F.pad(logits.softmax(dim=-1), (0, -vocab_size % BLOCK)).view(num_samples, -1, BLOCK)
+    probs = F.pad(logits.softmax(dim=-1), (0, -vocab_size % BLOCK)).unflatten(1, (-1, BLOCK))
     sums = probs.sum(dim=-1)  # [num_samples, num_blocks]
     block, rest = find_interval(sums, uniforms)
     part = probs[torch.arange(num_samples, device=logits.device), block]  # [num_samples, BLOCK]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nanovllm.config import Config
-from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm.layers.basic import Rotary
+from nanovllm.layers.attention import AttentionMetadata, LoadedModel, TorchAttention
+from nanovllm.layers.basic import RMSNorm, Rotary
 from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm.sampling_params import SamplingParams
 from tests import cuda_stand_in
@@ -102,6 +102,16 @@ def test_why_a_library_or_a_gpu_cannot_be_used(monkeypatch, library, capability,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     found = FlashAttention.why_not(torch.device("cuda"), torch.bfloat16, 128, 256)
     assert found == reason if reason is None else re.search(reason, found)
+
+
+def test_without_a_triton_that_works_pytorchs_layers_compute(caplog):
+    """Here no kernel can be launched, as on a GPU without a C compiler."""
+    layer, cuda = torch.nn.ModuleDict({"norm": RMSNorm(8, 1e-6)}), torch.device("cuda")
+    backend = FlashAttention(2, 1, 8, 256, torch.bfloat16)
+    backend.replace_layers(LoadedModel(layer, None, torch.bfloat16, cuda, 64, enforce_eager=False))
+    assert type(layer["norm"]) is RMSNorm
+    assert backend.store is None
+    assert "Triton does not work: " in caplog.text
 
 
 def test_asking_for_it_on_a_cpu_says_why_not():

@@ -128,6 +128,8 @@ def run_peer(carried: Path, options: list[str]) -> tuple[dict[str, Any], bool]:
         package, work, out = Path(folder, "package"), Path(folder, "workloads.json"), Path(folder, "out.json")
         with tarfile.open(archive) as files:
             files.extractall(package, filter="data")
+        if not (package / "nanovllm").is_dir():
+            raise ValueError(f"{archive} must hold the folder nanovllm at its top")
         work.write_text(json.dumps({"offline": lengths_of_bench(options, Path(folder))}), encoding="utf-8")
         run(script, "--workloads", work, "--tokenizer", TINY_QWEN3, "--json", out, site=package)
         figures = json.loads(out.read_text(encoding="utf-8"))

@@ -78,14 +78,20 @@ def advice(results: Results, names: list[str]) -> list[str]:
     for name in names:
         job = results["jobs"].get(name, {})
         if job.get("status") in ("failed", "timeout"):
-            said = (job.get("tail") or "").strip().splitlines() or ["nothing was printed"]
-            lines.append(f"fix {name}: {said[-1][:300]}")
+            said = [line for line in (job.get("tail") or "").splitlines() if is_of_use(line)] or ["nothing was printed"]
+            late = f"its time was up after {job['seconds']} s. " if job["status"] == "timeout" else ""
+            lines.append(f"fix {name}: {late}{said[-1][:300]}")
     for faster, slower, least, meaning in HOPES:
         ours, other = [figures(results, name).get("output_tokens_per_second", 0.0) for name in (faster, slower)]
         if ours and ours < least * other:
             ratio = f"{ours / other:.2f} times {slower}, hoped for {least}"
             lines.append(f"look at {faster}: {ratio}. {meaning}")
     return [f"{i}. {line}" for i, line in enumerate(lines, 1)] or ["nothing to fix: all that ran is as hoped"]
+
+
+def is_of_use(line: str) -> bool:
+    """Return whether a line tells something; the last one of a process that is stopped lists its modules."""
+    return bool(line.strip()) and not line.startswith("Extension modules: ")
 
 
 # ---- Markdown

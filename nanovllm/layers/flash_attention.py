@@ -6,13 +6,15 @@ Decodes come first in a batch, so each call takes a slice of it. The new tokens'
 GPU's processors, and the second one computes tiles of many queries.
 """
 
+import logging
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from nanovllm.layers.attention import AttentionMetadata, LoadedModel, TorchAttention
+
+logger = logging.getLogger(__name__)
 
 
 class FlashAttention(TorchAttention):
@@ -42,11 +44,16 @@ class FlashAttention(TorchAttention):
         return None
 
     def replace_layers(self, loaded: LoadedModel) -> None:
-        """Replace layers by Triton's, which take fewer launches, unless Triton is missing or PyTorch's are wanted."""
-        if loaded.enforce_eager or loaded.device.type != "cuda" or find_spec("triton") is None:
+        """Replace layers by Triton's, which take fewer launches, if Triton works and PyTorch's are not asked for."""
+        if loaded.enforce_eager or loaded.device.type != "cuda":
             return
-        from nanovllm.layers import triton_layers
+        try:
+            from nanovllm.layers import triton_layers
 
+            triton_layers.silu_and_mul(*torch.zeros(2, 1, 16, dtype=loaded.dtype, device=loaded.device))
+        except Exception as error:  # Triton, a C compiler or Python's headers are missing
+            logger.warning("PyTorch's layers compute, which take many launches: Triton does not work: %s", error)
+            return
         triton_layers.replace_layers(loaded.model)
         self.store = triton_layers.store_kv
 

@@ -13,7 +13,7 @@ from nanovllm_extras.options.all_options import Config
 
 
 class CoreChooser(Chooser):
-    """Lets a runner compute as `nanovllm.llm.LLM` does."""
+    """Lets a runner compute as `nanovllm.llm.LLM` does where Triton does not work."""
 
     def make_backends(
         self, config: Config, shape: NetworkConfig, device: torch.device, dtype: torch.dtype

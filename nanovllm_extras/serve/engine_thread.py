@@ -83,6 +83,7 @@ class EngineThread:
             made.result()
         except BaseException:  # an interrupt can end the wait before
             self.stop()
+            del made  # else the error, whose frames hold it, would keep a half-made engine
             raise
         self.engine.runner.ranks.tell_failure(self._lose)  # one can end while nothing runs
 
@@ -165,6 +166,7 @@ class EngineThread:
             self.engine = make_engine()
         except BaseException as error:
             made.set_exception(error)
+            del made, make_engine
             return
         made.set_result(None)
         try:

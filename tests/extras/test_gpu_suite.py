@@ -423,8 +423,9 @@ def test_parts_of_a_first_run_that_fail_are_told_at_the_end(tmp_path, monkeypatc
 def test_what_is_slower_than_hoped_is_told_after_what_failed():
     speeds = {"core-graphs": 900, "core-eager": 800, "nano-vllm": 1000, "extras-triton": 1400, "extras-fp8": 1500}
     jobs = {f"first/{name}": {"status": "ok", "figures": {"output_tokens_per_second": n}} for name, n in speeds.items()}
-    jobs["machine"] = {"status": "timeout", "tail": "line\nlast line\n"}
+    tail = "line\nlast line\nExtension modules: numpy, torch (total: 2)\n"
+    jobs["machine"] = {"status": "timeout", "tail": tail, "seconds": 60.1}
     lines = advice({"jobs": jobs}, ["first/core-graphs", "machine"])
-    assert lines[0] == "1. fix machine: last line"
+    assert lines[0] == "1. fix machine: its time was up after 60.1 s. last line"
     assert [line.split(": ")[0][3:] for line in lines[1:]] == ["look at first/core-graphs"] * 2
     assert advice({"jobs": {}}, []) == ["nothing to fix: all that ran is as hoped"]

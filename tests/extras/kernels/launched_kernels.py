@@ -20,6 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.kernel_resources import GPUS, Resources, read_cubin
+from nanovllm.layers.triton_layers import norm_and_rotate
 from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
 from nanovllm_extras.kernels.cuda import (
     few_tokens,
@@ -81,6 +82,8 @@ def launch_all(kv_cache_dtypes, logits_dtypes):
         # few tokens and many, decodes and mixed, a context that is split
         for prompts in ([[1, 2, 3]], [[5] * 40, [7] * 9], [[8] * 300, [9]], [[6] * 1100]):
             llm.generate(prompts, params, use_tqdm=False)
+    q, angles = torch.zeros(2, 16, 128, dtype=torch.bfloat16), torch.zeros(2, 1, 64, dtype=torch.bfloat16)
+    norm_and_rotate(q, angles, angles, torch.zeros(128, dtype=torch.bfloat16), 1e-6)  # the core's
     # a model with recurrent states: decodes, long and short chunks, and the steps with drafts that a start measures
     speculation = {"method": "ngram", "num_speculative_tokens": 3}
     llm = LLM(TINY_QWEN3_5, **options, max_num_seqs=4, max_num_batched_tokens=45, speculative_config=speculation)

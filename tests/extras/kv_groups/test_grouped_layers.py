@@ -35,7 +35,7 @@ GEMMAS = {  # two layers with a window take as much as one that sees all; two th
     "gemma4_26b": {**HEADS, **EXPERTS, "num_key_value_heads": 4, "layer_types": [WINDOW, WINDOW, FULL]},
     "gemma4_odd": {**HEADS, "global_head_dim": 96, "layer_types": [WINDOW, WINDOW, FULL, WINDOW, FULL]},
 }
-MAX_TOKENS = 12
+MAX_TOKENS = 20
 LENS = (1, 7, 16, 33, 48, 61)
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20}

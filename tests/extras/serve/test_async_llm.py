@@ -5,6 +5,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -466,10 +467,23 @@ def test_the_thread_that_steps_has_made_the_engine(new_llm, monkeypatch):
     assert threads == [asyncio.run(llm.call(threading.current_thread))]
 
 
-def test_an_engine_that_cannot_be_made_leaves_no_thread(new_llm):
-    before = set(threading.enumerate())
-    with pytest.raises(ValueError, match="max_model_len"):
-        new_llm(max_model_len=1 << 30)
+def test_an_engine_that_cannot_be_made_leaves_no_thread_and_no_memory(new_llm, monkeypatch):
+    """Without waiting for Python's collector: the next try needs the memory of the weights."""
+    before, runners, start = set(threading.enumerate()), [], ModelRunner.start
+
+    def fail(runner):
+        start(runner)
+        runners.append(weakref.ref(runner.model))
+        raise ValueError("no memory is left")
+
+    monkeypatch.setattr(ModelRunner, "start", fail)
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="no memory is left"):
+            new_llm()
+        assert runners[0]() is None
+    finally:
+        gc.enable()
     assert set(threading.enumerate()) <= before
 
 
