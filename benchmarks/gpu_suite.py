@@ -1,7 +1,7 @@
 """Run the tests, benchmarks and profiles of this engine on a GPU with one command.
 
     python -m benchmarks.gpu_suite
-    python -m benchmarks.gpu_suite --first --carried FOLDER # a first run on a card: what nobody knows yet first
+    python -m benchmarks.gpu_suite --first --carried FOLDER # a first run on a card
     python -m benchmarks.gpu_suite --only offline profile   # groups of jobs, or single jobs
     python -m benchmarks.gpu_suite --again tests            # jobs that have a result; without a name all
     python -m benchmarks.gpu_suite --device cpu --rehearse --output-dir /tmp/x   # all of the code, without a GPU
@@ -73,7 +73,9 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Test, measure and profile this engine on a GPU.")
-    parser.add_argument("--first", action="store_true", help="what nobody knows yet first, in about seven minutes")
+    parser.add_argument(
+        "--first", action="store_true", help="run the jobs for a card that has run none, in about seven minutes"
+    )
     parser.add_argument("--carried", type=Path, help="folder with a wheel of flash-attn and more (docs/gpu.md)")
     parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="groups of jobs, or single jobs")
     parser.add_argument("--again", nargs="*", metavar="STAGE", help="repeat jobs that are done; without names all jobs")

@@ -43,10 +43,10 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor) -> Tenso
 def attend_on_cuda(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor, scale: float | None) -> Tensor:
     """Compute `softmax_attention` by the one fused kernel of PyTorch that takes a mask in all of its versions.
 
-    scale: another factor on the scores than 1 / sqrt(head_dim), or None
-
     Before 2026 it does not know groups of heads, so each head of K and V is repeated. cuDNN's kernel would do all of
     this too, but makes a new plan for each shape, which takes about 30 ms, and the shapes of steps differ.
+
+    scale: the factor on the scores, None for 1 / sqrt(head_dim)
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
