@@ -1,6 +1,7 @@
 """`nanovllm serve --ray` with a cluster of its own, for the tests that need one."""
 
 import contextlib
+import os
 import re
 import secrets
 import subprocess
@@ -19,23 +20,22 @@ WITH_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra 
 """Tests import it when they run: it takes seconds, and most runs leave them out."""
 
 
-@contextlib.contextmanager
-def variables_of_ray():
-    """Set the environment of the command, and of this process, which may connect to its cluster."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        yield
+def environment_with_token():
+    """The environment of a cluster with a token of its own, and of what connects to it.
+
+    Not that of this process: Ray reads its variables when it is imported, and keeps them, while the next module may
+    connect to a cluster without a token.
+    """
+    ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return {**os.environ, "PYTHONPATH": str(ROOT), **ray}
 
 
 @contextlib.contextmanager
-def ray_command(*options, timeout_s=120):
+def ray_command(environment, *options, timeout_s=120):
     """The command, in a process group of its own, and what it has said when it is ready."""
     words = [sys.executable, "-m", "nanovllm_extras", "serve", "--ray", "--port", "0", *map(str, options)]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, process_group=0)
+        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0)
         try:
             deadline = time.monotonic() + timeout_s
             while "try it" not in read(log):

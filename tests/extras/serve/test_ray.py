@@ -24,11 +24,11 @@ from nanovllm_extras.serve.state import ServerOptions
 from tests.extras.serve.conftest import Client
 from tests.extras.serve.ray_server import (
     WITH_RAY,
+    environment_with_token,
     processes_below,
     ray_command,
     replicas_below,
     server_of,
-    variables_of_ray,
 )
 from tests.extras.serve.real_server import QUESTIONS
 
@@ -46,16 +46,15 @@ LONG = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0}
 END = "data: [DONE]\n\n"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environment():
-    with variables_of_ray():
-        yield
+@pytest.fixture(scope="module")
+def environment():
+    return environment_with_token()
 
 
 @pytest.fixture(scope="module")
-def command():
+def command(environment):
     options = ["--ray-num-replicas", "2", "--ray-health-check-period-s", "1", "--api-key", "key-1", "key-2"]
-    with ray_command(*options, *ENGINE) as started:
+    with ray_command(environment, *options, *ENGINE) as started:
         yield started
 
 
@@ -311,9 +310,9 @@ def tokens_of(server, replica):
     return float(found)
 
 
-def test_a_cluster_that_serves_it_already_is_refused(address, server):
+def test_a_cluster_that_serves_it_already_is_refused(environment, address, server):
     command = [sys.executable, "-m", "nanovllm_extras", "serve", "--ray", "--ray-address", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 1
     assert "this cluster already serves an application 'nanovllm'" in done.stderr
     assert replicas_of(server)
@@ -331,11 +330,12 @@ ray.get(replica.__ray_call__.remote(break_engine))
 """
 
 
-def test_a_replica_whose_engine_is_dead_is_replaced(address, server, client):
+def test_a_replica_whose_engine_is_dead_is_replaced(environment, address, server, client):
     """Nobody asks it meanwhile: its health checks tell."""
     before = replicas_of(server)
     broken = min(before)
-    subprocess.run([sys.executable, "-c", BREAK, address, broken], check=True, timeout=60)  # a process has one cluster
+    broken_by = [sys.executable, "-c", BREAK, address, broken]  # a process has one cluster
+    subprocess.run(broken_by, check=True, env=environment, timeout=60)
     deadline = time.monotonic() + 60
     while broken in (now := replicas_of(server)) or len(now) < 2:
         assert time.monotonic() < deadline, now

@@ -19,7 +19,14 @@ from nanovllm_extras.serve.ray.calls import Part
 from nanovllm_extras.serve.state import ServerOptions
 from tests.conftest import hf_greedy
 from tests.extras.serve.conftest import CHAT_TEMPLATE
-from tests.extras.serve.ray_server import WITH_RAY, metric_of, ray_command, replicas_below, server_of, variables_of_ray
+from tests.extras.serve.ray_server import (
+    WITH_RAY,
+    environment_with_token,
+    metric_of,
+    ray_command,
+    replicas_below,
+    server_of,
+)
 from tests.extras.serve.test_front import CHAT, COMPLETION, WITH_USAGE, tokens_of, unique, values_of
 
 pytestmark = [
@@ -195,7 +202,8 @@ def server(with_tokenizer):
     replicas = ["--ray-num-prefill-replicas", "1", "--ray-num-replicas", "2", "--ray-health-check-period-s", "1"]
     engine = ["--device", "cpu", "--dtype", "float32", "--num-kv-blocks", "4096", "--block-size", "4"]
     engine += ["--chat-template", CHAT_TEMPLATE, "--kv-transfer-config", json.dumps(transfer)]
-    with variables_of_ray(), ray_command(with_tokenizer, *replicas, *engine, "--max-num-seqs", "16") as (process, said):
+    options = [with_tokenizer, *replicas, *engine, "--max-num-seqs", "16"]
+    with ray_command(environment_with_token(), *options) as (process, said):
         assert "1 for prefill, 2 for decode" in said
         yield server_of(process, said)
 
