@@ -20,7 +20,7 @@ not depend on the other rows of the batch, on chunking, or on preemption. `make_
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Chunk, Step, make_step
 from nanovllm.sequence import Sequence
 
+MakeMetadata = Callable[[Step, AttentionMetadata], AttentionMetadata]
 MAX_TOP_K = torch.iinfo(torch.int64).max  # a larger one does not fit into a tensor, and means the same: all tokens
 
 
@@ -59,10 +60,20 @@ class Batch:
     copies: list[tuple[int, int]]  # (source, destination) of blocks to be copied before the forward pass
 
 
-def build_batch(step: Step, block_size: int, token_ids: "array[int] | None" = None) -> Batch:
+def unchanged(step: Step, metadata: AttentionMetadata) -> AttentionMetadata:
+    return metadata
+
+
+def build_batch(
+    step: Step,
+    block_size: int,
+    make_metadata: MakeMetadata = unchanged,
+    token_ids: "array[int] | None" = None,
+) -> Batch:
     """Return the tensors of a step, as in the example above. The step must have chunks.
 
-    token_ids: its new tokens, if not those that `gather_token_ids` returns
+    make_metadata: returns the metadata, perhaps with more fields; token_ids: the step's new tokens, if not those that
+    `gather_token_ids` returns
     """
     nd = step.num_decodes
     if token_ids is None:
@@ -81,28 +92,31 @@ def build_batch(step: Step, block_size: int, token_ids: "array[int] | None" = No
     slot_mapping = tables[owners, positions // block_size] * block_size + positions % block_size  # [num_tokens]
 
     sampled = np.array(step.sampled_chunks, dtype=np.intp)  # [num_samples], indices of sequences
+    metadata = AttentionMetadata(
+        slot_mapping=torch.from_numpy(slot_mapping),
+        block_tables=torch.from_numpy(tables),
+        seq_lens=torch.from_numpy(seq_lens),
+        cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
+        prefill_cu_seqlens_q=torch.from_numpy(cu_seqlens_q[nd:] - cu_seqlens_q[nd]),
+        prefill_cu_seqlens_k=torch.from_numpy(offsets(seq_lens[nd:])),
+        num_decodes=nd,
+        max_seqlen_q=int(num_new[nd:].max(initial=0)),
+        max_seqlen_k=int(seq_lens[nd:].max(initial=0)),
+        num_prefix_tokens=int(starts[nd:].sum()),
+    )
     return Batch(
         input_ids=torch.frombuffer(token_ids, dtype=torch.int32),
         positions=torch.from_numpy(positions),
-        metadata=AttentionMetadata(
-            slot_mapping=torch.from_numpy(slot_mapping),
-            block_tables=torch.from_numpy(tables),
-            seq_lens=torch.from_numpy(seq_lens),
-            cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
-            prefill_cu_seqlens_q=torch.from_numpy(cu_seqlens_q[nd:] - cu_seqlens_q[nd]),
-            prefill_cu_seqlens_k=torch.from_numpy(offsets(seq_lens[nd:])),
-            num_decodes=nd,
-            max_seqlen_q=int(num_new[nd:].max(initial=0)),
-            max_seqlen_k=int(seq_lens[nd:].max(initial=0)),
-            num_prefix_tokens=int(starts[nd:].sum()),
-        ),
+        metadata=make_metadata(step, metadata),
         logits_indices=torch.from_numpy(cu_seqlens_q[1:][sampled] - 1),
         sampling=build_sampling_batch(step.samples, seq_lens[sampled]),
         copies=step.copies,
     )
 
 
-def largest_batch(num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> Batch:
+def largest_batch(
+    num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int, make_metadata: MakeMetadata = unchanged
+) -> Batch:
     """Return the batch that takes most memory: `num_tokens` tokens, and a row of logits for each sequence.
 
     The first prompts are as long as possible. If there are fewer tokens than sequences, the others are samples of the
@@ -118,7 +132,7 @@ def largest_batch(num_tokens: int, max_num_seqs: int, max_model_len: int, block_
         rest -= seq.num_tokens
     first = chunks[0][0]
     first.children = [Sequence("", [0], params) for _ in range(max_num_seqs - num_prompts)]
-    return build_batch(make_step(chunks, num_tokens - rest), block_size)
+    return build_batch(make_step(chunks, num_tokens - rest), block_size, make_metadata)
 
 
 def offsets(lens: np.ndarray) -> np.ndarray:

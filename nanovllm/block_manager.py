@@ -35,12 +35,17 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, observer: Observer | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        observer: Observer | None = None,
+        prefix_cache_cls: type[PrefixCache] = PrefixCache,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.observer = observer or Observer()
-        self.prefix_cache = PrefixCache(block_size, self.observer, enable_prefix_caching)
+        self.prefix_cache = prefix_cache_cls(block_size, self.observer, enable_prefix_caching)
         self._ref_counts = [0] * (num_blocks + 1)
         # in the order in which they will be allocated again
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
@@ -111,7 +116,7 @@ class BlockManager:
                 self._copy_tail(seq)
             seq.has_shared_tail = False
             for _ in range(num_new_blocks):
-                self._append(seq, self._take(seq))
+                self._append(seq, self.take(seq))
         if num_tokens >= (len(seq.cached_blocks) + 1) * size:
             self.prefix_cache.register(seq, num_tokens)
         return True
@@ -127,7 +132,7 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Free all blocks of `seq`, the last one first, so that the ends of prefixes are evicted first."""
         for block_id in reversed(seq.block_table):
-            self._disown(block_id)
+            self.release(block_id)
         del seq.block_table[:]
         seq.has_shared_tail = False
         seq.cached_blocks = []
@@ -139,38 +144,48 @@ class BlockManager:
         copies, self._copies = self._copies, []
         return copies
 
-    def _append(self, seq: Sequence, block_id: int) -> None:
-        self._ref_counts[block_id] += 1
-        seq.block_table.append(block_id)
+    # ---- single blocks, for what goes beyond the methods above
 
-    def _share(self, seq: Sequence, block_id: int) -> None:
-        """Add an owner to a block with contents. The block may be free until now."""
-        self._free.pop(block_id, None)
-        self._append(seq, block_id)
-        self.observer.on_share_block(seq, block_id)
+    def num_owners(self, block_id: int) -> int:
+        """Return the number of block tables that hold a block. A block without owners is free."""
+        return self._ref_counts[block_id]
 
-    def _take(self, seq: Sequence) -> int:
-        """Take a free block for `seq`: one without cached contents, otherwise the least recently freed one, evicted."""
+    def take(self, seq: Sequence) -> int:
+        """Take a free block for `seq`: one without cached contents, otherwise the least recently freed one, evicted.
+
+        The caller, who is its only owner, puts it into the block table.
+        """
         block_id, _ = self._free.popitem(last=False)
         self.observer.on_take_block(seq, block_id, block_id in self.prefix_cache)
         self.prefix_cache.forget(block_id)
+        self._ref_counts[block_id] = 1
         return block_id
 
-    def _disown(self, block_id: int) -> None:
+    def release(self, block_id: int) -> None:
+        """Count one owner of a block less. The block becomes free if there is no other."""
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] == 0:
             self._free[block_id] = None
             if block_id not in self.prefix_cache:  # its contents cannot be found: reuse it first
                 self._free.move_to_end(block_id, last=False)
 
+    def _append(self, seq: Sequence, block_id: int) -> None:
+        seq.block_table.append(block_id)
+
+    def _share(self, seq: Sequence, block_id: int) -> None:
+        """Add an owner to a block with contents. The block may be free until now."""
+        self._free.pop(block_id, None)
+        self._ref_counts[block_id] += 1
+        self._append(seq, block_id)
+        self.observer.on_share_block(seq, block_id)
+
     def _tail(self, seq: Sequence) -> int:
         """Return the block that the K and V of the next token are written to."""
         return seq.block_table[seq.num_computed_tokens // self.block_size]
 
     def _copy_tail(self, seq: Sequence) -> None:
-        source, destination = self._tail(seq), self._take(seq)
+        source, destination = self._tail(seq), self.take(seq)
         self._copies.append((source, destination))
-        self._ref_counts[destination] = 1
         seq.block_table[seq.num_computed_tokens // self.block_size] = destination
-        self._disown(source)
+        self.release(source)
         self.observer.on_copy_block(seq, source, destination)

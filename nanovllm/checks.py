@@ -77,10 +77,43 @@ def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
-def check_str(name: str, value: object, or_path: bool = False) -> None:
-    """Raise unless `value` is a str that is not empty, or a Path if `or_path`."""
-    if not isinstance(value, str | Path if or_path else str) or not str(value):
-        raise TypeError(f"{name} must be a str{' or a Path' if or_path else ''}, and not empty, got {value!r}")
+def check_str(name: str, value: object, or_path: bool = False, optional: bool = False) -> None:
+    """Raise unless `value` is a str that is not empty, or a Path if `or_path`, or None if `optional`."""
+    if not (optional and value is None) and (not isinstance(value, str | Path if or_path else str) or not str(value)):
+        allowed = "a str" + " or a Path" * or_path + " or None" * optional
+        raise TypeError(f"{name} must be {allowed}, and not empty, got {value!r}")
+
+
+def check_mapping(name: str, value: object) -> None:
+    """Raise unless `value` is a dict with str keys, or None."""
+    if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+        raise TypeError(f"{name} must be a dict from str or None, got {value!r}")
+
+
+def check_class(name: str, value: object, base: type = object) -> None:
+    """Raise TypeError unless `value` is a subclass of `base`, or None."""
+    if value is not None and not (isinstance(value, type) and issubclass(value, base)):
+        kind = "class" if base is object else f"subclass of {base.__module__}.{base.__qualname__}"
+        raise TypeError(f"{name} must be a {kind}, its name as 'module:Class', or None, got {value!r}")
+
+
+def check_classes(name: str, value: Any) -> None:
+    """Raise unless `value` is a dict from str to classes, or None."""
+    check_mapping(name, value)
+    for key, one in (value or {}).items():
+        if not isinstance(one, type):
+            raise TypeError(f"{name}[{key!r}] must be a class, such as float or str, got {one!r}")
+
+
+def check_callable(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be a function or None, got {value!r}")
+
+
+def check_backend(name: str, value: object) -> None:
+    """Raise unless `value` is a str that is not empty, or a class."""
+    if not isinstance(value, type):
+        check_str(name, value)
 
 
 def check_list(name: str, value: object, of_what: str) -> Collection[Any]:

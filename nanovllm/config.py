@@ -5,12 +5,28 @@ are arguments of the classes that need them.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from nanovllm.checks import check_bool, check_choice, check_int, check_number, check_str, checked, checks_of
+from nanovllm.checks import (
+    check_backend,
+    check_bool,
+    check_callable,
+    check_choice,
+    check_class,
+    check_classes,
+    check_int,
+    check_mapping,
+    check_number,
+    check_str,
+    checked,
+    checks_of,
+)
+from nanovllm.extension import find_parts
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +61,8 @@ class Config:
     """Share of the GPU's memory for weights, activations, CUDA graphs and KV cache together."""
     enable_prefix_caching: bool = checked(True, check_bool)
     """Whether prompts that begin alike share their KV blocks."""
-    attention_backend: str = checked("auto", check_str)
-    """`torch`, `flash_attn`, a name that another package registers (`plugins.py`), or "module:Class". `auto` is
+    attention_backend: Any = checked("auto", check_backend)
+    """`torch`, `flash_attn`, a name that another package registers (`plugins.py`), a class or "module:Class". `auto` is
     flash-attn if this machine can run it, otherwise the best plug-in, otherwise PyTorch."""
     enforce_eager: bool = checked(False, check_bool)
     """Whether to run decodes on CUDA kernel by kernel instead of replaying CUDA graphs, and to keep PyTorch's layers
@@ -56,10 +72,41 @@ class Config:
     seed: int = checked(0, check_int, minimum=0, maximum=2**64 - 1)
     """Seed of the requests that have none of their own."""
 
+    # ---- parts of one's own: classes, or their names as "module:Class" (docs/extending.md)
+    extension: str | Path | None = checked(None, check_str, or_path=True, optional=True)
+    """A Python file, or the name of a module, whose top-level names are the options below (`extension.py`)."""
+    scheduler_cls: Any = checked(None, check_class)
+    """A subclass of `Scheduler`."""
+    block_manager_cls: Any = checked(None, check_class)
+    """A subclass of `BlockManager`."""
+    prefix_cache_cls: Any = checked(None, check_class)
+    """A subclass of `PrefixCache`."""
+    runner_cls: Any = checked(None, check_class)
+    """A subclass of `ModelRunner`."""
+    sampler_cls: Any = checked(None, check_callable)
+    """A function in the place of `sample_tokens`."""
+    models: Mapping[str, Any] | None = checked(None, check_mapping)
+    """Names in `architectures` of config.json, and the classes of their networks (docs/adding_a_model.md)."""
+    extra_args: Mapping[str, type] | None = checked(None, check_classes)
+    """The fields that `SamplingParams.extra_args` may have, and the class of each."""
+
     def __post_init__(self) -> None:
         check_str("model", self.model, or_path=True)
+        check_str("extension", self.extension, or_path=True, optional=True)
+        for name, part in find_parts(self.given_parts(), self.extension).items():
+            if part is not None:
+                object.__setattr__(self, name, part)
         for name, check in checks_of(self).items():
             check(name, getattr(self, name))
+
+    def given_parts(self) -> dict[str, Any]:
+        """Return the options for parts of one's own, None for those that are not given."""
+        names = [one.name for one in fields(self) if one.name.endswith("_cls")]
+        names += ["attention_backend", "models", "extra_args"]
+        given = {name: getattr(self, name) for name in names}
+        if given["attention_backend"] == "auto":
+            given["attention_backend"] = None
+        return given
 
 
 def resolve_device(device: str) -> torch.device:

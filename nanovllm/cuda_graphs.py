@@ -15,6 +15,7 @@ its launches, so it is never replayed. Logits and sampling are not part of the g
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import ClassVar, TypeVar
 from weakref import WeakSet
@@ -66,10 +67,20 @@ def unused_stream(used: list[torch.cuda.Stream]) -> torch.cuda.Stream:
 
 
 class CudaGraphs:
-    """Graphs of `model` for up to `max_num_seqs` decodes. `kv_cache` must keep its address."""
+    """Graphs of `model` for up to `max_num_seqs` decodes. `kv_cache` must keep its address.
 
-    def __init__(self, model: nn.Module, kv_cache: Tensor, max_num_seqs: int, max_num_blocks: int) -> None:
-        self.model, self.kv_cache = model, kv_cache
+    metadata_cls: the class of the metadata of each batch (`ModelRunner.make_metadata`)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kv_cache: Tensor,
+        max_num_seqs: int,
+        max_num_blocks: int,
+        metadata_cls: type[AttentionMetadata] = AttentionMetadata,
+    ) -> None:
+        self.model, self.kv_cache, self.metadata_cls = model, kv_cache, metadata_cls
         self.sizes = [size for size in (1, 2, 4, 8, *range(16, max_num_seqs, 16)) if size < max_num_seqs]
         self.sizes.append(max_num_seqs)
         # the buffers: one row for each decode
@@ -78,6 +89,8 @@ class CudaGraphs:
         self.input_ids, self.positions, self.slot_mapping, self.seq_lens = columns  # [max_num_seqs] each
         self.block_tables = torch.zeros(max_num_seqs, max_num_blocks, dtype=torch.int32, device=device)
         self.offsets = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        own = [one.name for one in fields(metadata_cls)[len(fields(AttentionMetadata)) :]]
+        self.token_fields = {name: torch.zeros_like(self.slot_mapping) for name in own}  # [max_num_seqs] each
         self.graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}  # size -> replay, and the tensor that it writes
         self.recorder = Recorder()
 
@@ -100,7 +113,9 @@ class CudaGraphs:
     def forward(self, size: int) -> Tensor:
         """Run the model over the first `size` rows of the buffers -> [size, hidden_size]"""
         tables, offsets = self.block_tables[:size], self.offsets[: size + 1]
-        metadata = AttentionMetadata.of_decodes(self.slot_mapping[:size], tables, self.seq_lens[:size], offsets)
+        more = {name: buffer[:size] for name, buffer in self.token_fields.items()}
+        inputs = self.slot_mapping[:size], tables, self.seq_lens[:size], offsets
+        metadata = self.metadata_cls.of_decodes(*inputs, **more)
         return self.model(self.input_ids[:size], self.positions[:size], metadata, self.kv_cache)
 
     def can_replay(self, batch: Batch) -> bool:
@@ -119,6 +134,9 @@ class CudaGraphs:
         self.slot_mapping[:n] = metadata.slot_mapping
         self.seq_lens[:n] = metadata.seq_lens
         self.block_tables[:n, :width] = metadata.block_tables
+        for name, buffer in self.token_fields.items():
+            buffer[n:size] = 0
+            buffer[:n] = getattr(metadata, name)
         replay, hidden = self.graphs[size]
         replay()
         return hidden[:n]

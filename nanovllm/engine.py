@@ -13,17 +13,26 @@ from typing import Any
 
 from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks import narrowed
+from nanovllm.checks import check_class, narrowed
 from nanovllm.config import Config
 from nanovllm.loader import find_folder, load_tokenizer, read_eos_token_ids
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observer import Stats
 from nanovllm.one_thread import InUseError, OneThread
+from nanovllm.prefix_cache import PrefixCache
 from nanovllm.prompts import Prompt, check_prompt_len, encode_prompt
 from nanovllm.request import Request, RequestOutput, make_seed
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, check_extra_args
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import Sequence
+
+PARTS = {
+    "scheduler_cls": Scheduler,
+    "block_manager_cls": BlockManager,
+    "prefix_cache_cls": PrefixCache,
+    "runner_cls": ModelRunner,
+}
+"""Option -> the class that another one may take the place of."""
 
 
 class LLMEngine:
@@ -72,7 +81,8 @@ class LLMEngine:
 
     def compute(self, step: Step) -> Any:
         """Return the tokens that the step samples. On CUDA they may not be ready yet: `tolist` waits for them."""
-        batch = build_batch(step, self.scheduler.block_manager.block_size)  # the step as tensors
+        block_size = self.scheduler.block_manager.block_size
+        batch = build_batch(step, block_size, self.runner.make_metadata)  # the step as tensors
         return self.runner.run(batch)  # the model computes, the sampler samples
 
     def complete(self, step: Step, tokens: Any) -> list[RequestOutput]:
@@ -119,7 +129,7 @@ class LLMEngine:
             text, token_ids = self.encode(prompt)
             seed = make_seed(params.seed, self.config.seed, self.stats.num_requests, token_ids)
             # one sequence for each sample; the first computes the prompt, the others are its children
-            seqs = [Sequence(request_id, token_ids, params, self.eos_token_ids, seed, i) for i in range(params.n)]
+            seqs = [self.make_sequence(request_id, token_ids, params, seed, i) for i in range(params.n)]
             seqs[0].children = seqs[1:]
             backend_tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
             self.requests[request_id] = Request(text, seqs, stream, backend_tokenizer)
@@ -154,6 +164,7 @@ class LLMEngine:
             raise ValueError(f"n must be at most max_num_seqs {max_num_seqs}, got {params.n}")
         if self.tokenizer is None and params.stop_strings:
             raise ValueError(f"stop needs a tokenizer, but this model has none, got stop {params.stop!r}")
+        check_extra_args(params.extra_args, self.config.extra_args)
         return params
 
     # ---- the parts, which a subclass may choose differently
@@ -161,6 +172,8 @@ class LLMEngine:
     def check_config(self, config: Config) -> Config:
         if not isinstance(config, Config):
             raise TypeError(f"config must be a Config, got {config!r}")
+        for name, kind in PARTS.items():
+            check_class(name, getattr(config, name), kind)
         return narrowed(config, Config)
 
     def find_folder(self) -> Path:
@@ -170,7 +183,7 @@ class LLMEngine:
         return load_tokenizer(folder)
 
     def make_runner(self, folder: Path) -> ModelRunner:
-        return ModelRunner(self.config, folder)
+        return (self.config.runner_cls or ModelRunner)(self.config, folder)
 
     def read_eos_token_ids(self, folder: Path) -> frozenset[int]:
         return read_eos_token_ids(folder, self.tokenizer, self.runner.shape.vocab_size)
@@ -181,10 +194,16 @@ class LLMEngine:
 
     def make_block_manager(self) -> BlockManager:
         config, runner = self.config, self.runner
-        return BlockManager(
-            runner.kv_cache.num_blocks, runner.backend.block_size, config.enable_prefix_caching, self.stats
-        )
+        sizes = runner.kv_cache.num_blocks, runner.backend.block_size
+        prefix_cache_cls = config.prefix_cache_cls or PrefixCache
+        kind = config.block_manager_cls or BlockManager
+        return kind(*sizes, config.enable_prefix_caching, self.stats, prefix_cache_cls)
 
     def make_scheduler(self, block_manager: BlockManager) -> Scheduler:
-        runner = self.runner
-        return Scheduler(block_manager, self.config.max_num_seqs, runner.max_num_batched_tokens, runner.max_model_len)
+        config, runner = self.config, self.runner
+        kind = config.scheduler_cls or Scheduler
+        return kind(block_manager, config.max_num_seqs, runner.max_num_batched_tokens, runner.max_model_len)
+
+    def make_sequence(self, request_id: str, token_ids: list[int], params: Any, seed: int, index: int) -> Sequence:
+        """Return one of the samples of a request."""
+        return Sequence(request_id, token_ids, params, self.eos_token_ids, seed, index)

@@ -15,11 +15,12 @@ from nanovllm.batch import Batch, largest_batch, to_device
 from nanovllm.config import Config, resolve_device, resolve_dtype
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.kv_cache import KVCache
-from nanovllm.layers.attention import BackendError, LoadedModel, TorchAttention
+from nanovllm.layers.attention import AttentionMetadata, BackendError, LoadedModel, TorchAttention
 from nanovllm.loader import allocate, init_dummy_weights, load_weights, read_json
 from nanovllm.models.qwen3 import ModelConfig, Qwen3ForCausalLM
 from nanovllm.plugins import choose_backends, find_architecture
 from nanovllm.sampler import sample_tokens
+from nanovllm.scheduler import Step
 
 logger = logging.getLogger(__name__)
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -27,6 +28,9 @@ CPU_KV_CACHE_BYTES = 1 << 30
 
 class ModelRunner:
     """The model, its KV cache and its CUDA graphs. ValueError if this machine cannot run them with these options."""
+
+    metadata_cls = AttentionMetadata
+    """What `make_metadata` returns. A subclass may have more fields, each with a number for each token."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config
@@ -77,6 +81,14 @@ class ModelRunner:
 
     # ---- a step
 
+    def make_metadata(self, step: Step, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Return the metadata of a step, which a subclass may extend (`metadata_cls`) by numbers for each token.
+
+        They are int32 tensors on the host: [num_tokens]. CUDA graphs copy them, too, and pad them with 0, so 0 should
+        mean none.
+        """
+        return metadata
+
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Compute a batch and sample a token for each of its samples: [num_samples] int64 on the device"""
@@ -100,14 +112,15 @@ class ModelRunner:
     def sample(self, hidden: Tensor, batch: Batch) -> Tensor:
         """hidden: [num_samples, hidden_size] -> token ids [num_samples] int64"""
         logits = self.model.compute_logits(hidden)  # [num_samples, vocab_size]
-        return sample_tokens(logits, **vars(batch.sampling), argmax=self.backend.argmax)  # the fields are arguments
+        sample = self.config.sampler_cls or sample_tokens
+        return sample(logits, **vars(batch.sampling), argmax=self.backend.argmax)  # the fields are arguments
 
     # ---- the start
 
     def find_network(self) -> tuple[Any, ModelConfig]:
         """Return the class of the network that config.json describes, and its shape."""
         raw = read_json(self.folder / "config.json")
-        model_class = find_architecture(raw)
+        model_class = find_architecture(raw, self.config.models)
         return model_class, model_class.read_config(raw)
 
     def make_model(self) -> Qwen3ForCausalLM:
@@ -138,7 +151,7 @@ class ModelRunner:
             return None
         max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
         max_num_blocks = -(-self.max_model_len // self.backend.block_size)
-        return CudaGraphs(self.model, self.kv_cache.tensor, max_num_seqs, max_num_blocks)
+        return CudaGraphs(self.model, self.kv_cache.tensor, max_num_seqs, max_num_blocks, self.metadata_cls)
 
     def num_blocks_that_fit(self) -> int:
         """Return the number of blocks for which there is memory, but not more than running sequences can fill."""
@@ -152,10 +165,10 @@ class ModelRunner:
 
     def measure_free_bytes(self) -> int:
         """Return the GPU memory that weights, the largest forward pass and CUDA graphs leave for the KV cache."""
-        block_size = self.backend.block_size
+        sizes = self.max_num_batched_tokens, self.config.max_num_seqs, self.max_model_len, self.backend.block_size
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        self.run(largest_batch(self.max_num_batched_tokens, self.config.max_num_seqs, self.max_model_len, block_size))
+        self.run(largest_batch(*sizes, self.make_metadata))
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.empty_cache()
         graphs = self.make_graphs()  # the cache has only the null block yet, and recording needs no other

@@ -15,12 +15,12 @@ architectures. A backend has the methods of `TorchAttention`, a network those of
 import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import torch
 
+from nanovllm.extension import load_object
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -47,11 +47,12 @@ def is_missing(plugin: EntryPoint, error: Exception) -> bool:
 
 
 def choose_backends(
-    name: str, device: torch.device, dtype: torch.dtype, shape: Any, block_size: int | None
+    name: str | type[TorchAttention], device: torch.device, dtype: torch.dtype, shape: Any, block_size: int | None
 ) -> tuple[list[type[TorchAttention]], list[str]]:
     """Return the backends that can compute this network here, best first, and the reasons against the others.
 
-    name: `auto`, a name of `OWN_BACKENDS`, a registered name, or "module:Class"; shape: the network's `ModelConfig`
+    name: `auto`, a name of `OWN_BACKENDS`, a registered name, "module:Class", or the class itself
+    shape: the network's `ModelConfig`
     Raises ValueError if there is none.
     """
     reasons: list[str] = []
@@ -67,13 +68,15 @@ def choose_backends(
     return usable, reasons
 
 
-def find_backends(name: str, reasons: list[str]) -> Iterator[tuple[str, type[TorchAttention]]]:
+def find_backends(name: str | type[TorchAttention], reasons: list[str]) -> Iterator[tuple[str, type[TorchAttention]]]:
     """Yield the backends that `name` may mean, with their names. ValueError if it means none.
 
     `auto` means flash-attn, then the plug-ins by their `priority`, then PyTorch. A plug-in that cannot be imported is
     added to `reasons`.
     """
-    if name in OWN_BACKENDS:
+    if isinstance(name, type):
+        yield name.__name__, name
+    elif name in OWN_BACKENDS:
         yield name, OWN_BACKENDS[name]
     elif name == "auto":
         yield "flash_attn", FlashAttention
@@ -99,11 +102,10 @@ def load_plugins(reasons: list[str]) -> Iterator[tuple[str, type[TorchAttention]
 def load_backend(name: str) -> type[TorchAttention]:
     """Import the backend that a registered name or "module:Class" names. ValueError if that is not possible."""
     plugins = find_plugins("backends")
-    module, _, path = name.partition(":")
-    if name not in plugins and not path:
+    if name not in plugins and ":" not in name and "." not in name:
         allowed = ", ".join(["auto", *OWN_BACKENDS, *sorted(plugins)])
         raise ValueError(f"attention_backend must be one of {allowed}, or 'module:Class', got {name!r}")
-    load = plugins[name].load if name in plugins else partial(load_object, module, path)
+    load = plugins[name].load if name in plugins else partial(load_object, name)
     try:
         return load()
     except Exception as error:  # as above
@@ -111,25 +113,19 @@ def load_backend(name: str) -> type[TorchAttention]:
         raise ValueError(f"{message}; take 'torch' or 'auto'") from error
 
 
-def load_object(module: str, path: str) -> Any:
-    """Import "module:Class" of a tree that is not installed, and so has no entry points."""
-    found: Any = import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
 # ---- networks
 
 
-def find_architecture(raw: Mapping[str, Any]) -> Any:
+def find_architecture(raw: Mapping[str, Any], models: Mapping[str, Any] | None = None) -> Any:
     """Return the class of the network that `raw`, the content of config.json, describes.
 
+    models: networks of one's own, by their names in `architectures`
     Raises ValueError if it is none of `OWN_NETWORKS` and no package registers it, and what the import of one raises.
     """
+    own = {**OWN_NETWORKS, **(models or {})}
     for name in raw.get("architectures") or ():
-        if name in OWN_NETWORKS:
-            return OWN_NETWORKS[name]
+        if name in own:
+            return own[name]
         if plugin := find_plugins("models").get(name):
             try:
                 return plugin.load()
@@ -137,7 +133,7 @@ def find_architecture(raw: Mapping[str, Any]) -> Any:
                 if not is_missing(plugin, error):
                     raise
                 logger.debug("the architecture %s is registered, but not installed: %s", name, error)
-    known = ", ".join(sorted({*OWN_NETWORKS, *find_plugins("models")}))
+    known = ", ".join(sorted({*own, *find_plugins("models")}))
     raise ValueError(
         f"architectures must name one of {known}, got {raw.get('architectures')}; "
         f"nanovllm_extras.LLM serves more models"

@@ -1,9 +1,19 @@
 """The options of one request. Names, defaults and meanings are vLLM's."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from nanovllm.checks import check_bool, check_int, check_number, check_strings, check_token_ids, checked, checks_of
+from nanovllm.checks import (
+    check_bool,
+    check_int,
+    check_mapping,
+    check_number,
+    check_strings,
+    check_token_ids,
+    checked,
+    checks_of,
+)
 
 
 @dataclass
@@ -34,6 +44,8 @@ class SamplingParams:
     """Tokens that end the request, also with `ignore_eos`. The stop token is part of the output."""
     ignore_eos: bool = checked(False, check_bool)
     """Whether to go on after the model's own end-of-sequence tokens."""
+    extra_args: Mapping[str, Any] | None = checked(None, check_mapping)
+    """Fields for parts of one's own, which the engine's option `extra_args` declares (docs/extending.md)."""
 
     def __post_init__(self) -> None:
         for name, check in checks_of(self).items():
@@ -44,3 +56,19 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def check_extra_args(extra_args: Mapping[str, Any] | None, declared: Mapping[str, Any] | None) -> None:
+    """Raise unless an engine's option `extra_args` declares all fields: a typing error must not become a default."""
+    kinds = declared or {}
+    for name, value in (extra_args or {}).items():
+        if name not in kinds:
+            allowed = (
+                f"may have {', '.join(kinds)}" if kinds else "must be None: this engine has no extension with fields"
+            )
+            raise ValueError(f"extra_args {allowed}, got {name!r}")
+        kind = kinds[name]
+        if kind is float and type(value) is int:  # JSON writes 1.0 as 1
+            continue
+        if not isinstance(value, kind) or (kind in (int, float) and isinstance(value, bool)):
+            raise TypeError(f"extra_args[{name!r}] must be of class {kind.__name__}, got {value!r}")

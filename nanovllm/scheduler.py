@@ -46,7 +46,7 @@ class Scheduler:
     """First come, first served. When blocks run out, the sequence that came last is preempted.
 
     `max_model_len` limits prompt and output together. Both queues keep the order of arrival: the first of `waiting` is
-    admitted next, and the last of `running` is preempted first.
+    admitted next, and the last of `running` is preempted first, unless `choose_victim` takes another one.
 
     An interrupt can come between any two lines. A sequence enters its next queue before it leaves the last one, and
     owns blocks only while it is in a queue, so that an engine that goes on (`LLMEngine.on_failure`) can find it.
@@ -88,7 +88,9 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
-        for seq in self.running:  # `make_room` removes sequences from its end, never one before `seq`
+        for seq in self.running.copy():
+            if preempted and seq in preempted:  # by `make_room`, never one before `seq`
+                continue
             num_new_tokens = self.share_of(seq, budget)
             if num_new_tokens and self.make_room(seq, num_new_tokens, preempted):
                 chunks.append((seq, seq.num_computed_tokens, num_new_tokens))
@@ -151,17 +153,28 @@ class Scheduler:
     def make_room(self, seq: Sequence, num_new_tokens: int, preempted: list[Sequence]) -> bool:
         """Allocate blocks for the next tokens of a running sequence, preempting others if necessary.
 
-        Returns False if `seq` itself is the last running sequence, and was preempted.
+        Returns False if `seq` itself was preempted.
         """
         while not self.block_manager.try_allocate(seq, seq.num_computed_tokens + num_new_tokens):
-            last = self.running[-1]
-            self.preempt(last, needy=seq)
-            self.waiting.insert(0, last)
-            self.running.pop()
-            preempted.append(last)
-            if last is seq:
+            candidates = self.running[self.running.index(seq) :]  # those before it have their chunks
+            victim = self.choose_victim(candidates, seq)
+            if victim not in candidates:
+                raise ValueError(f"choose_victim must return one of its candidates, got {victim!r}")
+            self.preempt(victim, needy=seq)
+            self.waiting.insert(0, victim)
+            self.running.remove(victim)
+            preempted.append(victim)
+            if victim is seq:
                 return False
         return True
+
+    def choose_victim(self, candidates: list[Sequence], needy: Sequence) -> Sequence:
+        """Return the sequence that gives up its blocks: the one that came last.
+
+        candidates: the running sequences that have no chunk in this step yet, in order, beginning with `needy`. A
+        sequence with a chunk must keep its blocks, because the step writes to them.
+        """
+        return candidates[-1]
 
     def preempt(self, seq: Sequence, needy: Sequence) -> None:
         """Free the blocks of `seq`, which keeps its tokens. K and V that the prefix cache loses are computed again."""

@@ -87,14 +87,13 @@ class BlockManager(block_manager.BlockManager):
         swap_space: SwapSpace | None = None,
         store: Store | None = None,
     ) -> None:
-        super().__init__(num_blocks, block_size, enable_prefix_caching, observer or Observer())
+        super().__init__(num_blocks, block_size, enable_prefix_caching, observer or Observer(), PrefixCache)
         self.kind: Kind = kind or AllTokens()
         self.num_groups = num_groups
         self.other_kind: Kind = other_kind or AllTokens()
         self.states = states
         self.swap_space = swap_space
         self.store = store
-        self.prefix_cache = PrefixCache(block_size, self.observer, enable_prefix_caching)
         parts: list[Part] = []
         if num_groups > 1:
             self.prefix_cache.others = OtherGroups(self.other_kind, block_size, self.observer)
@@ -248,7 +247,7 @@ class BlockManager(block_manager.BlockManager):
             if i - first < len(shared):
                 self._share(seq, shared[i - first].block_id)
             else:
-                block_id = self._take(seq)
+                block_id = self.take(seq)
                 self._append(seq, block_id)
                 taken.append((i - first, 0, block_id))
             if self.num_groups > 1 and i >= self.other_kind.num_behind(num_tokens):
@@ -268,7 +267,7 @@ class BlockManager(block_manager.BlockManager):
             owned, seq.window_tables = last_first(seq.window_tables), []
         super().free(seq)
         for block_id in owned:
-            self._disown(block_id)
+            self.release(block_id)
         if self.states is not None:
             self.states.free(seq)
 
@@ -290,7 +289,7 @@ class BlockManager(block_manager.BlockManager):
         assert not seq.has_shared_tail
         assert not self._has_windows
         while len(seq.block_table) * self.block_size < num_tokens:
-            self._append(seq, self._take(seq))
+            self._append(seq, self.take(seq))
 
     def rewind(self, seq: Sequence, num_tokens: int) -> list[int]:
         """Shrink the block tables of `seq` to `num_tokens` tokens. Return the other blocks, the last one first.
@@ -301,7 +300,7 @@ class BlockManager(block_manager.BlockManager):
         given_back = last_first([table[num_blocks:]])
         given_back += last_first([table[num_blocks:] for table in seq.window_tables])
         for block_id in given_back:
-            self._disown(block_id)
+            self.release(block_id)
         for table in (seq.block_table, *seq.window_tables):
             del table[num_blocks:]
         return given_back
@@ -393,7 +392,7 @@ class BlockManager(block_manager.BlockManager):
             given_back += take_before(seq.window_tables, num_held)
         if given_back:
             for block_id in given_back:
-                self._disown(block_id)
+                self.release(block_id)
             self.observer.on_give_back(seq, given_back)
         while len(table) < num_behind:  # it comes back from host memory, where there are no blocks for these entries
             self._share(seq, NULL_BLOCK)
@@ -421,7 +420,7 @@ class BlockManager(block_manager.BlockManager):
             self._copy_tail(seq)
         seq.has_shared_tail = False
         for i in range(len(table), num_blocks):
-            self._append(seq, self._take(seq))
+            self._append(seq, self.take(seq))
             if i >= num_behind:
                 self._set_in_groups(seq, i, self._take_in_groups(seq, i))
         return True
@@ -455,7 +454,7 @@ class BlockManager(block_manager.BlockManager):
         self._set_in_groups(seq, i, destinations)
         self._copies += zip(sources, destinations, strict=True)
         for group, (source, destination) in enumerate(zip(sources, destinations, strict=True), 1):
-            self._disown(source)
+            self.release(source)
             self.observer.on_copy_in_group(seq, group, source, destination)
 
     def _share(self, seq: Sequence, block_id: int) -> None:
@@ -477,9 +476,9 @@ class BlockManager(block_manager.BlockManager):
             for table in seq.window_tables:
                 table.append(NULL_BLOCK)
 
-    def _disown(self, block_id: int) -> None:
+    def release(self, block_id: int) -> None:
         if block_id != NULL_BLOCK:
-            super()._disown(block_id)
+            super().release(block_id)
 
     @property
     def state_stats(self) -> StateStats | None:

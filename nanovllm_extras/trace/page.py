@@ -41,7 +41,7 @@ DECIDED_BY = {  # code of an event, or what `sourceOf` of events.js returns -> a
     "verify": "nanovllm_extras/scheduling/drafter.py Drafter.verify",
     "update": "nanovllm/scheduler.py Scheduler.update",
     "roll_back": "nanovllm_extras/scheduling/roll_back.py roll_back",
-    "take": "nanovllm/block_manager.py BlockManager._take",
+    "take": "nanovllm/block_manager.py BlockManager.take",
     "share": "nanovllm/block_manager.py BlockManager._share",
     "copy": "nanovllm/block_manager.py BlockManager._copy_tail",
     "load": "nanovllm_extras/memory/store_link.py StoreLink._append",

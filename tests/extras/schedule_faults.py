@@ -67,9 +67,11 @@ def a_preempted_sequence_keeps_its_last_block(replace):
 
 def an_evicted_block_can_still_be_found(replace):
     def take(self, seq):
-        return self._free.popitem(last=False)[0]
+        block_id = self._free.popitem(last=False)[0]
+        self._ref_counts[block_id] = 1
+        return block_id
 
-    replace(CoreBlockManager, "_take", take)
+    replace(CoreBlockManager, "take", take)
 
 
 def a_block_is_known_by_its_own_tokens_only(replace):

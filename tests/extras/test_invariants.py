@@ -101,7 +101,7 @@ def a_table_begins_with_the_null_block(world):
 
 def a_table_is_too_long(world):
     seq = first(world)
-    world.manager._append(seq, world.manager._take(seq))
+    world.manager._append(seq, world.manager.take(seq))
     return "block table 0 has 3 entries for 3 computed tokens; sample 0 of request '0'"
 
 
@@ -186,8 +186,7 @@ def a_block_that_the_window_sees_is_given_back(world):
 def blocks_behind_the_window_are_kept(world):
     manager, seq = world.manager, first(world)
     for i in range(table_of(seq).count(0)):
-        seq.block_table[i] = block_id = manager._take(seq)
-        manager._ref_counts[block_id] = 1
+        seq.block_table[i] = block_id = manager.take(seq)
     return f"keeps more than {manager.kind.max_held} blocks of a window; block {table_of(seq)[0]}"
 
 

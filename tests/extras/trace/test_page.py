@@ -353,7 +353,7 @@ def test_event_leads_to_its_source(show, known):
     page = show(known[0], at="#step=1")
     page.locator(".events .source", has_text="take").first.click()
     dialog = page.get_by_role("dialog")
-    dialog.get_by_text("def _take(self, seq").first.wait_for()
+    dialog.get_by_text("def take(self, seq").first.wait_for()
     assert "block_manager.py:" in dialog.inner_text()
     page.keyboard.press("Escape")
     dialog.wait_for(state="detached")

@@ -305,8 +305,8 @@ def test_each_event_has_its_source():
     sources = read_sources()
     of_groups = {f"{code}.group" for code in ("take", "share", "copy", "register", "give_back", "admit")}
     assert set(sources) == EVENTS | {"slot.in", "move.out"} | of_groups  # the two are of swapped states
-    assert sources["take"]["symbol"] == "BlockManager._take"
-    assert sources["take"]["text"].startswith("def _take(self")
+    assert sources["take"]["symbol"] == "BlockManager.take"
+    assert sources["take"]["text"].startswith("def take(self")
     for source in sources.values():
         lines = (PACKAGES / source["path"]).read_text().splitlines()[source["line"] - 1 :]
         name = source["symbol"].split(".")[-1]
