@@ -60,14 +60,10 @@ class Batch:
     copies: list[tuple[int, int]]  # (source, destination) of blocks to be copied before the forward pass
 
 
-def unchanged(step: Step, metadata: AttentionMetadata) -> AttentionMetadata:
-    return metadata
-
-
 def build_batch(
     step: Step,
     block_size: int,
-    make_metadata: MakeMetadata = unchanged,
+    make_metadata: MakeMetadata | None = None,
     token_ids: "array[int] | None" = None,
 ) -> Batch:
     """Return the tensors of a step, as in the example above. The step must have chunks.
@@ -104,10 +100,12 @@ def build_batch(
         max_seqlen_k=int(seq_lens[nd:].max(initial=0)),
         num_prefix_tokens=int(starts[nd:].sum()),
     )
+    if make_metadata is not None:
+        metadata = make_metadata(step, metadata)
     return Batch(
         input_ids=torch.frombuffer(token_ids, dtype=torch.int32),
         positions=torch.from_numpy(positions),
-        metadata=make_metadata(step, metadata),
+        metadata=metadata,
         logits_indices=torch.from_numpy(cu_seqlens_q[1:][sampled] - 1),
         sampling=build_sampling_batch(step.samples, seq_lens[sampled]),
         copies=step.copies,
@@ -115,7 +113,7 @@ def build_batch(
 
 
 def largest_batch(
-    num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int, make_metadata: MakeMetadata = unchanged
+    num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int, make_metadata: MakeMetadata | None = None
 ) -> Batch:
     """Return the batch that takes most memory: `num_tokens` tokens, and a row of logits for each sequence.
 

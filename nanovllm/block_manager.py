@@ -83,7 +83,7 @@ class BlockManager:
         if num_free <= 0:
             return False
         hits = self.prefix_cache.find(seq)
-        num_revived = sum([self._ref_counts[hit.block_id] == 0 for hit in hits])  # hits that are free until now
+        num_revived = sum([self.num_owners(hit.block_id) == 0 for hit in hits])  # hits that are free until now
         if self.num_missing_blocks(seq) - len(hits) + num_revived > num_free:
             return False
         for hit in hits:
@@ -109,7 +109,7 @@ class BlockManager:
         size = self.block_size
         if num_tokens > len(seq.block_table) * size or seq.has_shared_tail:
             num_new_blocks = max(0, -(-num_tokens // size) - len(seq.block_table))
-            needs_copy = seq.has_shared_tail and self._ref_counts[self._tail(seq)] > 1
+            needs_copy = seq.has_shared_tail and self.num_owners(self._tail(seq)) > 1
             if num_new_blocks + needs_copy > self.num_free_blocks:
                 return False
             if needs_copy:

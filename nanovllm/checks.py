@@ -100,9 +100,8 @@ def check_class(name: str, value: object, base: type = object) -> None:
 def check_classes(name: str, value: Any) -> None:
     """Raise unless `value` is a dict from str to classes, or None."""
     check_mapping(name, value)
-    for key, one in (value or {}).items():
-        if not isinstance(one, type):
-            raise TypeError(f"{name}[{key!r}] must be a class, such as float or str, got {one!r}")
+    if not all(isinstance(one, type) for one in (value or {}).values()):
+        raise TypeError(f"{name} must be a dict from str to classes, such as float, or None, got {value!r}")
 
 
 def check_callable(name: str, value: object) -> None:

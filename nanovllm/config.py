@@ -92,12 +92,16 @@ class Config:
 
     def __post_init__(self) -> None:
         check_str("model", self.model, or_path=True)
+        self.take_parts()
+        for name, check in checks_of(self).items():
+            check(name, getattr(self, name))
+
+    def take_parts(self) -> None:
+        """Set the options for parts of one's own to those that the extension names, and to classes instead of names."""
         check_str("extension", self.extension, or_path=True, optional=True)
         for name, part in find_parts(self.given_parts(), self.extension).items():
             if part is not None:
                 object.__setattr__(self, name, part)
-        for name, check in checks_of(self).items():
-            check(name, getattr(self, name))
 
     def given_parts(self) -> dict[str, Any]:
         """Return the options for parts of one's own, None for those that are not given."""

@@ -113,9 +113,9 @@ class CudaGraphs:
     def forward(self, size: int) -> Tensor:
         """Run the model over the first `size` rows of the buffers -> [size, hidden_size]"""
         tables, offsets = self.block_tables[:size], self.offsets[: size + 1]
-        more = {name: buffer[:size] for name, buffer in self.token_fields.items()}
+        more = [buffer[:size] for buffer in self.token_fields.values()]
         inputs = self.slot_mapping[:size], tables, self.seq_lens[:size], offsets
-        metadata = self.metadata_cls.of_decodes(*inputs, **more)
+        metadata = self.metadata_cls.of_decodes(*inputs, *more)
         return self.model(self.input_ids[:size], self.positions[:size], metadata, self.kv_cache)
 
     def can_replay(self, batch: Batch) -> bool:

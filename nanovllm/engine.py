@@ -81,8 +81,7 @@ class LLMEngine:
 
     def compute(self, step: Step) -> Any:
         """Return the tokens that the step samples. On CUDA they may not be ready yet: `tolist` waits for them."""
-        block_size = self.scheduler.block_manager.block_size
-        batch = build_batch(step, block_size, self.runner.make_metadata)  # the step as tensors
+        batch = build_batch(step, self.runner.backend.block_size, self.runner.make_metadata)  # the step as tensors
         return self.runner.run(batch)  # the model computes, the sampler samples
 
     def complete(self, step: Step, tokens: Any) -> list[RequestOutput]:
@@ -129,7 +128,7 @@ class LLMEngine:
             text, token_ids = self.encode(prompt)
             seed = make_seed(params.seed, self.config.seed, self.stats.num_requests, token_ids)
             # one sequence for each sample; the first computes the prompt, the others are its children
-            seqs = [self.make_sequence(request_id, token_ids, params, seed, i) for i in range(params.n)]
+            seqs = [Sequence(request_id, token_ids, params, self.eos_token_ids, seed, i) for i in range(params.n)]
             seqs[0].children = seqs[1:]
             backend_tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
             self.requests[request_id] = Request(text, seqs, stream, backend_tokenizer)
@@ -203,7 +202,3 @@ class LLMEngine:
         config, runner = self.config, self.runner
         kind = config.scheduler_cls or Scheduler
         return kind(block_manager, config.max_num_seqs, runner.max_num_batched_tokens, runner.max_model_len)
-
-    def make_sequence(self, request_id: str, token_ids: list[int], params: Any, seed: int, index: int) -> Sequence:
-        """Return one of the samples of a request."""
-        return Sequence(request_id, token_ids, params, self.eos_token_ids, seed, index)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm import sampler
 from nanovllm.batch import Batch, largest_batch, to_device
 from nanovllm.config import Config, resolve_device, resolve_dtype
 from nanovllm.cuda_graphs import CudaGraphs
@@ -19,7 +20,6 @@ from nanovllm.layers.attention import AttentionMetadata, BackendError, LoadedMod
 from nanovllm.loader import allocate, init_dummy_weights, load_weights, read_json
 from nanovllm.models.qwen3 import ModelConfig, Qwen3ForCausalLM
 from nanovllm.plugins import choose_backends, find_architecture
-from nanovllm.sampler import sample_tokens
 from nanovllm.scheduler import Step
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,8 @@ class ModelRunner:
     def sample(self, hidden: Tensor, batch: Batch) -> Tensor:
         """hidden: [num_samples, hidden_size] -> token ids [num_samples] int64"""
         logits = self.model.compute_logits(hidden)  # [num_samples, vocab_size]
-        sample = self.config.sampler_cls or sample_tokens
-        return sample(logits, **vars(batch.sampling), argmax=self.backend.argmax)  # the fields are arguments
+        sample_tokens = self.config.sampler_cls or sampler.sample_tokens
+        return sample_tokens(logits, **vars(batch.sampling), argmax=self.backend.argmax)  # the fields are arguments
 
     # ---- the start
 

@@ -26,6 +26,14 @@ DEFAULTS = {
     "enforce_eager": False,
     "load_format": "auto",
     "seed": 0,
+    "extension": None,
+    "scheduler_cls": None,
+    "block_manager_cls": None,
+    "prefix_cache_cls": None,
+    "runner_cls": None,
+    "sampler_cls": None,
+    "models": None,
+    "extra_args": None,
 }
 
 GOOD = [
@@ -42,6 +50,10 @@ GOOD = [
     ("load_format", ["auto", "safetensors", "dummy"]),
     ("enforce_eager", [True, False]),
     ("seed", [0, 1, 2**63, 2**64 - 1]),
+    ("scheduler_cls", [None, dict]),  # the engine wants a subclass of its own (test_extension.py)
+    ("sampler_cls", [None, len]),
+    ("models", [None, {"AForCausalLM": object()}]),
+    ("extra_args", [None, {}, {"deadline": float}]),
 ]
 
 NO_INTEGERS = [1.5, "16", True, [1], math.nan]
@@ -58,6 +70,14 @@ BAD_TYPES = [
     ("enable_prefix_caching", [None, 0, 1, "true"]),
     ("enforce_eager", [None, 0, 1, "false"]),
     ("seed", [None, *NO_INTEGERS]),
+    ("extension", ["", 1]),
+    ("scheduler_cls", [1, len]),
+    ("block_manager_cls", [1]),
+    ("prefix_cache_cls", [1]),
+    ("runner_cls", [1]),
+    ("sampler_cls", [1]),
+    ("models", [dict, {1: dict}]),
+    ("extra_args", [["deadline"], {1: float}, {"deadline": 1.0}]),
 ]
 BAD_VALUES = [
     ("dtype", ["float64", "fp16", "", "torch.float16", None, torch.float64, torch.int8]),

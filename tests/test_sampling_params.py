@@ -29,6 +29,7 @@ VLLM_DEFAULTS = {
     "stop_token_ids": None,
     "ignore_eos": False,
     "max_tokens": 16,
+    "extra_args": None,
 }
 
 

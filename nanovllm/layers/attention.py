@@ -72,13 +72,13 @@ class AttentionMetadata:
 
     @classmethod
     def of_decodes(
-        cls, slots: Tensor, block_tables: Tensor, seq_lens: Tensor, offsets: Tensor, **more: Tensor
+        cls, slots: Tensor, block_tables: Tensor, seq_lens: Tensor, offsets: Tensor, *more: Tensor
     ) -> "AttentionMetadata":
         """Return the metadata of a step without prefill chunks.
 
         offsets: [num_seqs + 1] int32, 0 … num_seqs; more: [num_seqs] each, the fields of a subclass
         """
-        return cls(slots, block_tables, seq_lens, offsets, offsets[:1], offsets[:1], len(slots), 0, 0, 0, **more)
+        return cls(slots, block_tables, seq_lens, offsets, offsets[:1], offsets[:1], len(slots), 0, 0, 0, *more)
 
 
 class Attention(nn.Module):

@@ -36,7 +36,7 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
 
     The self-check has passed, or was not needed.
     """
-    _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
+    _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len, config.models)
     check_combinations(config, shape)
     config = with_own_cache_dtype(config, shape.dtype)
     if config.has_mtp_head:
@@ -44,6 +44,10 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
 
         check_head(config, folder, shape)
     kind: Callable[..., ModelRunner] = ModelRunner
+    if config.runner_cls is not None:
+        from nanovllm_extras.execution.own_runner import combine
+
+        kind = combine(config.runner_cls)
     if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
         from nanovllm_extras.parallel.start_ranks import start_ranks
 
@@ -56,7 +60,8 @@ def start_runner(config: Config, folder: Path) -> tuple[ModelRunner, Config]:
         from nanovllm_extras.speculation.draft_needs import measure_draft
 
         kind = partial(kind, measure_draft=measure_draft)
-    if config.attention_backend != "torch" or not config.enforce_eager:  # not only PyTorch's layers
+    is_checked = not config.has_own_backend and config.runner_cls is None and config.models is None
+    if is_checked and (config.attention_backend != "torch" or not config.enforce_eager):  # not only PyTorch's layers
         from nanovllm_extras.self_check.fallbacks import start
 
         kind = partial(start, kind)
@@ -87,7 +92,10 @@ def make_block_manager(parts: Parts, observer: Observer) -> CoreBlockManager:
     """Return the core's block manager, unless the model or an option needs more."""
     config, sizes = parts.config, (parts.num_kv_blocks, parts.block_size)
     if not needs_full_scheduler(parts):
-        return CoreBlockManager(*sizes, config.enable_prefix_caching, observer)
+        kind_of_core = config.block_manager_cls or CoreBlockManager
+        more = () if config.prefix_cache_cls is None else (config.prefix_cache_cls,)
+        blocks: CoreBlockManager = kind_of_core(*sizes, config.enable_prefix_caching, observer, *more)
+        return blocks
     from nanovllm_extras.memory.block_manager import BlockManager
     from nanovllm_extras.memory.kinds import AllTokens, Window
 
@@ -117,14 +125,21 @@ def make_block_manager(parts: Parts, observer: Observer) -> CoreBlockManager:
         from nanovllm_extras.memory.store_link import StoreLink
 
         held["store"] = StoreLink(parts.kv_store)
-    return BlockManager(*sizes, config.enable_prefix_caching, observer, **held)
+    if config.prefix_cache_cls is not None:
+        held["prefix_cache_cls"] = config.prefix_cache_cls
+    made: CoreBlockManager = (config.block_manager_cls or BlockManager)(
+        *sizes, config.enable_prefix_caching, observer, **held
+    )
+    return made
 
 
 def needs_full_scheduler(parts: Parts) -> bool:
     """Return whether the core's scheduler and block manager lack what the model or an option needs."""
     config, layout = parts.config, parts.runner.layout
+    own = [kind for kind in (config.scheduler_cls, config.block_manager_cls, config.prefix_cache_cls) if kind]
     return any(
         [
+            own and not config.has_own_scheduling,  # they extend the classes of this package
             config.scheduling_policy != "fcfs",
             config.long_prefill_token_threshold,
             config.preemption_mode != "recompute",
@@ -138,11 +153,12 @@ def needs_full_scheduler(parts: Parts) -> bool:
 
 
 def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str, Request]) -> CoreScheduler:
-    """Return an empty scheduler: the core's, if `blocks` is the core's. requests: the engine's"""
+    """Return an empty scheduler: the core's, if that is enough. requests: the engine's"""
     config = parts.config
     sizes = (config.max_num_seqs, parts.max_num_batched_tokens, parts.max_model_len)
-    if type(blocks) is CoreBlockManager:
-        return CoreScheduler(blocks, *sizes)
+    if not needs_full_scheduler(parts):
+        made: CoreScheduler = (config.scheduler_cls or CoreScheduler)(blocks, *sizes)
+        return made
     from nanovllm_extras.memory.block_manager import BlockManager
     from nanovllm_extras.scheduling.policies import POLICIES
     from nanovllm_extras.scheduling.scheduler import Scheduler
@@ -155,7 +171,7 @@ def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str
 
         start_draft = partial(start, partial(ModelRunner, max_rows=parts.runner.max_rows))
         drafter = make_drafter(parts, blocks, requests, start_draft)
-    return Scheduler(
+    full: CoreScheduler = (config.scheduler_cls or Scheduler)(
         blocks,
         *sizes,
         policy if callable(policy) else POLICIES[policy],
@@ -163,6 +179,7 @@ def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str
         overlaps=parts.enable_overlap,
         drafter=drafter,
     )
+    return full
 
 
 def make_observers(stats: SchedulingStats, watcher: Observer | None, explains_misses: bool) -> "Observers":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm import engine
 from nanovllm.batch import Batch
 from nanovllm.block_manager import BlockManager
+from nanovllm.checks import check_class
 from nanovllm.loader import read_json
 from nanovllm.prompts import Prompt
 from nanovllm.scheduler import Scheduler, Step
@@ -156,7 +157,7 @@ class LLMEngine(engine.LLMEngine):
 
     def build(self, step: Step) -> Batch:
         """Return the tensors of a step."""
-        return build_batch(step, self.scheduler.block_manager.block_size)
+        return build_batch(step, self.scheduler.block_manager.block_size, self.runner.make_metadata)
 
     def complete(self, step: Step, tokens: ArrivingTokens) -> StepOutput:
         """Wait for the tokens, append them to their sequences, and give them to their requests."""
@@ -334,6 +335,8 @@ class LLMEngine(engine.LLMEngine):
             config = Config(**vars(config))
         if not isinstance(config, Config):
             raise TypeError(f"config must be a Config, got {config!r}")
+        for name, kind in engine.PARTS.items():
+            check_class(name, getattr(config, name), kind)
         return config
 
     def find_folder(self) -> Path:

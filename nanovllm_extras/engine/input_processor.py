@@ -12,6 +12,7 @@ from nanovllm import sampling_params
 from nanovllm.checks import checks_of
 from nanovllm.prompts import Prompt, check_prompt_len, encode_prompt
 from nanovllm.request import make_seed
+from nanovllm.sampling_params import check_extra_args
 from nanovllm_extras.execution.parts import Parts
 from nanovllm_extras.options.request_params import RequestOutputKind, SamplingParams
 from nanovllm_extras.options.token_limits import check_token_limits
@@ -107,6 +108,7 @@ class InputProcessor:
         if not self.parts.model_config.has_head:
             raise ValueError("the checkpoint has no lm_head, so it cannot generate text; LLM.embed computes embeddings")
         params = params.clone()
+        check_extra_args(params.extra_args, self.parts.config.extra_args)
         if not params.is_plain or params.stop_token_ids or params.prompt_logprobs is not None:
             check_token_limits(params, self.vocab_size)
         if self.tokenizer is None and (params.stop_strings or params.bad_words or params.structured_outputs):

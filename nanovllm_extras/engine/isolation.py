@@ -85,7 +85,7 @@ class Isolation:
 
 
 def build(engine: HasRequests, step: Step) -> Batch:
-    return build_batch(step, engine.scheduler.block_manager.block_size)
+    return build_batch(step, engine.scheduler.block_manager.block_size, engine.runner.make_metadata)
 
 
 @torch.inference_mode()

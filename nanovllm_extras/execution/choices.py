@@ -36,6 +36,7 @@ def choose(
     """Return the attention backend, and a line that says what was chosen and why."""
     if device.type == "cpu":
         limit_threads()
+    assert isinstance(config.attention_backend, str)  # a class is not chosen here
     choice = (config.attention_backend, device, dtype, shape.head_dim, config.block_size, config.kv_cache_dtype)
     is_latent = shape.latent_rank is not None
     paths = LATENT_BACKENDS if is_latent else BACKENDS

@@ -22,6 +22,8 @@ class Chooser:
         self, config: Config, shape: NetworkConfig, device: torch.device, dtype: torch.dtype
     ) -> tuple[tuple[TorchAttention, ...], str]:
         """Return an attention backend for each shape of K and V, and why. `torch` and eager is the core's."""
+        if config.has_own_backend:
+            return (make_cores_backend(config, shape, device, dtype),), "attention_backend=your own"
         is_plain = config.kv_cache_dtype == "auto" and shape.latent_rank is None and not shape.kv_groups
         if config.attention_backend == "torch" and config.enforce_eager and is_plain:
             return (make_cores_backend(config, shape, device, dtype),), "attention_backend=torch"
@@ -36,7 +38,7 @@ class Chooser:
             return Device()
         sizes = (runner.max_num_batched_tokens, runner.max_rows)
         setup = cuda_device()(config, device, runner.slowest_backend, runner.shape, *sizes)
-        if setup.replayed == "step" and (reason := runner.layout.why_no_steps):
+        if setup.replayed == "step" and (reason := runner.why_no_steps):
             setup.replayed, setup.note = "forward", f"{setup.note} of the forward pass only ({reason})"
         return setup
 

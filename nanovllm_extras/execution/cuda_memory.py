@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from nanovllm.batch import Batch
+from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.execution.cuda_warm_up import draws, null_batch
 from nanovllm_extras.execution.runner_protocol import Runner
 from nanovllm_extras.execution.step_graphs import StepSizes, measure_graph_bytes
@@ -34,7 +35,7 @@ def measure_free_bytes(runner: Runner, config: Config, sizes: StepSizes, replaye
     release_unused_memory()  # of an engine that is gone: it would count as memory that this engine needs
     torch.cuda.reset_peak_memory_stats(device)
     # all slots of this batch are in the null block, which a cache without blocks has too
-    runner.run(widest_batch(sizes, runner.backend.block_size)).wait()
+    runner.run(widest_batch(sizes, runner.backend.block_size, runner.metadata_cls)).wait()
     peak = torch.cuda.max_memory_allocated(device)
     release_unused_memory()
     num_graph_bytes = 0
@@ -58,10 +59,10 @@ def release_unused_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def widest_batch(sizes: StepSizes, block_size: int) -> Batch:
+def widest_batch(sizes: StepSizes, block_size: int, metadata_cls: type[AttentionMetadata] = AttentionMetadata) -> Batch:
     """Return the batch that needs most memory: a full budget over the most samples, all in the null block."""
     max_num_tokens = sizes.max_num_batched_tokens
     num_seqs = max(sizes.max_decodes, -(-max_num_tokens // sizes.max_model_len))
     lens = [max_num_tokens // num_seqs + (i < max_num_tokens % num_seqs) for i in range(num_seqs)]
     sampling = ProcessedSampling(**values_of(draws("limited", num_seqs)), num_logprobs=1)
-    return null_batch(lens, lens, False, -(-max(lens) // block_size), sampling)
+    return null_batch(lens, lens, False, -(-max(lens) // block_size), sampling, metadata_cls)

@@ -4,6 +4,7 @@
 draws. All slots are in the null block, which no sequence reads.
 """
 
+from dataclasses import fields
 from itertools import accumulate
 
 import torch
@@ -32,7 +33,8 @@ def warm_up(runner: Runner, sizes: StepSizes) -> None:
         (many, many, False, "plain"),
         (short, context, False, "plain"),
     ]:
-        runner.run(null_batch([num_new], [seq_len], is_decode, table_width, draws(kind, 1))).wait()
+        sampling = draws(kind, 1)
+        runner.run(null_batch([num_new], [seq_len], is_decode, table_width, sampling, runner.metadata_cls)).wait()
     draw_from_both(runner)
 
 
@@ -51,16 +53,25 @@ def draw_from_both(runner: Runner) -> None:
 
 
 def null_batch(
-    new_lens: list[int], seq_lens: list[int], are_decodes: bool, table_width: int, sampling: SamplingBatch
+    new_lens: list[int],
+    seq_lens: list[int],
+    are_decodes: bool,
+    table_width: int,
+    sampling: SamplingBatch,
+    metadata_cls: type[AttentionMetadata] = AttentionMetadata,
 ) -> Batch:
-    """Return a batch in the null block: sequences of `seq_lens` tokens, the last `new_lens` of which are computed."""
+    """Return a batch in the null block: sequences of `seq_lens` tokens, the last `new_lens` of which are computed.
+
+    metadata_cls: of the runner; the fields that it adds are 0 for each token
+    """
     cu = torch.tensor([0, *accumulate(new_lens)], dtype=torch.int32)
     cu_k = torch.tensor([0, *accumulate(seq_lens)], dtype=torch.int32)
     zeros = torch.zeros(sum(new_lens), dtype=torch.int32)
+    own = [one.name for one in fields(metadata_cls)[len(fields(AttentionMetadata)) :]]
     return Batch(
         input_ids=zeros,
         positions=zeros,
-        metadata=AttentionMetadata(
+        metadata=metadata_cls(
             slot_mapping=zeros,
             block_tables=torch.zeros(len(new_lens), table_width, dtype=torch.int32),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
@@ -71,6 +82,7 @@ def null_batch(
             max_seqlen_q=0 if are_decodes else max(new_lens),
             max_seqlen_k=0 if are_decodes else max(seq_lens),
             num_prefix_tokens=0 if are_decodes else sum(seq_lens) - sum(new_lens),
+            **dict.fromkeys(own, zeros),
         ),
         logits_indices=cu[1:] - 1,
         sampling=sampling,

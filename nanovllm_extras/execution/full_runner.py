@@ -20,7 +20,7 @@ from nanovllm import model_runner
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import resolve_device
 from nanovllm.cuda_graphs import CudaGraphs
-from nanovllm.layers.attention import Attention, TorchAttention
+from nanovllm.layers.attention import Attention, AttentionMetadata, LoadedModel, TorchAttention
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampler import sample_tokens
 from nanovllm_extras.execution.alone import Alone, Whole
@@ -147,7 +147,10 @@ class ModelRunner(model_runner.ModelRunner):
             self.model = self.make_model()
         clock.lap("weights")
         with check.layers():
-            if not config.enforce_eager and hasattr(self.backend, "make_fast"):
+            if config.has_own_backend:
+                sizes = self.dtype, self.device, self.max_model_len, config.enforce_eager
+                self.backend.replace_layers(LoadedModel(self.model, self.shape, *sizes))
+            elif not config.enforce_eager and hasattr(self.backend, "make_fast"):
                 self.backend.make_fast(self.model, self.max_model_len)
         self.description = self.describe()
         logger.info(self.description)
@@ -163,6 +166,8 @@ class ModelRunner(model_runner.ModelRunner):
         self.draw = self.device_setup.choose_draw(
             partial(sample_with, self.backend.argmax) if has_argmax else sample_tokens
         )
+        if config.sampler_cls is not None:
+            self.draw = config.sampler_cls
         self.device_setup.prepare(self)
         # from now on, no layer is replaced by a faster version
         self.followers = self.layout.make_followers(self.model, self.kv_caches)
@@ -305,7 +310,8 @@ class ModelRunner(model_runner.ModelRunner):
     # ---- the start
 
     def find_network(self) -> tuple[type[Qwen3ForCausalLM], NetworkConfig]:
-        model_class, shape = read_model_config(self.folder, self.config.hf_overrides, self.config.max_model_len)
+        config = self.config
+        model_class, shape = read_model_config(self.folder, config.hf_overrides, config.max_model_len, config.models)
         if self.config.load_format not in ("gguf", "dummy"):
             shape = with_stored_head(shape, self.folder)
         return model_class, replace(shape, has_mtp=True) if self.config.has_mtp_head else shape
@@ -366,6 +372,13 @@ class ModelRunner(model_runner.ModelRunner):
         return Network(self.model, self.layout)
 
     @property
+    def why_no_steps(self) -> str | None:
+        """Why CUDA graphs have only the model's forward pass, and not whole steps, if that is so."""
+        if self.metadata_cls is not AttentionMetadata:
+            return "with more numbers for each token"
+        return "with a sampler of your own" if self.config.sampler_cls is not None else self.layout.why_no_steps
+
+    @property
     def more_inputs(self) -> MoreInputs | None:
         """What rows of decodes have in CUDA graphs beside one slot and one block table, or None."""
         return self.layout.more_inputs(self.model)
@@ -375,7 +388,7 @@ class ModelRunner(model_runner.ModelRunner):
         network: Any = self.network
         arguments, more = (network, self.kv_cache.tensor, *self.largest_decode), self.more_inputs
         if more is None:
-            return CudaGraphs(*arguments)
+            return CudaGraphs(*arguments, self.metadata_cls)
         return ForwardGraphs(*arguments, more=more)
 
     @property
@@ -439,6 +452,8 @@ def has_overlap_by_default(config: Config) -> bool:
     """Return whether steps overlap: as configured, otherwise on CUDA without speculation."""
     if config.enable_overlap is not None:
         return config.enable_overlap
+    if config.has_own_scheduling:  # which extends the core's scheduler
+        return False
     return config.speculative_config is None and resolve_device(config.device).type == "cuda"
 
 

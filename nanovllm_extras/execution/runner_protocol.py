@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.kv_cache import KVCache
-from nanovllm.layers.attention import TorchAttention
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm_extras.execution.alone import Alone, Whole
 from nanovllm_extras.execution.block_copies import BlockCopies
@@ -33,6 +33,7 @@ class Runner(Protocol):
 
     config: Config
     folder: Path
+    metadata_cls: type[AttentionMetadata]
     model_class: type[Qwen3ForCausalLM]
     shape: NetworkConfig
     whole_shape: NetworkConfig
@@ -66,6 +67,10 @@ class Runner(Protocol):
     @property
     def network(self) -> Network:
         """Return the model, for CUDA graphs."""
+
+    @property
+    def why_no_steps(self) -> str | None:
+        """Return why CUDA graphs have only the forward pass, or None if they have whole steps."""
 
     @property
     def more_inputs(self) -> MoreInputs | None:

@@ -79,6 +79,7 @@ class BlockManager(block_manager.BlockManager):
         block_size: int,
         enable_prefix_caching: bool = True,
         observer: Observer | None = None,
+        prefix_cache_cls: type[PrefixCache] = PrefixCache,
         *,
         kind: Kind | None = None,
         num_groups: int = 1,
@@ -87,7 +88,7 @@ class BlockManager(block_manager.BlockManager):
         swap_space: SwapSpace | None = None,
         store: Store | None = None,
     ) -> None:
-        super().__init__(num_blocks, block_size, enable_prefix_caching, observer or Observer(), PrefixCache)
+        super().__init__(num_blocks, block_size, enable_prefix_caching, observer or Observer(), prefix_cache_cls)
         self.kind: Kind = kind or AllTokens()
         self.num_groups = num_groups
         self.other_kind: Kind = other_kind or AllTokens()

@@ -4,13 +4,14 @@ translated."""
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanovllm import config
-from nanovllm.checks import check_bool, check_choice, check_int, check_str, checked
+from nanovllm.checks import check_bool, check_choice, check_class, check_int, check_str, checked
 from nanovllm.config import DTYPES
-from nanovllm_extras.options.compatibility import check_combinations
+from nanovllm_extras.options.compatibility import check_combinations, is_made_of_core
 from nanovllm_extras.options.option_checks import (
     check_dict,
     check_in,
@@ -18,6 +19,14 @@ from nanovllm_extras.options.option_checks import (
     check_optional_str,
     translate_options,
 )
+
+BACKENDS = ("auto", "torch", "flash_attn", "triton", "cpu")
+DEFAULT_DRAFTS = 4  # of a `proposer_cls`, if `speculative_config` does not say
+
+
+def check_backend(name: str, value: object) -> None:
+    if not isinstance(value, type) and not (isinstance(value, str) and (":" in value or "." in value)):
+        check_choice(name, value, BACKENDS)
 
 
 def check_policy(name: str, value: object) -> None:
@@ -35,8 +44,9 @@ class Config(config.Config):
     kv_cache_memory_bytes: int | None = checked(None, check_int, minimum=1, optional=True)
     """Size of the KV cache; None is 1 GiB on CPU (or half of the free memory, if it is less), and on CUDA what
     `gpu_memory_utilization` leaves."""
-    attention_backend: str = checked("auto", check_choice, allowed=("auto", "torch", "flash_attn", "triton", "cpu"))
-    """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
+    attention_backend: str | type = checked("auto", check_backend)
+    """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has. Or a class of your own, or
+    its name as "module:Class"."""
     kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8", "int8", *DTYPES))
     """`fp8` (with `triton`, `torch`), `int8` (`cpu`, `torch`): K and V have 8 bits; `auto` is `dtype`, or its name."""
     quantization: str | Mapping[str, object] | None = checked(None, check_in, module="weights.quantization_options")
@@ -103,6 +113,8 @@ class Config(config.Config):
     of `SamplingParams`, else a folder that holds a generation_config.json."""
     override_generation_config: Mapping[str, object] | None = checked(None, check_dict)
     """Fields of generation_config.json that are to have other values."""
+    proposer_cls: Any = checked(None, check_class)
+    """A class that proposes draft tokens, a `Proposer` (`scheduling/drafter.py`), made with the model runner."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,6 +124,29 @@ class Config(config.Config):
                 f"got {self.preemption_mode!r} and {self.swap_space_bytes}"
             )
         check_combinations(self)
+
+    def take_parts(self) -> None:
+        super().take_parts()
+        if self.proposer_cls is not None:
+            object.__setattr__(self, "speculative_config", with_own_proposer(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process imports the extension itself: the classes of a file cannot be pickled."""
+        own = self.given_parts() if self.extension is not None else {}
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in own}
+        return partial(type(self), **given), ()
+
+    @property
+    def has_own_scheduling(self) -> bool:
+        """Return whether scheduler, block manager or prefix cache are the user's, made of the core's."""
+        return any(
+            is_made_of_core(kind) for kind in (self.scheduler_cls, self.block_manager_cls, self.prefix_cache_cls)
+        )
+
+    @property
+    def has_own_backend(self) -> bool:
+        """Return whether the attention backend is none of this package."""
+        return self.attention_backend not in BACKENDS
 
     @property
     def has_draft_model(self) -> bool:
@@ -134,3 +169,14 @@ class Config(config.Config):
         with suppress(TypeError, ValueError):
             return cls(model, **options)
         return cls(model, **translate_options(options, [field.name for field in fields(cls)], "engine"))
+
+
+def with_own_proposer(config: Config) -> Mapping[str, object]:
+    """Return the `speculative_config` of a `proposer_cls`. Raises ValueError if it names another method."""
+    given = dict(config.speculative_config or {})
+    if given.get("method") not in (None, config.proposer_cls) or given.get("model") is not None:
+        raise ValueError(
+            f"proposer_cls and speculative_config[{'method' if given.get('method') else 'model'!r}] both choose who "
+            f"proposes drafts: leave out one of them"
+        )
+    return {"num_speculative_tokens": DEFAULT_DRAFTS, **given, "method": config.proposer_cls}

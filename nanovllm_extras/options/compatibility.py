@@ -34,7 +34,8 @@ class Feature:
         return [name for name in self.options if getattr(config, name) != getattr(type(config), name)]
 
     def describe(self, config: object) -> str:
-        values = ", ".join([f"{name}={getattr(config, name)!r}" for name in self.given(config)])
+        given = [(name, getattr(config, name)) for name in self.given(config)]
+        values = ", ".join([f"{name}={getattr(value, '__name__', repr(value))}" for name, value in given])
         return f"{self.name} ({values})" if values else self.name
 
     def way_out(self, config: object) -> str:
@@ -57,8 +58,41 @@ OWN_TIER = Feature(
 )
 RANKS = Feature("several ranks", ("tensor_parallel_size", "nnodes"))
 
+POLICY = Feature("a scheduling policy", ("scheduling_policy",))
+LONG_PROMPTS = Feature("a limit for chunks of long prompts", ("long_prefill_token_threshold",))
+SWAP = Feature("swap", ("preemption_mode",))
+SPECULATION = Feature("speculation", ("speculative_config",))
+OVERLAP = Feature("overlap", ("enable_overlap",), lambda value: value)
+SMALL_CACHE = Feature("K and V of 8 bits", ("kv_cache_dtype",))
+
+
+def is_made_of_core(kind: type | None) -> bool:
+    """Return whether a class of the user's own extends the core's class, not that of this package."""
+    return kind is not None and not any(one.__module__.startswith("nanovllm_extras.") for one in kind.__mro__)
+
+
+OWN_SCHEDULING = Feature(
+    "a scheduler, block manager or prefix cache of your own",
+    ("scheduler_cls", "block_manager_cls", "prefix_cache_cls"),
+    is_made_of_core,
+)
+OWN_BACKEND = Feature(
+    "an attention backend of your own",
+    ("attention_backend",),
+    lambda value: not isinstance(value, str) or ":" in value or "." in value,
+)
+OWN_RUNNER = Feature("a model runner of your own", ("runner_cls",))
+OWN_MODEL = Feature("a model of your own", ("models",))
+
 # ---- features of models
 
+WINDOWS = Feature(
+    "layers with a window", (), lambda shape: shape.widest_window or len(set(shape.attention_options)) > 1
+)
+STATES = Feature("recurrent states", (), lambda shape: shape.state_shape is not None)
+OTHER_CACHES = Feature(
+    "another cache than K and V of one shape", (), lambda shape: shape.latent_rank or shape.kv_groups
+)
 EXPERTS = Feature("a mixture of experts", (), lambda shape: shape.num_experts > 0)
 
 
@@ -70,13 +104,23 @@ class Row(NamedTuple):
     reason: str
 
 
+MADE_OF_CORE = (
+    "it extends the core's class, which does not know this; extend the class of the same name in nanovllm_extras"
+)
 CONTRADICTIONS = (
     # ---- of options
     Row(STORE, NO_PREFIXES, "a store finds blocks by their prefix"),
     Row(OWN_TIER, RANKS, "other ranks are processes, which cannot use the object"),
     Row(HOST_TIER, CONNECTOR, "both are the same tier"),
     Row(GRAPHS, EAGER, "eager execution is kernel by kernel"),
+    *[Row(OWN_SCHEDULING, other, MADE_OF_CORE) for other in (POLICY, LONG_PROMPTS, SWAP, SPECULATION, OVERLAP, STORE)],
+    Row(OWN_BACKEND, SMALL_CACHE, "your backend decides what its cache holds"),
+    Row(OWN_RUNNER, RANKS, "the other ranks do not get what it adds to a step"),
+    Row(OWN_MODEL, RANKS, "nobody says how its weights are cut"),
     # ---- of an option and any model
+    *[Row(OWN_SCHEDULING, other, MADE_OF_CORE) for other in (WINDOWS, STATES)],
+    Row(OWN_BACKEND, OTHER_CACHES, "it has the layout of the core's backends"),
+    *[Row(OWN_RUNNER, other, "the core's metadata has one block table and no slots") for other in (WINDOWS, STATES)],
     Row(
         GRAPHS, EXPERTS,
         "tokens are grouped by expert on the host, when the layer's router has run, and a graph cannot wait for that",

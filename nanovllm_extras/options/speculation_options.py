@@ -33,6 +33,8 @@ class Speculation:
     nothing, and lets the tokens of a step, drafts included, be no more than that."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.method, type) and not callable(getattr(self.method, "propose", None)):
+            raise TypeError(f"proposer_cls must have a method propose, got {self.method!r}")
         if self.method not in METHODS and not hasattr(self.method, "propose"):
             allowed = "'ngram', 'draft_model', 'mtp' or an object with a method propose"
             raise ValueError(f"speculative_config['method'] must be {allowed}, got {self.method!r}")

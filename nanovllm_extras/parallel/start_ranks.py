@@ -54,6 +54,7 @@ from nanovllm_extras.weights.stored_format import read_format
 NOT_OF_WORKERS = (
     "scheduling_policy",
     *("tokenizer", "chat_template", "generation_config", "override_generation_config"),
+    *("scheduler_cls", "block_manager_cls", "prefix_cache_cls", "sampler_cls", "proposer_cls", "extra_args", "models"),
 )
 
 
@@ -299,8 +300,25 @@ def as_json(config: Config) -> dict[str, Any]:
         values["speculative_config"] = {"method": method, "num_speculative_tokens": options.num_speculative_tokens}
         if options.model is not None:  # so all layers of rank 0 have one block table (`why_one_table`)
             values["disable_hybrid_kv_cache_manager"] = True
+    if config.extension is not None:  # each rank imports the file itself
+        values["extension"] = str(config.extension)
+        values["attention_backend"] = "auto"
+        if config.proposer_cls is not None:
+            del values["speculative_config"]["method"]
+    elif isinstance(config.attention_backend, type):
+        values["attention_backend"] = name_of_class(config.attention_backend)
     if config.kv_transfer_config is not None:
         values["kv_transfer_config"] = transfer_as_json(config.kv_transfer_config)
     if isinstance(config.dtype, torch.dtype):
         values["dtype"] = str(config.dtype).removeprefix("torch.")
     return values
+
+
+def name_of_class(kind: type) -> str:
+    """Return the name of an attention backend, which other ranks import. ValueError if they cannot."""
+    if kind.__module__ == "__main__":
+        raise ValueError(
+            f"attention_backend={kind.__name__} is a class of the program itself, which other ranks cannot import: put "
+            f"it into a file, and give extension='the_file.py'"
+        )
+    return f"{kind.__module__}:{kind.__qualname__}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm import batch
-from nanovllm.batch import Batch, MakeMetadata, build_sampling_batch, unchanged
+from nanovllm.batch import Batch, MakeMetadata, build_sampling_batch
 from nanovllm.scheduler import Step
 from nanovllm_extras.records.full_sequence import Sequence, own_chunks
 from nanovllm_extras.records.grouped_metadata import add_groups
@@ -32,10 +32,10 @@ class ReadBatch(Batch):
     readers: tuple[ReaderRows, ...] = ()  # what is read of the hidden states of prompts
 
 
-def build_batch(step: Step, block_size: int, make_metadata: MakeMetadata = unchanged) -> Batch:
+def build_batch(step: Step, block_size: int, make_metadata: MakeMetadata | None = None) -> Batch:
     """Return the tensors of a step, as the core's `build_batch` does, with all that its sequences ask for."""
     chunks = own_chunks(step.chunks)
-    built = batch.build_batch(step, block_size, token_ids=gather_token_ids(chunks, step.num_decodes))
+    built = batch.build_batch(step, block_size, make_metadata, gather_token_ids(chunks, step.num_decodes))
     if chunks[0][0].window_tables:
         built = add_groups(chunks, built, block_size)
     if all([seq.is_plain for seq, _, _ in chunks]):

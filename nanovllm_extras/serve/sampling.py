@@ -87,6 +87,8 @@ def with_fields(engine: LLMEngine, body: GenerationRequest, fields: dict[str, ob
         fields["top_p"] = LEAST_TOP_P
     if body.logit_bias is not None:
         fields["logit_bias"] = {to_token_id(key): bias for key, bias in body.logit_bias.items()}
+    if body.vllm_xargs is not None:
+        fields["extra_args"] = body.vllm_xargs
     default = engine.parts.default_sampling_params
     values = {name: getattr(default, name) for name in FIELD_CHECKS}
 
@@ -96,7 +98,8 @@ def with_fields(engine: LLMEngine, body: GenerationRequest, fields: dict[str, ob
     try:
         return make({**values, **fields})
     except (ValueError, TypeError) as error:
-        raise APIError(400, str(error), field_at_fault(make, values, fields)) from error
+        at_fault = field_at_fault(make, values, fields)
+        raise APIError(400, str(error), "vllm_xargs" if at_fault == "extra_args" else at_fault) from error
 
 
 def field_at_fault(

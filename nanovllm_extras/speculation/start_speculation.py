@@ -92,6 +92,11 @@ def load_proposer(parts: Parts, options: Speculation, start_draft: StartDraft) -
         runner: Any = parts.runner
         return partial(MtpDrafts, runner)
     proposer = options.method
+    if isinstance(proposer, type):  # `proposer_cls`
+        runner = parts.runner
+        proposer = proposer(runner)
+        if hasattr(proposer, "follow"):
+            runner.followers = (*runner.followers, proposer)
     return lambda _: proposer
 
 
@@ -125,7 +130,7 @@ def cost_of_doubling(runner: ModelRunner, num_rows: int) -> float:
 
 
 def run(runner: ModelRunner, step: Step) -> None:
-    runner.run(build_batch(step, runner.backend.block_size)).wait()
+    runner.run(build_batch(step, runner.backend.block_size, runner.make_metadata)).wait()
 
 
 def make_measured_step(runner: ModelRunner, num_rows: int) -> Step:

@@ -583,6 +583,8 @@ def describe_engine(engine: Any) -> dict[str, object]:
         "enable_overlap": engine.parts.enable_overlap,
         "description": engine.description,
     }
+    if config.block_manager_cls is not None or config.prefix_cache_cls is not None:
+        about["has_own_blocks"] = True  # which may be handed out in another order
     states = getattr(engine.scheduler.block_manager, "state_stats", None)
     if states is not None:  # the model has recurrent states
         about |= {"state_snapshot_interval": config.state_snapshot_interval, "bytes_per_slot": states.bytes_per_slot}

@@ -89,6 +89,7 @@ class Replay:
     def __init__(self, header: Header) -> None:
         self.block_size = header["block_size"]
         self.num_groups = header.get("num_groups", 1)  # of layers, each of which has block tables of its own
+        self.has_own_blocks = header["config"].get("has_own_blocks", False)
         self.step = header["num_steps_before"]
         self.seqs: dict[int, ReplayedSequence] = {}
         self.in_flight: dict[int, list[int]] = dict(header["in_flight"])
@@ -279,7 +280,8 @@ class Replay:
 
     def _take(self, number: int, block_id: int, is_evicted: int, group: int = 0, place: int | None = None) -> None:
         first = next(iter(self.free), None)
-        self._check(first == block_id, f"block {block_id} is taken, and block {first} is the first free one")
+        is_next = block_id in self.free if self.has_own_blocks else first == block_id
+        self._check(is_next, f"block {block_id} is taken, and block {first} is the first free one")
         self._check((block_id in self.cached) == bool(is_evicted), f"block {block_id} is evicted: {bool(is_evicted)}")
         self.free.pop(block_id, None)
         self.loaded.pop(block_id, None)

@@ -33,8 +33,12 @@ GROUPS: Mapping[str, str] = {
     "scheduling": "max_model_len max_num_seqs max_num_batched_tokens long_prefill_token_threshold scheduling_policy "
     "preemption_mode swap_space_bytes speculative_config",
     "parallelism": "tensor_parallel_size nnodes node_rank master_addr master_port",
+    "parts of your own": "extension scheduler_cls block_manager_cls prefix_cache_cls runner_cls sampler_cls "
+    "proposer_cls",
 }
 """Title of a group in `--help` -> the options of `Config` in it."""
+ONLY_IN_CODE = ("models", "extra_args")
+"""Options that hold classes. An extension may name them, too."""
 
 
 class EngineArgs(Config):
@@ -127,7 +131,8 @@ def add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     if bool in kinds:
         add(action=argparse.BooleanOptionalAction)
         return
-    kind = next((kind for kind in (str, int, float) if kind in kinds), parse_json)
+    is_text = str in kinds or field.name.endswith("_cls")  # "module:Class"
+    kind = str if is_text else next((kind for kind in (int, float) if kind in kinds), parse_json)
     add(type=kind, metavar="JSON" if kind is parse_json else kind.__name__.upper())
 
 

@@ -12,6 +12,7 @@ from nanovllm.loader import read_json
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, read_qwen3_config
 from nanovllm_extras.models.architectures import find_architecture, text_fields
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_extras.models.own_network import OwnNetwork
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.weights.checkpoint_options import check_has_tokenizer, overridden, read_generation_config
@@ -34,12 +35,21 @@ def resolve_folder(option: str, name: str | Path, revision: str | None = None, w
     return download(option, name, revision, with_weights)
 
 
-def read_model_config(folder: Path, overrides: Any = None, max_model_len: int | None = None) -> tuple[Any, Any]:
-    """Return the class of the network that config.json describes, and its shape. ValueError if it is not supported."""
+def read_model_config(
+    folder: Path, overrides: Any = None, max_model_len: int | None = None, models: Mapping[str, Any] | None = None
+) -> tuple[Any, Any]:
+    """Return the class of the network that config.json describes, and its shape. ValueError if it is not supported.
+
+    models: networks of one's own, by their names in `architectures`
+    """
     raw = read_json(folder / "config.json")
     try:
         if overrides:
             raw = overridden(raw, overrides)
+        for name in raw.get("architectures") or ():
+            if name in (models or {}):
+                own = OwnNetwork((models or {})[name], raw)
+                return own, own.shape
         if (plain := read_plain_qwen3(raw)) is not None:
             return Qwen3ForCausalLM, plain
         check_stored_weights(raw)

@@ -59,7 +59,9 @@ def load_model(
     `part_of` returns the part of a tensor that the network needs, if `read` has not cut it already.
     """
     model = allocate(wanted.make_empty(), wanted.dtype, wanted.device)
-    if wanted.seed is None:
+    if wanted.seed is None and hasattr(wanted.model_class, "load_weights"):  # `OwnNetwork`
+        wanted.model_class.load_weights(model, wanted.folder)
+    elif wanted.seed is None:
         load_weights(model, wanted.folder, read, part_of)
     else:
         init_dummy_weights(model, wanted.seed, wanted.shape.initializer_range)

@@ -55,6 +55,7 @@ DEFAULTS = {
     "chat_template": None,
     "generation_config": "auto",
     "override_generation_config": None,
+    "proposer_cls": None,
 }
 
 GOOD = [

@@ -9,6 +9,10 @@ import functools
 import pytest
 import torch
 
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.model_runner import ModelRunner as CoreRunner
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.scheduler import Scheduler
 from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.kv_store.memory_tier import MemoryTier
@@ -20,6 +24,20 @@ from tests.extras.models.architectures import Checkpoints
 from tests.extras.models.hybrid_checkpoints import HybridCheckpoints
 
 CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+
+
+class OwnScheduler(Scheduler):
+    """Extends the core's."""
+
+
+class OwnBackend(TorchAttention):
+    """Extends the core's."""
+
+
+class OwnRunner(CoreRunner):
+    """Extends the core's."""
+
+
 EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
     "CUDA graphs": {"enable_cuda_graphs": True},
     "eager execution": {"enforce_eager": True},
@@ -30,6 +48,19 @@ EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
     "a K/V store": {"kv_offloading_size": 0.01},
     "several ranks": {"tensor_parallel_size": 2},
     "a mixture of experts": "mixtral",
+    "a scheduling policy": {"scheduling_policy": "sjf"},
+    "a limit for chunks of long prompts": {"long_prefill_token_threshold": 8},
+    "swap": {"preemption_mode": "swap", "swap_space_bytes": 1 << 20},
+    "speculation": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    "overlap": {"enable_overlap": True},
+    "K and V of 8 bits": {"kv_cache_dtype": "int8"},
+    "a scheduler, block manager or prefix cache of your own": {"scheduler_cls": OwnScheduler},
+    "an attention backend of your own": {"attention_backend": OwnBackend},
+    "a model runner of your own": {"runner_cls": OwnRunner},
+    "a model of your own": {"models": {"OwnForCausalLM": Qwen3ForCausalLM}},
+    "layers with a window": "gemma3",
+    "recurrent states": "qwen3_5",
+    "another cache than K and V of one shape": "deepseek_v2",
 }
 
 
@@ -63,7 +94,8 @@ def test_each_row_is_refused(folder_of, nothing_loads, row):
     if not all(
         isinstance(one, dict) and "hf_overrides" not in one for one in asked
     ):  # with the core's layers if possible
-        start = functools.partial(LLM, attention_backend="torch", enforce_eager="enable_cuda_graphs" not in options)
+        options = {"attention_backend": "torch", "enforce_eager": "enable_cuda_graphs" not in options, **options}
+        start = LLM
         model = next((folder_of(one) for one in asked if isinstance(one, str)), TINY_QWEN3)
     with pytest.raises(ValueError, match="do not go together") as error:
         start(model, device="cpu", **options)

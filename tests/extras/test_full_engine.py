@@ -73,6 +73,8 @@ class RandomTokens:
         def wait(self):
             return StepTokens(self.token_ids, None, ())
 
+    make_metadata = None
+
     def __init__(self, block_size, seed=0):
         self.block_size = block_size
         self.rng = np.random.default_rng(seed)

@@ -186,7 +186,7 @@ def a_block_that_the_window_sees_is_given_back(world):
 def blocks_behind_the_window_are_kept(world):
     manager, seq = world.manager, first(world)
     for i in range(table_of(seq).count(0)):
-        seq.block_table[i] = block_id = manager.take(seq)
+        seq.block_table[i] = manager.take(seq)
     return f"keeps more than {manager.kind.max_held} blocks of a window; block {table_of(seq)[0]}"
 
 

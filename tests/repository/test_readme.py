@@ -81,9 +81,13 @@ def test_the_code_of_using_runs(capsys):
     assert any("A block table is" in texts and "Paged attention stores" in texts for _, _, texts in steps)
 
 
-def test_the_code_of_architecture_runs(capsys):
+def test_the_code_of_architecture_runs(capsys, monkeypatch, tmp_path):
+    """Its first part is a file, which the second one names."""
     code = python_of("docs/architecture.md")
-    exec(code, {})
+    file, program = code.split("scheduler_cls = ShortestFirst\n")
+    (tmp_path / "short_first.py").write_text(f"{file}scheduler_cls = ShortestFirst\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
     assert capsys.readouterr().out.strip() == re.search(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)[1]
 
 

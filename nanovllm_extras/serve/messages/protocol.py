@@ -15,6 +15,7 @@ MAX_STOP_CHARS = 4096
 MAX_TOKEN_IDS = 1024  # of stop_token_ids, and of logit_bias
 MAX_BAD_WORDS = 256  # the engine encodes each of them twice, between two steps
 MAX_BAD_WORD_CHARS = 128
+MAX_EXTRA_ARGS = 64
 MAX_NAME_CHARS = 1024
 MAX_CHOICES_OF_FORM = 4096
 MAX_FORM = 2**16  # characters of a schema, expression or grammar, which needs far more memory when it is parsed
@@ -73,6 +74,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), B
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 StopString = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+ExtraArg = bool | int | float | Name | Annotated[list[int | float | Name], Field(max_length=MAX_TOKEN_IDS)]
 BadWord = Annotated[Text, Field(max_length=MAX_BAD_WORD_CHARS)]
 
 
@@ -214,6 +216,8 @@ class GenerationRequest(StrictModel):
     priority: Whole | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: Salt | None = None
     """A secret: only requests with the same salt share cached blocks."""
+    vllm_xargs: Annotated[dict[Name, ExtraArg] | None, at_most(MAX_EXTRA_ARGS)] = None
+    """Fields that the engine's extension declares (`SamplingParams.extra_args`)."""
     # this server's own
     return_prefix_misses: bool | None = None
     """Whether the answer says why prompt tokens were not in the prefix cache."""

@@ -26,6 +26,7 @@ export const blocksOf = (seq) => tablesOf(seq).flat().filter(Boolean);
 export class Replay {
   constructor(header) {
     this.blockSize = header.block_size;
+    this.hasOwnBlocks = header.config?.has_own_blocks;
     this.step = header.num_steps_before;
     this.seqs = new Map(); // number -> sequence, including finished ones
     this.hashes = new Map(); // serial number -> hash
@@ -253,7 +254,7 @@ export class Replay {
   // ---- blocks
 
   take(number, b, isEvicted, group, place) {
-    this.check(this.next[0] === b, `block ${b} is taken, and block ${this.next[0]} is the first free one`);
+    this.check(this.hasOwnBlocks ? !this.refs[b] : this.next[0] === b, `block ${b} is taken, and block ${this.next[0]} is the first free one`);
     this.check(!!this.serial[b] === !!isEvicted, `block ${b} is evicted: ${!!isEvicted}`);
     this.unlink(b);
     this.filled[b] = this.loaded[b] = 0;

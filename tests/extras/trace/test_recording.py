@@ -109,6 +109,7 @@ PARAMS = {  # each field that decides which tokens a request gets, and how many
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
     "detokenize": False,
+    "extra_args": {"tenant": "a", "deadline": 0.5},
 }
 NOT_DESCRIBED = {"output_kind", "logits_processors"}  # how outputs are delivered; functions
 

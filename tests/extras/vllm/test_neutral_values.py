@@ -59,7 +59,7 @@ def test_parameters_of_a_request(cls, needed, fields):
 
 
 OTHER_VALUES = {
-    SamplingParams: {"best_of": 4, "use_beam_search": True, "flat_logprobs": True, "extra_args": {"a": 1},
+    SamplingParams: {"best_of": 4, "use_beam_search": True, "flat_logprobs": True,
                      "logprob_token_ids": [5], "thinking_token_budget": 100, "watermarking": True, "stream_interval": 4,
                      "guided_decoding": "json", "skip_reading_prefix_cache": True},
     PoolingParams: {"dimensions": 16, "task": "classify", "requires_token_ids": True},
