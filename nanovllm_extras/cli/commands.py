@@ -37,6 +37,9 @@ COMMANDS: dict[str, Command] = {
     "bench serve": Command(
         "nanovllm_extras.bench.benchmark", "bench", "measure an OpenAI-compatible server under load"
     ),
+    "bench compare": Command(
+        "nanovllm_extras.bench.compare", "", "measure your own scheduler, cache or kernel against the engine"
+    ),
     "check": Command(
         "nanovllm_extras.cli.check_command", "", "check what computes on this machine, and what is missing"
     ),
