@@ -3,22 +3,27 @@
 The runs alternate: base, extension, base, extension. A *turn* is one run of each, directly after each other, so what
 slows the machine for a minute slows both. For each figure there is one ratio per turn, extension ÷ base.
 
-A figure is called better or worse only if it is so in every turn, that is, if the interval from the smallest to the
-largest ratio does not include 1. Otherwise the difference is below the spread of the runs, and the verdict is "no
-difference seen". If two engines are equal, and each turn is as likely to favour either of them, all of n turns agree
-with a chance of 1 in 2^(n-1): 1 in 16 with 5 turns. A report has about ten figures, some of which depend on each other,
-so a single surprising figure should be measured again, with more turns.
+A figure is called better or worse only if a rank test (Mann and Whitney) finds the runs of one side so much better that
+fewer than 1 in 100 comparisons of equal engines would give that. With 5 turns, every run of one side must be better
+than every run of the other; with more turns, a few may overlap. Otherwise the difference is below the spread of the
+runs, and the verdict is "no difference seen". The test assumes no distribution of times, and one slow run cannot make a
+difference. It does not know of what is constant in a process, such as the addresses of its memory: measure a small
+difference again.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import ceil
 from statistics import median
+
+import numpy as np
 
 from nanovllm_extras.bench.report import Options, summarize
 from nanovllm_extras.bench.serve_load import ServedLoad
 
-MIN_TURNS = 3  # fewer say nothing about the spread
+MAX_CHANCE = 0.01  # of calling equal engines different, for each figure
+MIN_TURNS = 5  # with fewer, even runs that do not overlap are more likely by chance
 
 
 @dataclass(frozen=True)
@@ -65,16 +70,14 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """`better`, `worse`, `no difference seen`, `equal` (in every turn), or `too few turns`."""
-        differences = [new - old for old, new in zip(self.base, self.extension, strict=True)]
-        if not any(differences):
+        if self.base == self.extension:
             return "equal"
-        if len(differences) < MIN_TURNS:
+        if len(self.base) < MIN_TURNS:
             return "too few turns"
-        if all(one > 0 for one in differences):
-            return "better" if self.figure.more_is_better else "worse"
-        if all(one < 0 for one in differences):
-            return "worse" if self.figure.more_is_better else "better"
-        return "no difference seen"
+        if chance_of(self.base, self.extension) >= MAX_CHANCE:
+            return "no difference seen"
+        is_more = count_greater(self.extension, self.base) > count_greater(self.base, self.extension)
+        return "better" if is_more == self.figure.more_is_better else "worse"
 
     def report(self) -> dict[str, object]:
         """Return what is written as JSON."""
@@ -88,6 +91,7 @@ class Comparison:
             "extension_median": median(self.extension),
             "ratios": ratios,
             "ratio_median": None if ratios is None else median(ratios),
+            "chance_if_equal": chance_of(self.base, self.extension),
             "verdict": self.verdict,
         }
 
@@ -127,6 +131,32 @@ def compare_figures(
         for name, figure in FIGURES.items()
         if all(name in run for run in runs)
     }
+
+
+# ---- the rank test
+
+
+def chance_of(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return how often two sets of runs are at least this far apart if they come from equal engines (Mann-Whitney).
+
+    Two-sided and exact: all orders of the runs are equally likely. Ties count as half, and are rounded to less far
+    apart.
+    """
+    num = len(one)
+    num_ties = num * num - count_greater(one, other) - count_greater(other, one)
+    nearest = min(count_greater(one, other), count_greater(other, one)) + num_ties / 2
+    # ways[k, s]: in how many ways k of the ranks 0 … 2 num - 1 have the sum s
+    ways = np.zeros((num + 1, 2 * num * num))
+    ways[0, 0] = 1
+    for rank in range(2 * num):
+        ways[1:, rank:] += ways[:-1, : ways.shape[1] - rank]
+    lowest = num * (num - 1) // 2  # the sum if all runs of one side are below those of the other
+    return min(1.0, 2 * float(ways[num, : lowest + ceil(nearest) + 1].sum() / ways[num].sum()))
+
+
+def count_greater(one: Sequence[float], other: Sequence[float]) -> int:
+    """Count the pairs in which the value of `one` is greater than that of `other`."""
+    return sum(a > b for a in one for b in other)
 
 
 # ---- tokens

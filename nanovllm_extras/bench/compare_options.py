@@ -25,9 +25,10 @@ Both engines serve the same requests in turns (base, extension, base, extension 
 first run of each is a warm-up. The prefix cache is empty at the start of every run. Requests are greedy and generate a
 fixed number of tokens, so the tokens of both sides can be compared.
 
-A figure is called better or worse only if it is so in every turn, that is, if the interval of the ratios
-extension / base of the turns does not include 1; otherwise "no difference seen". Equal engines look different by chance
-in 1 of 2^(repeats - 1) figures: 1 of 16 with 5 repeats. Peak memory is one value for each process, without a verdict.
+A figure is called better or worse only if a rank test (Mann-Whitney) finds a difference that fewer than 1 in 100
+comparisons of equal engines would show. With 5 repeats, every run of one side must be better than every run of the
+other; more repeats can show smaller differences. Otherwise the difference is below the spread: "no difference seen".
+Peak memory is one value for each process, without a verdict.
 """
 WORKLOAD_HELP = "\n".join(
     [

@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from nanovllm_extras.bench.compare_figures import Comparison, Figure, TokenComparison
+from nanovllm_extras.bench.compare_figures import MIN_TURNS, Comparison, Figure, TokenComparison
 
 HEADS = ("", "base", "extension", "ratio", "verdict")
 
@@ -46,14 +46,16 @@ class Report:
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """Return the cells of the table, for each figure."""
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for one in self.figures.values():
             figure = one.figure
             values = spread(one.base, figure), spread(one.extension, figure)
             rows.append((figure.label, *values, ratio_text(one.ratios), one.verdict))
         base, extension = (size / 2**20 for size in self.peak_memory_bytes)
-        memory = ("peak memory, MiB", f"{base:,.0f}", f"{extension:,.0f}", f"{extension / base:.3f}", "one value each")
-        return [*rows, memory]
+        if base and extension:  # else the system does not say
+            ratio = f"{extension / base:.3f}"
+            rows.append(("peak memory, MiB", f"{base:,.0f}", f"{extension:,.0f}", ratio, "one value each"))
+        return rows
 
     @property
     def token_text(self) -> str:
@@ -78,9 +80,12 @@ class Report:
     @property
     def rule(self) -> str:
         """Return how the verdicts are made, and how often they are wrong."""
+        how = "every run of one side is better than every run of the other" if self.num_turns == MIN_TURNS else (
+            f"a rank test of the {self.num_turns} runs of each side"
+        )  # fmt: skip
         return (
-            f"Better or worse: so in each of the {self.num_turns} turns; otherwise the difference is below the spread. "
-            f"Equal engines look different by chance in 1 of {2 ** (self.num_turns - 1)} figures."
+            f"Better or worse: {how}; equal engines show that in fewer than 1 of 100 figures. Otherwise the difference "
+            f"is below the spread of the runs."
         )
 
 

@@ -6,7 +6,6 @@ answered by a line. Whatever else prints goes to stderr, so that a `print` of an
 
 import json
 import os
-import resource
 import sys
 import traceback
 from collections.abc import Mapping
@@ -22,6 +21,11 @@ from nanovllm_extras.bench.compare_engine import make_engine, make_params
 from nanovllm_extras.bench.compare_workloads import TimedWork
 from nanovllm_extras.bench.serve_load import LoadServer
 from nanovllm_extras.machine.machine_limits import read_text
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 
 def main() -> int:
@@ -86,6 +90,7 @@ def peak_memory_bytes() -> int:
     """Return the peak memory of tensors on CUDA, otherwise that of this process and its descendants.
 
     On Linux it is read from /proc: `getrusage` would count the memory of the process that has started this one.
+    Returns 0 if the system does not say.
     """
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
@@ -100,6 +105,8 @@ def peak_memory_bytes() -> int:
             peaks[pid] = int(values.get("VmHWM", "0 kB").split()[0]) * 1024  # kernel threads have none
     family = {os.getpid()}
     if not family <= peaks.keys():
+        if resource is None:
+            return 0
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
     while found := {pid for pid, parent in parents.items() if parent in family} - family:
