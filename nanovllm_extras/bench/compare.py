@@ -29,6 +29,7 @@ from nanovllm_extras.bench.compare_workloads import (
 )
 from nanovllm_extras.machine.printing import say
 
+LONG_RUN_S = 60.0
 Extra = Sequence[Mapping[str, object]] | None
 """The `extra_args` of each request, or None."""
 
@@ -62,6 +63,7 @@ def compare(settings: Settings) -> Report:
         ready = [side.wait_until_ready() for side in sides]
         load = make_requests(settings, min(VOCAB_SIZE, *(one.vocab_size for one in ready)))
         check_lengths(load, min(one.max_prompt_and_output for one in ready))
+        warn_of_length(load, settings.repeats)
         extra_args = draw_extra_args(settings.extra_args, len(load), settings.seed)
         runs = run_turns(sides[0], sides[1], load, extra_args, settings.repeats)
     return make_report(settings, ready, load, *runs)
@@ -92,6 +94,18 @@ def check_lengths(load: Sequence[TimedWork], limit: int) -> None:
                 f"room for {limit:,}: choose another workload or model, raise --max-model-len or --num-kv-blocks, or "
                 f"for a trace lower --scale-lengths"
             )
+
+
+def warn_of_length(load: Sequence[TimedWork], repeats: int) -> None:
+    """Say how long the runs take at least if requests arrive for more than a minute."""
+    seconds = max(work.arrival for work in load)
+    if seconds > LONG_RUN_S:
+        num_runs = 2 * (repeats + 1)
+        say(
+            f"the last request arrives after {seconds:,.0f} s, so {num_runs} runs take at least "
+            f"{num_runs * seconds / 60:,.0f} minutes; --num-prompts, and --speed for a trace, shorten them",
+            sys.stderr,
+        )
 
 
 def draw_extra_args(values: Mapping[str, list[object]], num_requests: int, seed: int) -> Extra:

@@ -33,7 +33,7 @@ Peak memory is one value for each process, without a verdict.
 WORKLOAD_HELP = "\n".join(
     [
         "workloads:",
-        *(f"  {name:<15}{text} ({number} requests)" for name, (number, text) in WORKLOADS.items()),
+        *(f"  {name:<15}{text}" + f" ({number} requests)" * (number > 1) for name, (number, text) in WORKLOADS.items()),
         "  trace:FILE     a trace in the form of Mooncake (JSON lines: timestamp in ms, input_length, output_length,",
         "                 hash_ids) or of Azure (CSV: TIMESTAMP,ContextTokens,GeneratedTokens)",
     ]
@@ -80,18 +80,21 @@ def make_parser() -> argparse.ArgumentParser:
     load = parser.add_argument_group("the requests")
     EngineArgs.add_cli_args(parser)  # among them --model and --seed
     add(own, "package", "the engine", choices=PACKAGES, default="nanovllm")
-    add(own, "repeats", "number of turns that are counted", type=positive_int, default=5)
+    add(own, "repeats", "number of turns that are counted", type=positive_int, default=5,
+        metavar="N")  # fmt: skip
     add(own, "goodput", "limits, such as ttft:500 tpot:50; goodput counts requests within all", type=parse_limit,
         nargs="+", default=[], metavar="METRIC:MS")  # fmt: skip
     add(own, "json", "also write all values to this file", type=Path, metavar="FILE")
     own.add_argument("--markdown", dest="compare_markdown", action="store_true", help="print a table in Markdown")
     add(load, "workload", "see below", default="w", metavar="NAME")
-    add(load, "num-prompts", "number of requests (default: the workload's; a trace: all)", type=positive_int)
+    add(load, "num-prompts", "number of requests (default: the workload's; a trace: all)", type=positive_int,
+        metavar="N")  # fmt: skip
     add(load, "request-rate", "requests per second, as a Poisson process (default: all at once)", type=positive,
         metavar="RATE")  # fmt: skip
-    add(load, "speed", "divides the times of a trace", type=positive, metavar="FACTOR")
-    add(load, "scale-lengths", "multiplies the numbers of tokens of a trace", type=positive, metavar="FACTOR")
-    add(load, "temperature", "0 is greedy", type=positive_or_zero, default=0.0)
+    add(load, "speed", "divides the times of a trace", type=factor, metavar="FACTOR")
+    add(load, "scale-lengths", "multiplies the numbers of tokens of a trace", type=factor, metavar="FACTOR")
+    add(load, "temperature", "0 is greedy", type=positive_or_zero, default=0.0,
+        metavar="NUMBER")  # fmt: skip
     add(load, "extra-args", 'values for the extra_args of requests, such as \'{"deadline": [0.2, 2.0]}\': each request '
         "gets one value of each list, drawn by --seed; only the extension's side gets them", type=parse_object,
         default={}, metavar="JSON")  # fmt: skip
@@ -102,6 +105,13 @@ def add(group: argparse._ArgumentGroup, name: str, text: str, **options: Any) ->
     """Add the option `--name`. It is stored as `compare_name`, because the engine may have an option `name`."""
     shown = "" if options.get("default") in (None, [], {}) else f" (default: {options['default']})"
     group.add_argument(f"--{name}", dest=f"compare_{name.replace('-', '_')}", help=text + shown, **options)
+
+
+def factor(text: str) -> float:
+    """Parse a finite number above 0."""
+    if positive(text) == float("inf"):
+        raise argparse.ArgumentTypeError(f"must be finite, got {text}")
+    return float(text)
 
 
 def parse(argv: list[str] | None) -> Settings:
@@ -165,8 +175,8 @@ def check_extension(file: str | None) -> None:
 
 def check_options(package: str, model: str, given: Mapping[str, Any], args: argparse.Namespace) -> None:
     """Raise ValueError or TypeError if the package refuses an option."""
+    EngineArgs.from_cli_args(argparse.Namespace(**other_options(args), model=model))
     if package != "nanovllm":
-        EngineArgs.from_cli_args(argparse.Namespace(**{**other_options(args), **given, "model": model}))
         EngineArgs(model, **given).create_engine_config()
         return
     if unknown := sorted(given.keys() - core_option_names()):

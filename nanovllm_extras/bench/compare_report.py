@@ -37,10 +37,10 @@ class Report:
     @property
     def summary(self) -> str:
         """Return what was run, in one sentence."""
-        options = "".join(f", {name}={value}" for name, value in self.options.items())
+        options = "".join(f", {name} {value}" for name, value in self.options.items())
         return (
-            f"Workload {self.workload}: {self.num_requests} requests{options}. Medians of {self.num_turns} turns after "
-            f"one warm-up; in parentheses the smallest and the largest."
+            f"Workload {self.workload} (requests: {self.num_requests}{options}). Medians of {self.num_turns} turns "
+            f"after one warm-up; in parentheses the smallest and the largest."
         )
 
     @property
@@ -62,7 +62,7 @@ class Report:
         """Return whether the tokens are equal, or where they differ first."""
         tokens = self.tokens
         if tokens.first is None:
-            text = f"Tokens: equal in all {tokens.num_requests} requests of every turn."
+            text = f"Tokens: equal in every request ({tokens.num_requests}) of every turn."
         else:
             first = tokens.first
             text = (
