@@ -183,8 +183,8 @@ class TokenComparison:
     first: Difference | None
     """Of the earliest turn with a difference, the request with the lowest index."""
     unsteady: list[int]
-    """The requests in which the base differs from its own first turn. Then a difference is no fault of the extension:
-    the composition of batches changes how some kernels round."""
+    """The requests in which the base differs from its own first turn: some kernels round differently in other batches.
+    Then a difference of the extension may have the same cause."""
 
 
 def compare_tokens(base: Sequence[list[list[int]]], extension: Sequence[list[list[int]]]) -> TokenComparison:

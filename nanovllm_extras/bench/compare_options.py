@@ -14,8 +14,6 @@ from nanovllm_extras.bench.compare_workloads import WORKLOADS
 from nanovllm_extras.bench.trace_file import TraceRequest, read_trace
 from nanovllm_extras.vllm.engine_args import EngineArgs, option_names
 
-NOT_GIVEN = object()  # instead of an option's default, because both packages have their own defaults
-
 DESCRIPTION = """\
 Measure an extension against the unchanged engine. FILE is what LLM(…, extension=FILE) takes: a module with your own
 scheduler, cache, kernel, model, sampler or proposer. Without FILE, the engine is compared with itself, which shows the
@@ -117,7 +115,8 @@ def factor(text: str) -> float:
 def parse(argv: list[str] | None) -> Settings:
     """Return the checked options of a command line. Exits with status 2 for a bad option."""
     parser = make_parser()
-    args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(option_names(), NOT_GIVEN)))
+    # the engine's options are None unless they are given, because each package has defaults of its own
+    args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(option_names())))
     try:
         return settings_of(args)
     except (ValueError, TypeError, OSError) as error:
@@ -126,7 +125,7 @@ def parse(argv: list[str] | None) -> Settings:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Check the arguments that `make_parser` has parsed. Raises ValueError, TypeError or OSError."""
-    given = {name: value for name, value in vars(args).items() if value is not NOT_GIVEN and name in option_names()}
+    given = {name: value for name, value in vars(args).items() if value is not None and name in option_names()}
     if "extension" in given:
         raise ValueError("the extension is the argument FILE, not an option --extension")
     model = str(given.pop("model", TINY_QWEN3))
@@ -187,7 +186,7 @@ def check_options(package: str, model: str, given: Mapping[str, Any], args: argp
 
 def other_options(args: argparse.Namespace) -> dict[str, object]:
     """Return the options of vLLM that the engine does not have, and accepts only at their neutral values."""
-    return {name: value for name, value in vars(args).items() if value is not NOT_GIVEN and name not in option_names()}
+    return {name: value for name, value in vars(args).items() if value is not None and name not in option_names()}
 
 
 def read_workload(args: argparse.Namespace) -> tuple[str, int, list[TraceRequest] | None]:
