@@ -33,13 +33,6 @@ class SlotStats(observer.Stats):
             self.kv_slots_reserved += blocks.num_used_blocks * blocks.block_size
 
 
-class CountingEngine(engine.LLMEngine):
-    """The core's engine, which also counts the slots of its KV cache."""
-
-    def make_stats(self) -> observer.Stats:
-        return SlotStats()
-
-
 def make_engine(package: str, model: str, options: dict[str, Any], extension: str | None, stack: ExitStack) -> Any:
     """Return the engine of a package. `stack` stops what the engine has started.
 
@@ -48,7 +41,10 @@ def make_engine(package: str, model: str, options: dict[str, Any], extension: st
     if extension is not None:
         options = {**options, "extension": extension}
     if package == "nanovllm":
-        return CountingEngine(config.Config(model, **options))
+        made = engine.LLMEngine(config.Config(model, **options))
+        made.stats = SlotStats()
+        made.reset()  # makes a scheduler and a block manager with this observer
+        return made
     import nanovllm_extras
 
     return stack.enter_context(nanovllm_extras.LLM(model, **options)).engine
