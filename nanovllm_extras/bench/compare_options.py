@@ -164,6 +164,8 @@ def check_extension(file: str | None) -> None:
     if file is None:
         return
     path = Path(file)
+    if path.suffix != ".py":
+        raise ValueError(f"FILE must be the Python file of an extension, such as my_file.py, got {file!r}")
     if not path.is_file():
         raise ValueError(f"FILE must be the Python file of an extension, got {file!r}, which does not exist")
     try:

@@ -36,11 +36,14 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """Return what was run, in one sentence."""
+        """Return what was run, and what computed if the sides differ in that."""
         options = "".join(f", {name} {value}" for name, value in self.options.items())
+        ways = "" if len(set(self.computed_by)) == 1 else (
+            f" The base is computed by {self.computed_by[0]}, the extension by {self.computed_by[1]}."
+        )  # fmt: skip
         return (
             f"Workload {self.workload} (requests: {self.num_requests}{options}). Medians of {self.num_turns} turns "
-            f"after one warm-up; in parentheses the smallest and the largest."
+            f"after one warm-up; in parentheses the smallest and the largest.{ways}"
         )
 
     @property

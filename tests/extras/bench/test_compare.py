@@ -156,6 +156,7 @@ def test_the_report_says_what_differs():
     assert re.search(r"peak memory, MiB +2 +1 +0.500", text)
     expected = "1 of 2 requests differ. First difference: request 1, position 1 (base token 4, extension token 5)"
     assert expected in text
+    assert "The base is computed by a, the extension by b." in text
     lines = as_markdown(report).splitlines()
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert "| preemptions | 2 | 2 | 1.000 (1.000 to 1.000) | equal |" in lines
@@ -475,6 +476,7 @@ def test_a_broken_line_of_a_trace_is_named(text, message, tmp_path):
     ("arguments", "message"),
     [
         (["missing.py"], "'missing.py', which does not exist"),
+        (["my_file"], "such as my_file.py, got 'my_file'"),
         (["BROKEN"], "FILE must be the Python file of an extension, got .*line 1"),
         (["--workload", "x"], "--workload must be one of w, w2, .* or trace:FILE, got 'x'"),
         (["--workload", "trace:missing.jsonl"], "trace:FILE must name a file, got 'missing.jsonl'"),
