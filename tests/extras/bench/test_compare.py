@@ -226,6 +226,8 @@ def test_an_engine_that_computes_nothing_is_an_error():
 
 
 EXTENSION = """
+from collections import Counter
+
 from nanovllm.scheduler import Scheduler
 from tests.scheduling_traffic import kv_use
 
@@ -237,7 +239,7 @@ class Wrong(Scheduler):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.uses = []
+        self.uses, self.counts = [], Counter()
 
     def schedule(self):
         step = super().schedule()
@@ -246,7 +248,8 @@ class Wrong(Scheduler):
         return step
 
     def update(self, step, new_token_ids):
-        wrong = [int(seq.request_id) % 2 and seq.num_tokens == seq.num_prompt_tokens + 2 for seq in step.samples]
+        self.counts.update(seq.request_id for seq in step.samples)
+        wrong = [int(seq.request_id) % 2 and self.counts[seq.request_id] == 3 for seq in step.samples]
         return super().update(step, [77 if one else old for one, old in zip(wrong, new_token_ids)])
 
 
