@@ -20,9 +20,9 @@ sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in str(getatt
 
 
 def copy_core(folder: Path) -> Path:
-    """Copy the package `nanovllm`, its own tests and the example to `folder`."""
+    """Copy the package `nanovllm`, its own tests and the examples to `folder`."""
     ignored = shutil.ignore_patterns("__pycache__", "extras", "labs", "repository")
-    for name in ("nanovllm", "tests"):
+    for name in ("nanovllm", "tests", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in ("example.py", "bench.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)

@@ -171,9 +171,8 @@ class StandInRunner(ModelRunner):
         if self.config.enforce_eager:
             return None
         max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
-        return CudaGraphs(
-            self.model, self.kv_cache.tensor, max_num_seqs, -(-self.max_model_len // self.backend.block_size)
-        )
+        max_num_blocks = -(-self.max_model_len // self.backend.block_size)
+        return CudaGraphs(self.model, self.kv_cache.tensor, max_num_seqs, max_num_blocks, self.metadata_cls)
 
     def start(self):
         self.rules = Device()
@@ -197,7 +196,7 @@ class StandInRunner(ModelRunner):
 
     def own_all(self):
         rotary = self.model.model.rotary
-        graphs = [] if self.graphs is None else [one for one in vars(self.graphs).values() if torch.is_tensor(one)]
+        graphs = [] if self.graphs is None else tensors_in([*vars(self.graphs).values()])
         self.rules.own([*self.model.parameters(), self.kv_cache.tensor, rotary.frequencies, *graphs])
 
 
@@ -212,8 +211,10 @@ def copy_record(record):
 
 
 class StandInEngine(LLMEngine):
+    runner_class = StandInRunner
+
     def make_runner(self, folder):
-        return StandInRunner(self.config, folder)
+        return self.runner_class(self.config, folder)
 
 
 def install(monkeypatch):
