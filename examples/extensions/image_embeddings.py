@@ -38,7 +38,8 @@ class Image:
         self.embeddings: Tensor | None = None
 
 
-def images_of(seq) -> list[Image]:
+def images_of(seq) -> list:
+    """Return the images of a sequence, which `ImageScheduler.add` has made."""
     return (seq.sampling_params.extra_args or {}).get("images", [])
 
 
