@@ -10,7 +10,7 @@ The cache is a tensor of the model's dtype, and its last dimension holds these b
 that a step reads and computes with PyTorch. That is a further copy of them in each layer: a kernel would dequantise
 what it has loaded. So this saves memory, not time, and has no CUDA graphs.
 
-    nanovllm bench compare --extension examples/extensions/int8_kv.py
+    nanovllm bench compare examples/extensions/int8_kv.py
     LLM(model, extension="examples/extensions/int8_kv.py")
 """
 

@@ -8,7 +8,7 @@ recorded in CUDA graphs. Prefill chunks are computed by PyTorch.
 One program reads all of a sequence. With fewer sequences than the GPU has processors, some are idle: FlashDecoding
 (https://pytorch.org/blog/flash-decoding/) and the kernels of nanovllm_extras split a long sequence among programs.
 
-    nanovllm bench compare --extension examples/extensions/triton_decode.py
+    nanovllm bench compare examples/extensions/triton_decode.py
     LLM(model, extension="examples/extensions/triton_decode.py")    # on a CPU only with TRITON_INTERPRET=1, for tests
 """
 
