@@ -35,9 +35,11 @@ MAX_ADAPTERS, MAX_RANK = 8, 16
 
 def find_adapters() -> list[Path]:
     """Return the adapters' folders. The first has slot 1."""
-    found = sorted(file.parent for file in Path(os.environ["NANOVLLM_ADAPTERS"]).glob("*/adapter_config.json"))
+    root = os.environ.get("NANOVLLM_ADAPTERS", "")
+    found = sorted(file.parent for file in Path(root).glob("*/adapter_config.json")) if root else []
     if not 1 <= len(found) <= MAX_ADAPTERS:
-        raise ValueError(f"NANOVLLM_ADAPTERS must be a folder of 1 to {MAX_ADAPTERS} adapters, it has {len(found)}")
+        raise ValueError(f"the environment must set NANOVLLM_ADAPTERS to a folder of 1 to {MAX_ADAPTERS} adapters, "
+                         f"got {root!r}, which has {len(found)}")  # fmt: skip
     return found
 
 

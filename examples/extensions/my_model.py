@@ -10,8 +10,8 @@ from Qwen3 in three things, and everything else is taken from `nanovllm/models/q
 
 What a network needs: `read_config`; modules with the names of the checkpoint, in which `FusedLinear` is several
 projections as one product; `forward` over all tokens of a batch, whatever sequence they belong to; `compute_logits`.
-Paging, batching, prefix caching and CUDA graphs need nothing of it. Own norms have no fast versions: they take several
-launches each.
+Paging, batching, prefix caching and CUDA graphs then work without further code. Norms of one's own have no fast
+versions, so each takes several launches.
 
     nanovllm serve allenai/OLMo-2-0425-1B --extension examples/extensions/my_model.py
     LLM("OLMo-2-0425-1B", extension="examples/extensions/my_model.py")

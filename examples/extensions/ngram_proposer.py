@@ -23,7 +23,7 @@ LONGEST, SHORTEST = 4, 2  # n-grams
 
 class NGramProposer:
     def __init__(self, runner) -> None:
-        """Make the proposer of an engine. It needs nothing of the model runner."""
+        """Make the proposer of an engine, which does not use the model runner."""
 
     def propose(self, wanted):
         """Return drafts for each (sequence, most drafts): tokens that may follow the sequence, possibly none."""

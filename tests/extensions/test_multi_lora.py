@@ -86,3 +86,9 @@ def test_an_adapter_that_would_be_computed_wrongly_is_refused(tiny_checkpoint, m
     file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
     with pytest.raises(ValueError, match=f"bob: {field} of adapter_config.json must"):
         make_llm(tiny_checkpoint[0])
+
+
+def test_without_adapters_the_error_says_what_to_set(tiny_checkpoint, monkeypatch):
+    monkeypatch.delenv("NANOVLLM_ADAPTERS", raising=False)
+    with pytest.raises(ValueError, match="set NANOVLLM_ADAPTERS to a folder of 1 to 8 adapters, got ''"):
+        make_llm(tiny_checkpoint[0])
