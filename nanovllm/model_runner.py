@@ -29,7 +29,7 @@ CPU_KV_CACHE_BYTES = 1 << 30
 class ModelRunner:
     """The model, its KV cache and its CUDA graphs. ValueError if this machine cannot run them with these options."""
 
-    metadata_cls = AttentionMetadata
+    metadata_cls: type[AttentionMetadata] = AttentionMetadata
     """What `make_metadata` returns. A subclass may have more fields, each with a number for each token."""
 
     def __init__(self, config: Config, folder: Path) -> None:

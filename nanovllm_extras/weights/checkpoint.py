@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import loader
+from nanovllm.checks import check_list
 from nanovllm.loader import read_json
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, read_qwen3_config
 from nanovllm_extras.models.architectures import find_architecture, text_fields
@@ -46,16 +47,20 @@ def read_model_config(
     try:
         if overrides:
             raw = overridden(raw, overrides)
-        for name in raw.get("architectures") or ():
-            if name in (models or {}):
-                own = OwnNetwork((models or {})[name], raw)
-                return own, own.shape
+        if (own := find_own(raw, models or {})) is not None:
+            return own, own.shape
         if (plain := read_plain_qwen3(raw)) is not None:
             return Qwen3ForCausalLM, plain
         check_stored_weights(raw)
         return find_architecture(raw, max_model_len)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the model in {folder} cannot be served: {error}") from error
+
+
+def find_own(raw: dict[str, Any], models: Mapping[str, Any]) -> OwnNetwork | None:
+    """Return the user's own network that config.json names, or None."""
+    named = check_list("config.json: architectures", raw.get("architectures"), "strings") if models else ()
+    return next((OwnNetwork(models[name], raw) for name in named if name in models), None)
 
 
 def check_stored_weights(raw: Mapping[str, Any]) -> None:
