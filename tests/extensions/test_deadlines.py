@@ -30,7 +30,8 @@ def serve(scheduler_cls, seed):
     scheduler = scheduler_cls(BlockManager(64, 4, enable_prefix_caching=False), MAX_SEQS, 16, 64)
     # A floods the engine first. C is idle at the beginning and between its two floods, and cannot save up service
     arrivals = [(0, "A")] * 240 + [(0, "B")] * 200 + [(100, "C")] * 30 + [(250, "C")] * 30
-    lens = {"A": (MAX_PROMPT, 1), "B": (1, MAX_TOKENS), "C": (MAX_PROMPT, MAX_TOKENS)}  # of prompts and outputs, at most
+    # the longest prompts and outputs of each
+    lens = {"A": (MAX_PROMPT, 1), "B": (1, MAX_TOKENS), "C": (MAX_PROMPT, MAX_TOKENS)}
     seqs, history, admitted, step_number = [], [], [], 0
     while arrivals or scheduler.running or scheduler.waiting:
         while arrivals and arrivals[0][0] <= step_number:
