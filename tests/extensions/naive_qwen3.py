@@ -51,11 +51,10 @@ class NaiveQwen3:
         for head in range(config.num_attention_heads):
             kv_head = head * config.num_key_value_heads // config.num_attention_heads
             kept, places = read(self, layer, kv_head, position)
-            query = self.rotate(q[head], places[-1])
-            keys = [self.rotate(self.keys[layer][i][kv_head], place) for i, place in zip(kept, places, strict=True)]
-            probs = (torch.stack(keys) @ query / config.head_dim**0.5).softmax(-1)
+            keys = self.rotate(torch.stack([self.keys[layer][i][kv_head] for i in kept]), places)
+            probs = (keys @ self.rotate(q[head, None], places[-1:])[0] / config.head_dim**0.5).softmax(-1)
             self.probs[layer, head, position] = probs
-            out.append(sum(p * self.values[layer][i][kv_head] for p, i in zip(probs, kept, strict=True)))
+            out.append(probs @ torch.stack([self.values[layer][i][kv_head] for i in kept]))
         return self.linear(torch.cat(out), f"{name}.o_proj")
 
     def linear(self, x, name):
@@ -64,9 +63,11 @@ class NaiveQwen3:
     def norm(self, x, name):
         return x / (x.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt() * self.tensors[f"{name}.weight"]
 
-    def rotate(self, x, place):
-        half = len(x) // 2
-        angles = place * self.theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        first, second = x[:half], x[half:]
+    def rotate(self, x, places):
+        """x: [n, head_dim], rotated by the angles of n places"""
+        half = x.shape[1] // 2
+        frequencies = self.theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.tensor([*places], dtype=torch.float64)[:, None] * frequencies  # [n, head_dim / 2]
+        first, second = x.chunk(2, dim=1)
         rotated = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
-        return torch.cat(rotated)
+        return torch.cat(rotated, dim=1)
