@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "nanovllm"
 EXTRAS = ROOT / "nanovllm_extras"
+TESTING = ROOT / "nanovllm_testing"
 # What an installed package's finder would bring back: the copy must find its own files only.
 FORGET_INSTALLED = """
 import sys
@@ -20,9 +21,9 @@ sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in str(getatt
 
 
 def copy_core(folder: Path) -> Path:
-    """Copy the package `nanovllm`, its own tests and the examples to `folder`."""
+    """Copy the package `nanovllm`, its own tests with the package that they use, and the examples to `folder`."""
     ignored = shutil.ignore_patterns("__pycache__", "extras", "labs", "repository")
-    for name in ("nanovllm", "tests", "examples"):
+    for name in ("nanovllm", "nanovllm_testing", "tests", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in ("example.py", "bench.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)

@@ -12,8 +12,8 @@ from nanovllm.layers import attention
 from nanovllm.layers.attention import Attention, TorchAttention
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
-from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
-from tests.steps import batch_of
+from nanovllm_testing.attention_steps import HEADS, Step, check_close, random_lens, shared_step
+from nanovllm_testing.steps import batch_of
 
 
 class LargestTensor(TorchDispatchMode):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nanovllm.batch import build_batch, largest_batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
-from tests.steps import step_of
+from nanovllm_testing.steps import step_of
 
 
 def make_seq(token_ids, num_computed_tokens, block_table, temperature=1.0):

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from nanovllm.batch import mix
-from tests.sampling_rows import Rows
-from tests.steps import sampling_of, uniforms_of
+from nanovllm_testing.sampling_rows import Rows
+from nanovllm_testing.steps import sampling_of, uniforms_of
 
 sequence = Rows().sequence
 

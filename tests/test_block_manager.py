@@ -18,7 +18,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.prefix_cache import hash_block
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
-from tests.fake_kv_cache import (
+from nanovllm_testing.fake_kv_cache import (
     FakeKVCache,
     WriterCheck,
     check_cached_blocks,

@@ -20,8 +20,8 @@ from nanovllm.engine import LLMEngine
 from nanovllm.one_thread import OneThread
 from nanovllm.request import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm_testing.engine_traffic import MODEL, SMALL, drive, random_requests
 from tests.conftest import hf_greedy
-from tests.core_traffic import MODEL, SMALL, drive, random_requests
 from tests.failing_runs import Failing
 
 VOCAB_SIZE = 300  # the model's

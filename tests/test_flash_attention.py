@@ -17,9 +17,9 @@ from nanovllm.layers.attention import AttentionMetadata, LoadedModel, TorchAtten
 from nanovllm.layers.basic import RMSNorm, Rotary
 from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm.sampling_params import SamplingParams
+from nanovllm_testing.engine_traffic import MODEL, SMALL, drive, random_requests
 from tests import cuda_stand_in
 from tests.conftest import every_second
-from tests.core_traffic import MODEL, SMALL, drive, random_requests
 
 
 @pytest.fixture

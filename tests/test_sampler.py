@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from nanovllm import sampler
-from tests.sampling_rows import HISTORY, VOCAB_SIZE, Rows, random_logits
-from tests.steps import sampling_of
+from nanovllm_testing.sampling_rows import HISTORY, VOCAB_SIZE, Rows, random_logits
+from nanovllm_testing.steps import sampling_of
 
 ROWS = Rows()
 sequence, draw = ROWS.sequence, ROWS.draw

@@ -1,13 +1,15 @@
 """How many tokens a sequence gets: budgets, preemption, forks, ends, and a step's statistics.
 
-`tests/scheduling_traffic.py` has the runs, and what is checked in every step.
+`nanovllm_testing/run.py` and `first_come.py` have the runs, and what is checked in every step.
 """
 
 import pytest
 from hypothesis import settings
 
-from tests.fake_kv_cache import table_of, tokens_of
-from tests.scheduling_traffic import SETTINGS, Run, SchedulerMachine, chunk_lens, next_token, output_of
+from nanovllm_testing.fake_kv_cache import table_of, tokens_of
+from nanovllm_testing.first_come import FirstComeRun
+from nanovllm_testing.machine import SETTINGS, SchedulerMachine
+from nanovllm_testing.run import chunk_lens, next_token, output_of
 
 TestTraffic = SchedulerMachine.TestCase  # `tests/extras/test_scheduling.py` has the long sweep, with more rules
 TestTraffic.settings = settings(SETTINGS, max_examples=30)
@@ -17,7 +19,7 @@ TestTraffic.settings = settings(SETTINGS, max_examples=30)
 
 
 def test_admission_reserves_nothing_for_tokens_to_come():
-    run = Run(num_blocks=4, block_size=4, max_model_len=2000)
+    run = FirstComeRun(num_blocks=4, block_size=4, max_model_len=2000)
     for i in range(4):
         run.add([i] * 4, max_tokens=1000)
     run.step()
@@ -27,7 +29,7 @@ def test_admission_reserves_nothing_for_tokens_to_come():
 
 def test_prompt_that_is_computed_in_chunks_keeps_the_room_that_it_was_admitted_to():
     """A long prompt is admitted when all of it fits; what comes later does not take the blocks of its later chunks."""
-    run = Run(num_blocks=6, block_size=4, budget=5)
+    run = FirstComeRun(num_blocks=6, block_size=4, budget=5)
     long = run.add([1] * 20, max_tokens=1)
     run.step()
     short = run.add([2] * 7, max_tokens=1)
@@ -38,7 +40,7 @@ def test_prompt_that_is_computed_in_chunks_keeps_the_room_that_it_was_admitted_t
 
 
 def test_newest_is_preempted_and_resumes_with_all_of_its_tokens():
-    run = Run(num_blocks=6, block_size=4, budget=32)
+    run = FirstComeRun(num_blocks=6, block_size=4, budget=32)
     seqs = [run.add([i] * 7, max_tokens=9) for i in range(3)]
     run.step()
     assert [len(table_of(seq)) for seq in seqs] == [2, 2, 2]
@@ -60,7 +62,7 @@ def test_newest_is_preempted_and_resumes_with_all_of_its_tokens():
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_samples_share_the_prompt_and_run_together(enable_prefix_caching):
-    run = Run(block_size=4, budget=32, enable_prefix_caching=enable_prefix_caching)
+    run = FirstComeRun(block_size=4, budget=32, enable_prefix_caching=enable_prefix_caching)
     seqs = run.add([1] * 10, n=4, max_tokens=9)
     out = run.step()
     assert chunk_lens(out) == {"seq-0": 10}, "the prompt is computed once"
@@ -81,7 +83,7 @@ def test_samples_share_the_prompt_and_run_together(enable_prefix_caching):
 
 
 def test_samples_need_room_for_all_of_them_before_the_first_is_admitted():
-    run = Run(max_num_seqs=4, budget=32)
+    run = FirstComeRun(max_num_seqs=4, budget=32)
     run.add([1] * 3, n=2, max_tokens=3)
     third, behind = run.add([2] * 3, n=3, max_tokens=3), run.add([3] * 3, max_tokens=3)
     for _ in range(3):
@@ -97,7 +99,7 @@ def test_samples_need_room_for_all_of_them_before_the_first_is_admitted():
 @pytest.mark.parametrize("num_steps", [0, 2, 3, 5])
 def test_request_of_several_samples_is_aborted_at_any_moment(num_steps):
     """Waiting, in the middle of its prompt, just forked, decoding."""
-    run = Run(budget=4)
+    run = FirstComeRun(budget=4)
     seqs, other = run.add([1] * 10, n=3, max_tokens=9), run.add([2] * 3, max_tokens=2)
     for _ in range(num_steps):
         run.step()
@@ -109,7 +111,7 @@ def test_request_of_several_samples_is_aborted_at_any_moment(num_steps):
 
 
 def test_samples_count_as_one_query_of_the_prefix_cache():
-    run = Run(block_size=4, budget=32)
+    run = FirstComeRun(block_size=4, budget=32)
     run.add([1] * 9, n=3, max_tokens=2)
     run.finish()
     again = run.add([1] * 9, n=3, max_tokens=2)
@@ -123,7 +125,7 @@ def test_samples_count_as_one_query_of_the_prefix_cache():
 
 def test_stop_token_at_the_last_allowed_place_is_a_stop():
     first = next_token([1, 2])
-    run = Run(eos_token_ids=frozenset([first]))
+    run = FirstComeRun(eos_token_ids=frozenset([first]))
     seq = run.add([1, 2], max_tokens=1)
     run.finish()
     assert seq.finish_reason == "stop"
@@ -131,7 +133,7 @@ def test_stop_token_at_the_last_allowed_place_is_a_stop():
 
 def test_sequence_that_outgrows_the_whole_cache_ends_and_harms_nobody():
     """The big sequence runs by itself at its end; the others were preempted, and finish after it unharmed."""
-    run = Run(num_blocks=3, block_size=4, max_model_len=1000)
+    run = FirstComeRun(num_blocks=3, block_size=4, max_model_len=1000)
     big = run.add([1] * 6)
     small = [run.add([2 + i] * 3, max_tokens=4) for i in range(2)]
     run.finish()
@@ -145,7 +147,7 @@ def test_sequence_that_outgrows_the_whole_cache_ends_and_harms_nobody():
 
 
 def test_requests_of_one_step_share_their_prefix():
-    run = Run(block_size=4, budget=32)
+    run = FirstComeRun(block_size=4, budget=32)
     first, second = run.add([1] * 10), run.add([1] * 10 + [2])
     out = run.step()
     assert chunk_lens(out) == {"seq-0": 10, "seq-1": 3}
@@ -156,7 +158,7 @@ def test_requests_of_one_step_share_their_prefix():
 
 
 def test_idle_scheduler_has_no_work():
-    run = Run()
+    run = FirstComeRun()
     out = run.scheduler.schedule()
     assert (list(out.chunks), out.preempted, out.copies) == ([], [], [])
     assert (out.num_scheduled_tokens, run.stats.uses) == (0, {})

@@ -543,7 +543,7 @@ def run_pytest(arguments: list[str], tree: Path, env: dict[str, str], output: Pa
     os.environ.clear()
     os.environ.update(env)
     sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
-    for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
+    for name in [name for name in sys.modules if name.startswith(PACKAGES)]:
         del sys.modules[name]  # a fork server that something else has started may have imported them from elsewhere
     sys.dont_write_bytecode = False  # the next fault takes the same files
     sys.argv = ["pytest", *arguments]

@@ -5,12 +5,12 @@ from dataclasses import replace
 import torch
 
 from nanovllm_extras.models.masking import MaskedAttention
-from tests import attention_steps
-from tests.attention_steps import HEADS as HEADS
-from tests.attention_steps import attend_with_loops as attend_with_loops
-from tests.attention_steps import check_close as check_close
-from tests.attention_steps import random_lens as random_lens
-from tests.attention_steps import shared_step as shared_step
+from nanovllm_testing import attention_steps
+from nanovllm_testing.attention_steps import HEADS as HEADS
+from nanovllm_testing.attention_steps import attend_with_loops as attend_with_loops
+from nanovllm_testing.attention_steps import check_close as check_close
+from nanovllm_testing.attention_steps import random_lens as random_lens
+from nanovllm_testing.attention_steps import shared_step as shared_step
 
 
 class Step(attention_steps.Step):

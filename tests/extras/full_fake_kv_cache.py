@@ -1,7 +1,7 @@
 """The fake KV cache with what extras add: a swap space, windows, tokens in flight, and steps that die half-way."""
 
 from nanovllm_extras.records.full_observer import count_empty_slots
-from tests.fake_kv_cache import GARBAGE, FakeKVCache, check_owners, stored_slots, table_of
+from nanovllm_testing.fake_kv_cache import GARBAGE, FakeKVCache, check_free_queue, check_owners, stored_slots, table_of
 
 
 class FullFakeKVCache(FakeKVCache):
@@ -73,13 +73,14 @@ class FullFakeKVCache(FakeKVCache):
 
 
 def check_ownership(block_manager, seqs):
-    """Check as `tests/fake_kv_cache.py` does. Null blocks, which replace those behind a window, have no owner."""
+    """Check as `nanovllm_testing` does. Null blocks, which replace those behind a window, have no owner."""
     tables = [table_of(seq) for seq in seqs]
     if hasattr(block_manager, "window"):
         for table in tables:  # null blocks only at its beginning
             assert 0 not in table[table.count(0) :]
         tables = [[block_id for block_id in table if block_id] for table in tables]
     check_owners(block_manager, tables)
+    check_free_queue(block_manager, tables)
 
 
 def check_stored(block_manager, seqs):

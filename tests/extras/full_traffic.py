@@ -1,4 +1,4 @@
-"""Runs as in `tests/scheduling_traffic.py`, with all that extras add to scheduling.
+"""Runs as in `nanovllm_testing/run.py`, with all that extras add to scheduling.
 
 Policies, limits for chunks, failed steps, swap, overlap, beams and windows. The parts are put together as in
 `nanovllm_extras/engine/assembly.py`. Counts of the engine's statistics are checked against naive ones over the fake
@@ -25,10 +25,10 @@ from nanovllm_extras.scheduling.ordered_queues import order_queues
 from nanovllm_extras.scheduling.policies import POLICIES, fcfs
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache, roll_back
 from nanovllm_extras.scheduling.scheduler import Scheduler, fork_anytime
-from tests import scheduling_traffic
+from nanovllm_testing import first_come, machine, run
+from nanovllm_testing.fake_kv_cache import check_cached_blocks, stored_slots, table_of, tokens_of
+from nanovllm_testing.run import VOCAB_SIZE, expected_output
 from tests.extras.full_fake_kv_cache import FullFakeKVCache, check_stored
-from tests.fake_kv_cache import check_cached_blocks, stored_slots, table_of, tokens_of
-from tests.scheduling_traffic import VOCAB_SIZE, expected_output
 
 
 def choose(beams, width):
@@ -123,7 +123,7 @@ class Search:
         self.is_aborted = reason == "abort"
 
 
-class RecordingStats(scheduling_traffic.RecordingStats, SchedulingStats):
+class RecordingStats(run.RecordingStats, SchedulingStats):
     """Keeps for each step what the engine's statistics count: the tokens that are stored, the slots reserved."""
 
     def on_schedule(self, step, running, blocks):
@@ -131,7 +131,7 @@ class RecordingStats(scheduling_traffic.RecordingStats, SchedulingStats):
         self.uses[id(step)] = self._in_flight[-1][:2]
 
 
-class Run(scheduling_traffic.Run):
+class Run(first_come.FirstComeRun):
     """`step(is_done=False)` loses a step; with `overlap`, one step is always in flight, as far as it can be."""
 
     params_class, sequence_class = SamplingParams, Sequence
@@ -393,13 +393,13 @@ class Run(scheduling_traffic.Run):
 
 
 @dataclass
-class Flight(scheduling_traffic.Flight):
+class Flight(run.Flight):
     written: dict[int, Sequence]
     journal: list
     children: dict[Sequence, list[Sequence]]
 
 
-class Before(scheduling_traffic.Before):
+class Before(first_come.FirstComeBefore):
     """What was before a step, and the rules by which it may change: also overlap and swap."""
 
     def __init__(self, run):
@@ -515,7 +515,7 @@ def serve_behind_a_shared_window(run):
 # ---- random traffic
 
 
-class SchedulerMachine(scheduling_traffic.SchedulerMachine):
+class SchedulerMachine(machine.SchedulerMachine):
     """The core's traffic with any limit and policy, with and without swap space. Steps fail; the cache is reset."""
 
     overlap = False

@@ -5,8 +5,8 @@ group has written holds the K and V of another prefix.
 """
 
 from nanovllm_extras.records.full_observer import count_empty_slots
+from nanovllm_testing.fake_kv_cache import stored_slots, table_of
 from tests.extras.full_fake_kv_cache import FullFakeKVCache
-from tests.fake_kv_cache import stored_slots, table_of
 
 
 class GroupedFakeKVCache(FullFakeKVCache):

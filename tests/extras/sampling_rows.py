@@ -9,8 +9,8 @@ from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.sampling import logits, runner_hooks
 from nanovllm_extras.sampling.processed_batch import build_sampling
-from tests.sampling_rows import EOS, HISTORY, VOCAB_SIZE, Rows, random_logits
-from tests.sampling_rows import random_ids as random_ids
+from nanovllm_testing.sampling_rows import EOS, HISTORY, VOCAB_SIZE, Rows, random_logits
+from nanovllm_testing.sampling_rows import random_ids as random_ids
 
 BAD_WORDS = {"x": [7], " x": [3, 11]}  # the word "x", as it begins a text and as it follows a space
 

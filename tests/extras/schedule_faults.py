@@ -22,7 +22,7 @@ from nanovllm_extras.scheduling import drafter, pending, scheduler
 from nanovllm_extras.scheduling.drafter import Drafter
 from nanovllm_extras.scheduling.pending import Pending
 from nanovllm_extras.scheduling.scheduler import Scheduler
-from tests.fake_kv_cache import table_of
+from nanovllm_testing.fake_kv_cache import table_of
 
 
 def do_nothing(*arguments, **options):

@@ -30,7 +30,8 @@ from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.scheduling.drafter import Drafter
 from nanovllm_extras.scheduling.roll_back import roll_back
 from nanovllm_extras.scheduling.scheduler import Scheduler, fork_anytime
-from tests import scheduling_traffic
+from nanovllm_testing import run as core_run
+from nanovllm_testing.fake_kv_cache import GARBAGE, WriterCheck, check_cached_blocks, table_of, tokens_of
 from tests.extras.full_fake_kv_cache import FullFakeKVCache
 from tests.extras.grouped_fake_kv_cache import (
     GroupedFakeKVCache,
@@ -38,7 +39,6 @@ from tests.extras.grouped_fake_kv_cache import (
     check_cached_windows,
     window_tables,
 )
-from tests.fake_kv_cache import GARBAGE, WriterCheck, check_cached_blocks, table_of, tokens_of
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN = 5, 2, 3, 8
 NUM_SLOTS = 3  # of states: none is left for a snapshot while three sequences run
@@ -68,7 +68,7 @@ def next_token(prefix: Prompt, sample_index: int) -> int:
     """
     if sample_index == 0 and len(prefix) < len(TEXT) and prefix == TEXT[: len(prefix)]:
         return TEXT[len(prefix)]
-    return 10 + scheduling_traffic.next_token(prefix, sample_index)
+    return 10 + core_run.next_token(prefix, sample_index)
 
 
 class Guesser:

@@ -3,9 +3,9 @@
 import random
 
 from nanovllm_extras.scheduling.drafter import Drafter
+from nanovllm_testing.fake_kv_cache import tokens_of
+from nanovllm_testing.run import VOCAB_SIZE, next_token
 from tests.extras.full_traffic import Run
-from tests.fake_kv_cache import tokens_of
-from tests.scheduling_traffic import VOCAB_SIZE, next_token
 
 
 class Guesser:

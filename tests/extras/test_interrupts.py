@@ -14,8 +14,8 @@ from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.records.full_observer import SchedulingStats
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.scheduling.roll_back import roll_back
-from tests.fake_kv_cache import tokens_of
-from tests.scheduling_traffic import next_token
+from nanovllm_testing.fake_kv_cache import tokens_of
+from nanovllm_testing.run import next_token
 
 FILES = {one.__file__ for one in (nanovllm.scheduler, nanovllm_extras.scheduling.scheduler)}
 LENGTH, NUM_OUTPUTS = 5, 6

@@ -12,11 +12,11 @@ from nanovllm import TINY_QWEN3
 from nanovllm.prefix_cache import hash_block
 from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
 from nanovllm_extras.engine.invariants import check_invariants, name_of
+from nanovllm_testing.fake_kv_cache import table_of
 from tests.extras.full_traffic import Run
 from tests.extras.schedule_world import OTHER_TEXT, TEXT, Setting, World
 from tests.extras.speculative_traffic import Guesser
 from tests.extras.states.test_drafted_slots import start_one
-from tests.fake_kv_cache import table_of
 
 REQUESTS = ((TEXT[:5], 1), (TEXT[:3], 2), (OTHER_TEXT, 1), ((8, 9), 1))
 ACTIONS = {  # what is in the pool when a fault is planted

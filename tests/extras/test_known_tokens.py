@@ -20,6 +20,7 @@ from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.scheduling.pending import expect_token, place_drafts
 from nanovllm_extras.scheduling.roll_back import reset_prefix_cache
+from nanovllm_testing.fake_kv_cache import WriterCheck, table_of, tokens_of
 from tests import test_block_manager
 from tests.conftest import examples
 from tests.extras.full_fake_kv_cache import (
@@ -29,7 +30,6 @@ from tests.extras.full_fake_kv_cache import (
     check_stored,
     forget_new,
 )
-from tests.fake_kv_cache import WriterCheck, table_of, tokens_of
 from tests.test_block_manager import SETTINGS, advance, num_hits
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.core_alone import PACKAGE
+from tests.core_alone import PACKAGE, TESTING
 from tools.count_engine import Classes, find_circles, find_imports, graph_of, read_files, walk_with_kind
 
 
@@ -136,6 +136,21 @@ def test_the_small_programs_need_only_torch(name):
     tree = ast.parse((LABS / f"{name}.py").read_text(encoding="utf-8"))
     others = packages_of(node for node, _ in walk_with_kind(tree)) - set(sys.stdlib_module_names)
     assert others <= {"torch", "safetensors", "tokenizers", "labs.model"}
+
+
+# ---- the package for tests
+
+
+def test_the_package_for_tests_needs_only_the_core():
+    allowed = {"nanovllm", "nanovllm_testing", "numpy", "torch", "hypothesis", *sys.stdlib_module_names}
+    for path in TESTING.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert packages_of(node for node, _ in walk_with_kind(tree)) <= allowed, path.name
+
+
+def test_the_packages_do_not_need_the_package_for_tests():
+    """`nanovllm test` imports its module by name, as every command."""
+    assert [name for name, file in files().items() if "nanovllm_testing" in packages_of(file.nodes)] == []
 
 
 # ---- calls

@@ -18,7 +18,7 @@ from nanovllm_extras.sampling import runner_hooks
 from nanovllm_extras.sampling.logits_processors import ForbiddenTokens, apply_processors
 from nanovllm_extras.sampling.logprobs import compute_logprobs
 from nanovllm_extras.sampling.runner_hooks import wants_only_tokens
-from tests import steps
+from nanovllm_testing import steps
 from tests.extras import sampling_rows
 from tests.extras.sampling_rows import (
     HISTORY,

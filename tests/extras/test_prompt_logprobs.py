@@ -14,7 +14,7 @@ from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.requests import prompt_logprobs
 from nanovllm_extras.requests.prompt_logprobs import PromptLogprobs
-from tests.steps import step_of
+from nanovllm_testing.steps import step_of
 
 VOCAB_SIZE = 11
 

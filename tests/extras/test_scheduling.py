@@ -8,6 +8,9 @@ from hypothesis import settings
 
 from nanovllm_extras.scheduling.policies import fcfs
 from nanovllm_extras.scheduling.roll_back import roll_back
+from nanovllm_testing.fake_kv_cache import table_of
+from nanovllm_testing.machine import SETTINGS
+from nanovllm_testing.run import chunk_lens, next_token
 from tests.conftest import examples
 from tests.extras.full_traffic import (
     BeamMachine,
@@ -18,8 +21,6 @@ from tests.extras.full_traffic import (
     swap_ins,
     swap_outs,
 )
-from tests.fake_kv_cache import table_of
-from tests.scheduling_traffic import SETTINGS, chunk_lens, next_token
 
 TestTraffic = pytest.mark.examples(SchedulerMachine.TestCase)
 TestTraffic.settings = settings(SETTINGS, max_examples=examples(250))

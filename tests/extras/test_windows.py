@@ -19,10 +19,10 @@ from nanovllm_extras.memory.kinds import AllTokens, Window
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.records.full_observer import Observer
+from nanovllm_testing.fake_kv_cache import table_of, tokens_of
+from nanovllm_testing.machine import SETTINGS
 from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run, serve_behind_a_shared_window
-from tests.fake_kv_cache import table_of, tokens_of
-from tests.scheduling_traffic import SETTINGS
 
 WINDOWS = st.sampled_from([1, 2, 3, 5, 9, 30])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm_extras import Config
-from tests.core_alone import EXTRAS, PACKAGE, ROOT
+from tests.core_alone import EXTRAS, PACKAGE, ROOT, TESTING
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
@@ -105,7 +105,7 @@ def test_links_lead_to_files():
 
 def test_comments_name_files_that_are_there():
     """`scheduler.py`, or `parallel/messages.py`: the end of the path of a file."""
-    folders = ("nanovllm", "nanovllm_extras", "benchmarks", "labs", "tools")
+    folders = ("nanovllm", "nanovllm_extras", "nanovllm_testing", "benchmarks", "labs", "tools")
     files = [file for folder in folders for file in ROOT.glob(f"{folder}/**/*.py")]
     there = [*files, *ROOT.glob("*.py"), *ROOT.glob("tests/**/*.py")]
     known = " ".join(f"/{file.relative_to(ROOT)}" for file in there)
@@ -165,7 +165,7 @@ def test_all_options_are_compared():
 # ---- the map
 
 MAP = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
-MAP_ROW = r"^\| \[`([^`]+)`\]\(\.\./(nanovllm|nanovllm_extras)/\1\) \| [^|]+ \|$"
+MAP_ROW = r"^\| \[`([^`]+)`\]\(\.\./(nanovllm|nanovllm_extras|nanovllm_testing)/\1\) \| [^|]+ \|$"
 NAMED = [f"{package}/{file}" for file, package in re.findall(MAP_ROW, MAP, re.MULTILINE)]
 
 
@@ -175,4 +175,4 @@ def files_of(package):
 
 
 def test_the_map_names_every_file_once():
-    assert sorted(NAMED) == sorted(files_of(PACKAGE) | files_of(EXTRAS))
+    assert sorted(NAMED) == sorted(files_of(PACKAGE) | files_of(EXTRAS) | files_of(TESTING))

@@ -10,7 +10,7 @@ from tests.core_alone import ROOT
 
 
 @pytest.mark.slow
-def test_the_wheel_has_both_packages_and_no_labs(tmp_path):
+def test_the_wheel_has_the_packages_and_no_labs(tmp_path):
     pytest.importorskip("setuptools", "77.0.3")
     copy = tmp_path / "copy"
     command = ["git", "clone", "-q", str(ROOT), str(copy)]
@@ -23,7 +23,7 @@ def test_the_wheel_has_both_packages_and_no_labs(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     folders = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
-    assert folders == {"nanovllm", "nanovllm_extras"}
+    assert folders == {"nanovllm", "nanovllm_extras", "nanovllm_testing"}
     assert len(list(installed.glob("*/assets/*/model.safetensors"))) == 2, "the bundled models"
     code = "import nanovllm; from nanovllm_extras.cli.commands import main; print(nanovllm.__file__); main(['learn'])"
     environment = {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}

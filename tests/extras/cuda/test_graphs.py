@@ -37,11 +37,11 @@ from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.requests.prompt_logprobs import TargetRows
 from nanovllm_extras.sampling.processed_batch import ReadBatch, values_of
 from nanovllm_extras.sampling.runner_hooks import wants_only_tokens
+from nanovllm_testing.steps import batch_of
 from tests.extras.late_runner import LateRunner
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids, run, tokens_of
 from tests.extras.test_overlap import KINDS, visible
-from tests.steps import batch_of
 
 CPU = torch.device("cpu")
 

@@ -20,11 +20,11 @@ from nanovllm_extras.kernels.cpu.cpu_layers import replace_layers
 from nanovllm_extras.models.masking import PLAIN, AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_testing.steps import batch_of
 from tests.extras.attention_options import OPTIONS, SINKS
 from tests.extras.attention_steps import Int8Step, LatentStep, Step, random_lens, shared_step
 from tests.extras.kernels.processors import DISTINCT, OF_K_AND_V, in_sweeps, pretend
 from tests.extras.kernels.test_cpu_kernels import check_same_outputs, filled
-from tests.steps import batch_of
 
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")
 

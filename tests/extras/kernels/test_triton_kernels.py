@@ -18,12 +18,12 @@ from nanovllm_extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm_extras.kernels.cuda.kernel_launch import Launch
 from nanovllm_extras.kernels.cuda.triton_attention import TritonAttention
 from nanovllm_extras.records.full_sequence import Sequence
-from tests.attention_steps import on_device
+from nanovllm_testing.attention_steps import on_device
+from nanovllm_testing.steps import batch_of
 from tests.conftest import every_second
 from tests.extras.attention_options import OPTIONS
 from tests.extras.attention_steps import Step
 from tests.extras.kernels.on_device import DEVICE, DTYPES, FP8, HALF, IS_INTERPRETED, every_second_case, only_on_gpu
-from tests.steps import batch_of
 
 TOLERANCES = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 SMALL = Launch(16, 16, 4, 3)  # tiles of 16 tokens

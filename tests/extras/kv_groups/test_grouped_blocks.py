@@ -12,6 +12,8 @@ from nanovllm_extras.engine.invariants import check_invariants
 from nanovllm_extras.execution.layer_groups import LayerGroups, LayerPlace, group_layers
 from nanovllm_extras.models.masking import AttentionOptions
 from nanovllm_extras.models.network_config import NetworkConfig
+from nanovllm_testing.fake_kv_cache import check_cached_blocks, table_of
+from nanovllm_testing.machine import SETTINGS
 from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run, SchedulerMachine, serve_behind_a_shared_window
 from tests.extras.grouped_fake_kv_cache import (
@@ -23,8 +25,6 @@ from tests.extras.grouped_fake_kv_cache import (
     window_tables,
 )
 from tests.extras.speculative_traffic import SpeculativeRun
-from tests.fake_kv_cache import check_cached_blocks, table_of
-from tests.scheduling_traffic import SETTINGS
 
 
 class GroupedRun(Run):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from nanovllm_testing.machine import SETTINGS
 from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine
 from tests.extras.grouped_fake_kv_cache import GroupedFakeKVCache
@@ -24,7 +25,6 @@ from tests.extras.kv_store.test_store_traffic import serve_twice
 from tests.extras.models.gemma4_checkpoints import FULL, WINDOW, make_gemma4
 from tests.extras.models.hybrid_checkpoints import continue_all
 from tests.extras.store_traffic import Loading, WithStore
-from tests.scheduling_traffic import SETTINGS
 
 
 class LoadingGroupedCache(Loading, GroupedFakeKVCache):

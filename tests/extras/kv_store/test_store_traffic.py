@@ -4,10 +4,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from nanovllm_testing.machine import SETTINGS
 from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine, OverlapMachine
 from tests.extras.store_traffic import SpeculativeStoreRun, StoreRun
-from tests.scheduling_traffic import SETTINGS
 
 WINDOWS = st.sampled_from([None, None, 1, 3, 5, 9])
 

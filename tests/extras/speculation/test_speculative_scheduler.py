@@ -13,10 +13,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from nanovllm.scheduler import Step
+from nanovllm_testing.machine import SETTINGS
+from nanovllm_testing.run import next_token
 from tests.conftest import examples
 from tests.extras.full_traffic import BeamMachine, Run, SchedulerMachine
 from tests.extras.speculative_traffic import Guesser, SpeculativeRun
-from tests.scheduling_traffic import SETTINGS, next_token
 
 
 class SpeculativeMachine(SchedulerMachine):

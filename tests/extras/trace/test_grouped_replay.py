@@ -8,6 +8,7 @@ from hypothesis import settings
 from nanovllm_extras.trace.check import check_recording
 from nanovllm_extras.trace.perfetto import to_perfetto
 from nanovllm_extras.trace.replay import Replay, ReplayError
+from nanovllm_testing.machine import SETTINGS
 from tests.conftest import examples
 from tests.extras.kv_groups.test_grouped_blocks import GroupedMachine, GroupedSpeculativeMachine, OverlapGroupedMachine
 from tests.extras.trace.test_state_replay import RecordedTraffic, check_segments
@@ -18,7 +19,6 @@ from tests.extras.trace_traffic import (
     known_groups,
     random_run,
 )
-from tests.scheduling_traffic import SETTINGS
 
 LINES, STATES = known_groups()
 

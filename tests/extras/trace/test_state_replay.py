@@ -6,11 +6,11 @@ import pytest
 from hypothesis import settings
 
 from nanovllm_extras.trace.replay import EVENTS, Replay, ReplayError
+from nanovllm_testing.machine import SETTINGS
 from tests.conftest import examples
 from tests.extras.test_scheduling import BeamMachine, OverlapBeamMachine
 from tests.extras.test_windows import OverlapWindowMachine, WindowMachine
 from tests.extras.trace_traffic import Lines, RecordedRun, RecordedSpeculativeRun, random_run, state_of_replay
-from tests.scheduling_traffic import SETTINGS
 
 
 def check_segments(segments, states):

@@ -1,4 +1,4 @@
-"""Random steps over a paged cache, and what attention must make of them, for every backend.
+"""Random steps over a paged cache, and what attention must compute from them, for every backend.
 
 The reference is float64 and plain loops, without a cache, blocks or a batch. Every slot in which no token was stored
 holds NaN, so that reading one shows.
@@ -6,14 +6,20 @@ holds NaN, so that reading one shows.
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanovllm.layers.attention import Attention
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
-from tests.steps import batch_of
+from nanovllm_testing.steps import batch_of
+
+Lens = list[tuple[int, int]]
+"""(num_computed, num_new) of each sequence of a step"""
 
 # ---- the reference
 
@@ -21,8 +27,18 @@ from tests.steps import batch_of
 HEADS = [(4, 4), (4, 2), (8, 2), (8, 1)]  # num_heads, num_kv_heads: ratios of 1, 2, 4 and 8
 
 
-def attend_with_loops(q, k, v, window=None, softcap=None, scale=None, sinks=None):
-    """The last len(q) tokens of one sequence. q: [n, num_heads, head_dim]; k, v: [seq_len, num_kv_heads, head_dim]
+def attend_with_loops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend from the last n tokens of one sequence -> [n, num_heads, head_dim] in float64
+
+    q: [n, num_heads, head_dim]; k, v: [seq_len, num_kv_heads, head_dim]
 
     sinks: [num_heads], a further score of each head, which has no value
     """
@@ -47,19 +63,27 @@ def attend_with_loops(q, k, v, window=None, softcap=None, scale=None, sinks=None
 class Step:
     """Random Q, K and V of sequences that have `num_computed` tokens in the cache and `num_new` in this step.
 
-    Their blocks lie anywhere in the cache. `expected` is the reference's answer, on CPU: [num_tokens, num_heads,
-    head_dim]. Subclasses override the methods.
+    Their blocks are anywhere in the cache. `expected` is the reference's answer, on CPU: [num_tokens, num_heads,
+    head_dim]. `chunks` are the sequences with their block tables. Subclasses override the methods.
 
     window, softcap, scale, sinks: how the layer attends. Blocks that no token's window reaches have been given back.
     The null block, which holds NaN, replaces them.
     """
 
-    def __init__(self, backend, lens, seed=0, dtype=torch.float32, device="cpu", **asked):
+    def __init__(
+        self,
+        backend: Any,
+        lens: Lens,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        **asked: Any,
+    ) -> None:
         window = asked.get("window")
         generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
         size, num_kv_heads, head_dim = backend.block_size, backend.num_kv_heads, backend.head_dim
 
-        def normal(num_tokens, num_heads):
+        def normal(num_tokens: int, num_heads: int) -> Tensor:
             return torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)  # on CPU
 
         lens = sorted(lens, key=lambda computed_and_new: computed_and_new[1] > 1)
@@ -68,7 +92,8 @@ class Step:
         rng.shuffle(ids)
         cache = self.empty_cache(backend.kv_cache_shape(2, len(ids) + 1), dtype).to(device)
         self.cache, self.layer_cache = cache, cache[:, 1]
-        chunks, qs, ks, vs, expected = [], [], [], [], []
+        self.chunks: list[tuple[Sequence, int, int]] = []
+        qs, ks, vs, expected = [], [], [], []
         for (num_computed, num_new), needed in zip(lens, num_blocks, strict=True):
             table, ids = ids[:needed], ids[needed:]
             q = normal(num_new, backend.num_heads)
@@ -83,50 +108,56 @@ class Step:
             num_behind = max(0, num_computed - window + 1) // size if window else 0
             for block_id in [0] * num_behind + table[num_behind:]:
                 seq.block_table.append(block_id)
-            chunks.append((seq, num_computed, num_new))
+            self.chunks.append((seq, num_computed, num_new))
             qs.append(q)
             ks.append(k[num_computed:])
             vs.append(v[num_computed:])
             expected.append(attend_with_loops(q, self.kept(k), self.kept(v), **asked))
-        self.batch = on_device(batch_of(chunks, size), device)
+        self.batch = on_device(batch_of(self.chunks, size), device)
         self.q, self.k, self.v = (torch.cat(parts).to(device) for parts in (qs, ks, vs))
         self.expected = torch.cat(expected)
 
-    def values_of(self, k, normal):
-        return normal(*k.shape[:2])
+    def values_of(self, k: Tensor, normal: Callable[[int, int], Tensor]) -> Tensor:
+        return normal(k.shape[0], k.shape[1])
 
-    def empty_cache(self, shape, dtype):
+    def empty_cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.full(shape, math.nan, dtype=dtype)
 
-    def kept(self, x):
-        """K or V, as the cache keeps it."""
+    def kept(self, x: Tensor) -> Tensor:
+        """Return K or V, as the cache keeps it."""
         return x
 
-    def make_layer(self, backend):
+    def make_layer(self, backend: Any) -> Any:
         return Attention(backend)
 
-    def run(self, backend):
+    def run(self, backend: Any) -> Tensor:
+        """Return what the backend computes: [num_tokens, num_heads, head_dim]"""
         layer = self.make_layer(backend)
-        return layer(self.q, self.k, self.v, self.layer_cache, self.batch.metadata)
+        out: Tensor = layer(self.q, self.k, self.v, self.layer_cache, self.batch.metadata)
+        return out
 
 
-def on_device(record, device):
-    """The record with all of its tensors there. Unlike `to_device`, it needs no memory that is pinned."""
+def on_device(record: Any, device: str | torch.device) -> Any:
+    """Return the record with all of its tensors on the device. Unlike `to_device`, this needs no pinned memory."""
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     moved = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
     moved |= {name: on_device(value, device) for name, value in values.items() if is_dataclass(value)}
     return replace(record, **moved)
 
 
-def check_close(out, step):
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def check_close(out: Tensor, step: Step) -> None:
+    """Raise unless `out` is the reference's answer, but for rounding."""
     assert out.shape == step.q.shape
     assert out.dtype == step.q.dtype
-    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[out.dtype]
+    tolerance = TOLERANCES[out.dtype]
     torch.testing.assert_close(out.double().cpu(), step.expected, rtol=tolerance, atol=tolerance)
 
 
-def random_lens(block_size, seed):
-    """Six sequences (num_computed, num_new), most of which begin or end at a block border or one token beside it."""
+def random_lens(block_size: int, seed: int) -> Lens:
+    """Return six sequences, most of which begin or end at a block border or one token before or after it."""
     rng = random.Random(seed)
     borders = [max(0, n * block_size + d) for n in range(3) for d in (-1, 0, 1)]
     lens = [(rng.choice(borders), 1) for _ in range(3)]
@@ -136,8 +167,8 @@ def random_lens(block_size, seed):
     return lens
 
 
-def shared_step(backend):
-    """B begins with the block that A fills in this very step; [A's tokens, B's tokens] and the expected rows."""
+def shared_step(backend: Any) -> tuple[Tensor, Tensor]:
+    """Compute a step in which B begins with the block that A fills: (the rows of A and B, the expected rows)."""
     size = backend.block_size
     step = Step(backend, [(0, size + 3)])
     a = Sequence("a", [0] * (size + 3), SamplingParams())

@@ -1,12 +1,14 @@
 """Random requests to the core's engine, for tests that compare two ways of serving them."""
 
-from pathlib import Path
+from collections.abc import Iterator
+from random import Random
+from typing import Any
 
-import nanovllm
+from nanovllm import TINY_QWEN3
 from nanovllm.sampling_params import SamplingParams
 
-MODEL = Path(nanovllm.__file__).parent / "assets" / "tiny-qwen3"
-SMALL = {
+MODEL = TINY_QWEN3
+SMALL: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 4,
     "num_kv_blocks": 22,
@@ -16,8 +18,8 @@ SMALL = {
 }
 
 
-def random_requests(rng, count):
-    """(prompt, parameters): prompts that share prefixes, greedy and sampled, one or several samples, with stops."""
+def random_requests(rng: Random, count: int) -> Iterator[tuple[list[int], SamplingParams]]:
+    """Yield (prompt, parameters): prompts share prefixes; greedy and sampled, one or several samples, with stops."""
     base = [rng.randrange(3, 2000) for _ in range(24)]
     for _ in range(count):
         prompt = base[: rng.randrange(0, 24)] + [rng.randrange(3, 2000) for _ in range(rng.randrange(1, 20))]
@@ -38,9 +40,13 @@ def random_requests(rng, count):
         )
 
 
-def drive(engine, requests, rng):
-    """Add the requests over time, step until all are finished: [(text, token ids, finish reason) of each sample]."""
-    finished, waiting = {}, list(enumerate(requests))
+def drive(engine: Any, requests: list[tuple[list[int], SamplingParams]], rng: Random) -> list[list[tuple[Any, ...]]]:
+    """Add the requests over time, and step until all are finished.
+
+    Returns for each request [(text, token ids, finish reason) of each sample].
+    """
+    finished: dict[str, list[tuple[Any, ...]]] = {}
+    waiting = list(enumerate(requests))
     while waiting or engine.has_unfinished_requests():
         while waiting and rng.random() < 0.5:
             i, (prompt, params) = waiting.pop(0)
