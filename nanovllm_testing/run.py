@@ -386,9 +386,9 @@ class Before:
             if start != was and seq not in out.preempted:
                 what = "computed twice" if start < was else "never computed"
                 first, last = sorted((start, was))
+                tokens = f"the tokens {first} to {last - 1} are" if last - first > 1 else f"token {first} is"
                 raise Violation(
-                    f"{name} had {count(was, 'computed token')}, but its chunk begins at token {start}: the tokens "
-                    f"{first} to {last - 1} are {what}"
+                    f"{name} had {count(was, 'computed token')}, but its chunk begins at token {start}: {tokens} {what}"
                 )
             if start + num_new > self.num_tokens[seq]:
                 raise Violation(

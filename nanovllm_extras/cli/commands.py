@@ -44,6 +44,9 @@ COMMANDS: dict[str, Command] = {
         "nanovllm_extras.cli.check_command", "", "check what computes on this machine, and what is missing"
     ),
     "learn": Command("labs.learn.learn_command", "learn", "exercises: write an engine's parts, with a checker"),
+    "test": Command(
+        "nanovllm_testing.command", "", "find faults in a scheduler, a cache, a backend or a sampler of your own"
+    ),
     "view": Command("nanovllm_extras.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
 }
 """Name of a command, one or two words -> the command. `labs` is not installed: it is found in a checkout."""
@@ -105,7 +108,12 @@ def run(name: str, command: Command, arguments: list[str]) -> int:
     try:
         module = importlib.import_module(command.module)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] in ("nanovllm", "nanovllm_extras", "labs"):
+        if error.name is None or error.name.split(".")[0] in (
+            "nanovllm",
+            "nanovllm_extras",
+            "nanovllm_testing",
+            "labs",
+        ):
             raise
         install = f"pip install 'nanovllm[{command.extra}]'"
         print(f"nanovllm {name} needs the package {error.name}: run {install}", file=sys.stderr)
