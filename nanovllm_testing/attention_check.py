@@ -108,7 +108,7 @@ class AttentionCheck:
                 if rows[row].isnan().any():
                     raise Violation(
                         f"{where}: the result has NaN. The backend reads a slot in which no token is stored: after the "
-                        f"end of a sequence, in the null block, or in a block of no sequence"
+                        f"end of a sequence, in the null block, or in a block that is free"
                     )
                 error = float((rows[row].double() - right[row]).abs().max())
                 tolerance = 5 * TOLERANCES[out.dtype]

@@ -193,7 +193,8 @@ def check_attention(plan: Plan) -> Iterator[Result]:
     backend = plan.parts["attention_backend"]
     name = "attention over a cache with NaN in unused slots"
     if not (isinstance(backend, type) and issubclass(backend, TorchAttention)):
-        yield Result(name, "skipped", f"attention_backend is no subclass of TorchAttention: {backend!r}")
+        text = f"attention_backend must be a subclass of TorchAttention for this check, got {backend!r}"
+        yield Result(name, "skipped", text)
         return
     shapes, reason = attention_check.usable_shapes(backend)
     if not shapes:

@@ -131,11 +131,11 @@ class Rows:
         raw = random_logits(len(rows))
         together = self.draw(raw, self.sampling_of(rows)).tolist()
         for i, seq in enumerate(rows):
-            alone = int(self.draw(raw[i : i + 1], self.sampling_of([seq])))
-            if together[i] != alone:
+            by_itself = int(self.draw(raw[i : i + 1], self.sampling_of([seq])))
+            if together[i] != by_itself:
                 raise Violation(
-                    f"row {i} of {len(rows)} gets token {together[i]}, but token {alone} if it is the only row of the "
-                    f"batch: {shown(seq.sampling_params)}"
+                    f"row {i} of {len(rows)} gets token {together[i]}, but token {by_itself} if it is the only row of "
+                    f"the batch: {shown(seq.sampling_params)}"
                 )
 
     def assert_random_combinations(self, **more: list[Any]) -> None:

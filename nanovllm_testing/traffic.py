@@ -100,7 +100,7 @@ class Traffic:
                 yield replace(self, **changed)
 
     def with_request(self, i: int, *changed: Request) -> "Traffic":
-        """Return the case with other requests in the place of request `i`."""
+        """Return the case with request `i` replaced by others."""
         return replace(self, requests=(*self.requests[:i], *changed, *self.requests[i + 1 :]))
 
     @property

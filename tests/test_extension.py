@@ -15,7 +15,7 @@ from nanovllm.model_runner import ModelRunner
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm.sampler import sample_tokens
 from nanovllm.scheduler import Scheduler
-from tests.core_traffic import MODEL, SMALL, drive, random_requests
+from nanovllm_testing.engine_traffic import MODEL, SMALL, drive, random_requests
 
 FILE = """
 from nanovllm.block_manager import BlockManager

@@ -20,7 +20,7 @@ from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.state import ServerOptions
 from nanovllm_extras.trace.recording import read_recording
 from nanovllm_extras.trace.replay import Replay
-from tests.core_traffic import MODEL, SMALL, drive, random_requests
+from nanovllm_testing.engine_traffic import MODEL, SMALL, drive, random_requests
 from tests.extras.serve.conftest import Client
 from tests.test_extension import ALL_CALLED, Hostile, extension  # noqa: F401
 
