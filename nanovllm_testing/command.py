@@ -23,8 +23,9 @@ from random import Random
 from types import ModuleType
 from typing import Any
 
-from nanovllm import TINY_QWEN3, Config
-from nanovllm.extension import import_extension
+from nanovllm import TINY_QWEN3, Config, extension
+from nanovllm.checks import check_class
+from nanovllm.engine import PARTS
 from nanovllm.layers.attention import TorchAttention
 from nanovllm_testing import attention_check, engine_check, sampler_check
 from nanovllm_testing.fake_kv_cache import count
@@ -54,8 +55,8 @@ class Plan:
     """The parts of a file, and how they are checked."""
 
     parts: Mapping[str, Any]
-    unknown: tuple[str, ...]
-    """Names of parts that the core does not have."""
+    skipped: Mapping[str, str]
+    """Names of parts that cannot be tested, and the reasons."""
     extra_args: ExtraArgs
     seed: int
     num_examples: int
@@ -79,16 +80,18 @@ def main(arguments: list[str]) -> int:
     )
     args = parser.parse_args(arguments)
     try:
-        module = import_extension(args.extension)
+        module = extension.import_extension(args.extension)
     except Exception as error:  # a module raises any kind
         parser.error(f"{args.extension} cannot be imported ({describe_error(error)}); give a Python file or a module")
-    parts, unknown = find_parts(module)
-    if not parts and not unknown:
-        parser.error(
-            f"{args.extension} names no part of an engine; its top-level names may be {', '.join(part_names())}"
-        )
+    try:
+        parts, skipped = find_parts(module)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    if not parts and not skipped:
+        names = ", ".join(part_names())
+        parser.error(f"{args.extension} names no part of an engine; its top-level names may be {names}")
     example = getattr(module, "example_extra_args", no_extra_args)
-    plan = Plan(parts, unknown, example, args.seed, args.examples, args.model, not args.approximate)
+    plan = Plan(parts, skipped, example, args.seed, args.examples, args.model, not args.approximate)
     logging.getLogger("nanovllm").setLevel(logging.ERROR)
     return report(run_checks(plan))
 
@@ -123,12 +126,25 @@ def part_names() -> list[str]:
     return [*names, "attention_backend", "models", "extra_args"]
 
 
-def find_parts(module: ModuleType) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the parts that a module names, and the names of those that the core does not have."""
+def find_parts(module: ModuleType) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the parts that a module names, and for those that cannot be tested the reason.
+
+    Raises TypeError or ValueError, as the engine does, for a part that is not a subclass of the core's class.
+    """
     known = part_names()
-    found = {name: getattr(module, name) for name in known if getattr(module, name, None) is not None}
-    unknown = [name for name in vars(module) if name.endswith("_cls") and name not in known]
-    return found, tuple(unknown)
+    given = {name: getattr(module, name, None) for name in known}
+    found = {name: value for name, value in extension.find_parts(given, None).items() if value is not None}
+    for name, base in PARTS.items():
+        check_class(name, found.get(name), base)
+    skipped = {
+        name: "the core has no such part: only nanovllm_extras.LLM takes it"
+        for name in vars(module)
+        if name.endswith("_cls") and name not in known
+    }
+    for name, value in found.items():
+        if any(one.__module__.startswith("nanovllm_extras.") for one in getattr(value, "__mro__", ())):
+            skipped[name] = "it extends a class of nanovllm_extras; only parts of the core's engine are tested"
+    return {name: value for name, value in found.items() if name not in skipped}, skipped
 
 
 # ---- the checks
@@ -152,8 +168,8 @@ def run_checks(plan: Plan) -> Iterator[Result]:
         yield Result(
             "models", "skipped", "compare a network with `transformers`, layer by layer (docs/adding_a_model.md)"
         )
-    for name in plan.unknown:
-        yield Result(name, "skipped", "the core has no such part: only nanovllm_extras.LLM takes it")
+    for name, reason in plan.skipped.items():
+        yield Result(name, "skipped", reason)
     if set(parts) - {"models", "extra_args"}:
         if has_failed:
             yield Result("the engine with a model", "skipped", "the checks above fail")

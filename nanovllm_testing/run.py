@@ -310,6 +310,10 @@ class Run:
         num_running, max_num_seqs = sum(1 + len(seq.children) for seq in running), self.scheduler.max_num_seqs
         require(num_running <= max_num_seqs, f"{num_running} sequences run, but max_num_seqs is {max_num_seqs}")
         for seq in self.seqs:
+            if seq.finish_reason is not None and table_of(seq):
+                raise Violation(
+                    f"{name_of(seq)} has finished, but owns the blocks {table_of(seq)}: they are never free"
+                )
             if seq.num_tokens > self.scheduler.max_model_len:
                 raise Violation(f"{name_of(seq)} has {seq.num_tokens} tokens, more than max_model_len")
         self.check_tokens()

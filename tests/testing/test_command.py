@@ -275,6 +275,7 @@ def test_what_is_not_checked_is_said(run):
         ("x = 1", "names no part of an engine"),
         ("import not_there", "cannot be imported"),
         ("1 / 0", "ZeroDivisionError"),
+        ("scheduler_cls = dict", "scheduler_cls must be a subclass of nanovllm.scheduler.Scheduler"),
     ],
 )
 def test_a_file_that_cannot_be_tested_is_refused(run, capsys, code, message):
