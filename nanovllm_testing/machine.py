@@ -9,6 +9,7 @@ A subclass sets `make_run`. Its `TestCase` is a test for pytest or unittest:
     TestMyTraffic.settings = SETTINGS
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -105,5 +106,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run.check_state()
 
     def teardown(self) -> None:
-        if hasattr(self, "run"):
+        has_failed = sys.exc_info()[0] is not None  # what follows from a failure would hide it
+        if hasattr(self, "run") and not has_failed:
             self.run.finish()

@@ -311,9 +311,7 @@ class Run:
         require(num_running <= max_num_seqs, f"{num_running} sequences run, but max_num_seqs is {max_num_seqs}")
         for seq in self.seqs:
             if seq.finish_reason is not None and table_of(seq):
-                raise Violation(
-                    f"{name_of(seq)} has finished, but owns the blocks {table_of(seq)}: they are never free"
-                )
+                raise Violation(f"{name_of(seq)} has finished, but owns the blocks {table_of(seq)}")
             if seq.num_tokens > self.scheduler.max_model_len:
                 raise Violation(f"{name_of(seq)} has {seq.num_tokens} tokens, more than max_model_len")
         self.check_tokens()

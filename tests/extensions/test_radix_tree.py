@@ -7,8 +7,8 @@ import pytest
 from nanovllm import LLM
 from nanovllm.extension import import_extension
 from nanovllm.sequence import Sequence
+from nanovllm_testing.engine_traffic import MODEL, SMALL, drive, random_requests
 from tests.core_alone import ROOT
-from tests.core_traffic import MODEL, SMALL, drive, random_requests
 
 PATH = ROOT / "examples" / "extensions" / "radix_tree.py"
 OPTIONS = {**SMALL, "num_kv_blocks": 14, "max_model_len": 48}

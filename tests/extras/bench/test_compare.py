@@ -229,7 +229,7 @@ EXTENSION = """
 from collections import Counter
 
 from nanovllm.scheduler import Scheduler
-from tests.scheduling_traffic import kv_use
+from nanovllm_testing.run import kv_use
 
 print("an extension may print")
 
