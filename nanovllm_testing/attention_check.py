@@ -115,7 +115,8 @@ class AttentionCheck:
                 if self.is_exact and error > tolerance:
                     raise Violation(
                         f"{where}: the result differs from the reference by {error:.2g} (allowed: {tolerance:.0g}). "
-                        f"The backend reads too few or too many tokens, other slots, or computes something else"
+                        f"The backend reads too few or too many tokens, other slots, or computes something else "
+                        f"(if it is meant to, give --approximate)"
                     )
             first += num_new
 

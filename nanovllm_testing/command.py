@@ -27,6 +27,7 @@ from nanovllm import TINY_QWEN3, Config, extension
 from nanovllm.checks import check_class
 from nanovllm.engine import PARTS
 from nanovllm.layers.attention import TorchAttention
+from nanovllm.loader import read_json
 from nanovllm_testing import attention_check, engine_check, sampler_check
 from nanovllm_testing.fake_kv_cache import count
 from nanovllm_testing.played_run import Parts, Played, describe_error, explain, play
@@ -171,8 +172,9 @@ def run_checks(plan: Plan) -> Iterator[Result]:
     for name, reason in plan.skipped.items():
         yield Result(name, "skipped", reason)
     if set(parts) - {"models", "extra_args"}:
-        if has_failed:
-            yield Result("the engine with a model", "skipped", "the checks above fail")
+        why_not = "the checks above fail" if has_failed else reason_against_engine(plan)
+        if why_not is not None:
+            yield Result("the engine with a model", "skipped", why_not)
         else:
             yield check_engine(plan)
 
@@ -244,6 +246,18 @@ def run_check(name: str, check: Callable[[], None]) -> Result:
     except Exception as error:  # the code under test raises any kind
         return Result(name, "FAILED", lines=(f"wrong: {describe_error(error)}",))
     return Result(name, "ok")
+
+
+def reason_against_engine(plan: Plan) -> str | None:
+    """Return why no engine with these parts can serve the model of the plan on this machine, None if one can."""
+    backend, models = plan.parts.get("attention_backend"), plan.parts.get("models")
+    if isinstance(backend, type) and not attention_check.usable_shapes(backend)[0]:
+        return "its attention backend cannot compute float32 on a CPU"
+    if models and plan.model == str(TINY_QWEN3):
+        names = read_json(TINY_QWEN3 / "config.json")["architectures"]
+        if not set(names) & set(models):
+            return f"the file has networks ({', '.join(models)}), and the bundled model is none of them: give --model"
+    return None
 
 
 def check_engine(plan: Plan) -> Result:

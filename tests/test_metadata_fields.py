@@ -12,8 +12,8 @@ from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.model_runner import ModelRunner
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling_params import SamplingParams
+from nanovllm_testing.engine_traffic import MODEL, SMALL, drive, random_requests
 from tests import cuda_stand_in
-from tests.core_traffic import MODEL, SMALL, drive, random_requests
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.extension import import_extension
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
-from tests.attention_steps import HEADS, Step, check_close, random_lens
+from nanovllm_testing.attention_steps import HEADS, Step, check_close, random_lens
 
 EXTENSION = Path(__file__).parents[2] / "examples" / "extensions" / "int8_kv.py"
 Int8Attention = import_extension(EXTENSION).Int8Attention

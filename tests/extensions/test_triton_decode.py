@@ -15,9 +15,9 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine import LLMEngine
 from nanovllm.extension import import_extension
+from nanovllm_testing.attention_steps import HEADS, Step, check_close, random_lens
+from nanovllm_testing.engine_traffic import MODEL, SMALL, drive, random_requests
 from tests import cuda_stand_in
-from tests.attention_steps import HEADS, Step, check_close, random_lens
-from tests.core_traffic import MODEL, SMALL, drive, random_requests
 
 pytestmark = pytest.mark.triton
 

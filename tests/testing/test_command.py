@@ -264,9 +264,26 @@ def test_a_cache_that_forgets_passes_only_as_approximate(run):
 
 
 def test_what_is_not_checked_is_said(run):
-    status, printed = run("models = {'MyNetwork': object}\nproposer_cls = object")
+    code = """
+        models = {"MyNetwork": object}
+        proposer_cls = object
+        class attention_backend(TorchAttention):
+            @classmethod
+            def why_not(cls, device, dtype, head_dim, block_size):
+                return None if device.type == "cuda" else "it needs a CUDA device"
+    """
+    status, printed = run(code)
     assert status == 0
-    assert [line.split(":")[0] for line in printed.splitlines()] == ["skipped  models", "skipped  proposer_cls"]
+    lines = [line.split(None, 1) for line in printed.splitlines()]
+    assert [word for word, _ in lines] == ["skipped"] * 4
+    assert "on a CPU: it needs a CUDA device" in lines[0][1]
+    assert [text.split(":")[0] for _, text in lines[1:]] == ["models", "proposer_cls", "the engine with a model"]
+
+
+def test_networks_of_the_file_need_a_model_of_theirs(run):
+    status, printed = run("models, runner_cls = {'MyNetwork': object}, ModelRunner")
+    assert status == 0
+    assert "the bundled model is none of them: give --model" in printed
 
 
 @pytest.mark.parametrize(
