@@ -7,8 +7,8 @@ from the root is a prefix, and each edge has the tokens of one block.
                                 └── x y z w (block 5)
 
 RadixAttention of SGLang (Zheng et al. 2023, "SGLang: Efficient Execution of Structured Language Model Programs",
-https://arxiv.org/abs/2312.07104) keeps such a tree, and so does this file. Its scheduler first admits the requests whose
-prefix is in the tree already ("cache-aware scheduling" in the paper): they would lose it if others came before them.
+https://arxiv.org/abs/2312.07104) keeps such a tree, and so does this file. Its scheduler first admits the requests
+whose prefix is in the tree already ("cache-aware scheduling" in the paper): they would lose it if others came first.
 
 What it costs: a look-up compares the tokens of each block, O(tokens), as the hash does. The scheduler looks up every
 waiting request in each step. A request without a hit may wait for ever while others with hits arrive.

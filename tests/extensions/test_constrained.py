@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from tests.core_traffic import SMALL, drive
+from nanovllm_testing.engine_traffic import SMALL, drive
 
 EXTENSION = Path(__file__).parents[2] / "examples" / "extensions" / "constrained.py"
 EOS = 2

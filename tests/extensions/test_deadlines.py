@@ -11,7 +11,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.extension import import_extension
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
-from tests.core_traffic import SMALL, drive
+from nanovllm_testing.engine_traffic import SMALL, drive
 
 EXTENSION = Path(__file__).parents[2] / "examples" / "extensions" / "deadlines.py"
 FairScheduler = import_extension(EXTENSION).FairScheduler

@@ -245,7 +245,8 @@ def test_graphs_of_whole_steps_have_no_head():
     config = Config("model", speculative_config=predicting())
     layout = Layout(config, shape_of("Qwen3_5")[1], torch.float32, CPU)
     runner = SimpleNamespace(config=config, shape=layout.shape, layout=layout, device=torch.device("cuda"),
-                             why_no_steps=layout.why_no_steps, slowest_backend=None, max_num_batched_tokens=9, max_rows=3)  # fmt: skip
+                             why_no_steps=layout.why_no_steps, slowest_backend=None,
+                             max_num_batched_tokens=9, max_rows=3)  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         found = SimpleNamespace(replayed="step", note=", with CUDA graphs")
         patch.setattr("nanovllm_extras.execution.cuda_startup.CudaDevice", lambda *_, **__: found)
