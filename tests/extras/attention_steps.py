@@ -1,4 +1,4 @@
-"""Steps as in `nanovllm_testing/attention_steps.py`, for layers with options and for caches that keep something else."""
+"""Steps as in `nanovllm_testing/attention_steps.py`, for layers with options and caches that keep something else."""
 
 from dataclasses import replace
 

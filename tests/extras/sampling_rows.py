@@ -1,4 +1,7 @@
-"""Rows that ask for what the core's sampler does not do, and checks of what they get: see `nanovllm_testing/sampling_rows.py`."""
+"""Rows that ask for what the core's sampler does not do, and checks of what they get.
+
+`nanovllm_testing/sampling_rows.py` has those of the core.
+"""
 
 import math
 
