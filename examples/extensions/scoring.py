@@ -83,7 +83,9 @@ class ScoreRunner(ModelRunner):
 
     def forward(self, batch: Batch) -> Tensor:
         """Run the model, and score the targets -> [num_tokens, hidden_size]"""
-        hidden, targets = super().forward(batch), batch.metadata.targets
+        hidden, metadata = super().forward(batch), batch.metadata
+        assert isinstance(metadata, ScoreMetadata)
+        targets = metadata.targets  # [num_tokens]
         rows = targets.nonzero()[:, 0]  # [num_scored]
         found: list[float] = []
         for some in rows.split(MAX_ROWS) if len(rows) else ():

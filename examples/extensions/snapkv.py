@@ -100,7 +100,8 @@ class SnapRunner(ModelRunner):
     def make_metadata(self, step: Step, metadata: AttentionMetadata) -> SnapMetadata:
         """Count slots and lengths from what is kept."""
         size = self.backend.block_size
-        slots, lens, ends = metadata.slot_mapping.clone(), metadata.seq_lens.clone(), []
+        slots, lens = metadata.slot_mapping.clone(), metadata.seq_lens.clone()
+        ends: list[int] = []
         for i, (seq, start, num_new_tokens) in enumerate(step.chunks):
             dropped = num_dropped(seq, start)
             if dropped:
@@ -115,8 +116,8 @@ class SnapRunner(ModelRunner):
 
 
 class SnapAttention(TorchAttention):
-    def attend(self, q: Tensor, layer_cache: Tensor, metadata: Any, **kwargs) -> Tensor:
-        out = super().attend(q, layer_cache, metadata, **kwargs)
+    def attend(self, q: Tensor, layer_cache: Tensor, metadata: Any, *others: Any) -> Tensor:
+        out = super().attend(q, layer_cache, metadata, *others)
         for i in range(metadata.num_decodes, len(metadata.seq_lens)):
             begin, end = metadata.cu_seqlens_q[i : i + 2].tolist()
             if metadata.ends_prompt[begin]:
