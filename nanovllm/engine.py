@@ -132,7 +132,11 @@ class LLMEngine:
             seqs[0].children = seqs[1:]
             backend_tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
             self.requests[request_id] = Request(text, seqs, stream, backend_tokenizer)
-            self.scheduler.add(seqs[0])
+            try:
+                self.scheduler.add(seqs[0])
+            except Exception:  # a scheduler of the user's own refuses it
+                self.requests.pop(request_id).abort(self.scheduler)
+                raise
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request and free its blocks. Returns its output so far, or None if it is unknown or finished."""

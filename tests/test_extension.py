@@ -187,6 +187,21 @@ def test_every_request_finishes_whichever_victim_is_chosen():
     assert len(set(Hostile.victims)) > 2  # not only the last ones
 
 
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_a_request_that_the_scheduler_refuses_leaves_nothing(is_queued):
+    class Refuses(Scheduler):
+        def add(self, seq):
+            if is_queued:
+                super().add(seq)
+            raise ValueError("refused")
+
+    engine = LLM(MODEL, **SMALL, scheduler_cls=Refuses).engine
+    with pytest.raises(ValueError, match="refused"):
+        engine.add_request("0", [5, 6])
+    assert not engine.has_unfinished_requests()
+    assert engine.scheduler.waiting == []
+
+
 def test_a_victim_must_be_a_candidate():
     class Wrong(Scheduler):
         def choose_victim(self, candidates, needy):
