@@ -54,7 +54,7 @@ class RadixTree(PrefixCache):
 
     def path(self, seq: Sequence, max_blocks: int) -> list[Node]:
         """Return the root, and the nodes below it whose tokens `seq` begins with."""
-        nodes = [self.roots.setdefault(seq.root_serial, Node())]
+        nodes = [self.roots.get(seq.root_serial) or Node()]
         while len(nodes) <= max_blocks:
             child = nodes[-1].children.get(self.tokens_of(seq, len(nodes) - 1))
             if child is None:
@@ -76,6 +76,7 @@ class RadixTree(PrefixCache):
             parent_serial = parent.cached.serial if parent.cached is not None else seq.root_serial
             cached = CachedBlock(block_id, hash(tokens), next(self.serials), parent_serial, tokens)
             node = self.nodes[block_id] = parent.children[tokens] = Node(cached, parent)
+            self.roots.setdefault(seq.root_serial, nodes[0])
             nodes.append(node)
             self.observer.on_register_block(seq, block_id, cached.block_hash, cached.serial)
         seq.cached_blocks = [node.cached for node in nodes if node.cached is not None]
@@ -86,6 +87,8 @@ class RadixTree(PrefixCache):
         if node is None or node.cached is None or node.parent is None:
             return
         del node.parent.children[node.cached.tokens]
+        if not node.parent.children and node.parent.cached is None:
+            del self.roots[node.cached.parent_serial]
         below = [node]
         for one in below:
             below += one.children.values()

@@ -13,7 +13,7 @@ from what is kept. A preempted sequence computes its prompt again, in full, and 
 It saves memory, and time of decodes after long prompts. The prompt itself still needs all of its blocks, and the choice
 costs the scores of WINDOW queries in PyTorch. The paper chooses for each query head; here, the heads that share K and V
 vote together. Blocks are overwritten, so they are never shared: the prefix cache is off, and n must be 1. Prompts of at
-most KEPT tokens stay whole.
+most KEPT tokens stay whole. `nanovllm test` reports faults, because it expects the K and V of all tokens.
 
     LLM(model, extension="examples/extensions/snapkv.py")
     nanovllm serve MODEL --extension examples/extensions/snapkv.py

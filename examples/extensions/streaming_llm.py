@@ -13,7 +13,8 @@ only on distances, so that is one rotation of the query: back by the number of t
 Unlike in the paper, the window moves by whole blocks, so a token sees between (WINDOW - 1) * block_size + 1 and
 WINDOW * block_size tokens of it, and the prompt is computed under the same mask. The model forgets what has left the
 window. `max_model_len` still limits the text, and a prefix hit needs all blocks of the prefix. Each sequence attends by
-itself in PyTorch: this bounds the memory, costs speed, and has no CUDA graphs.
+itself in PyTorch: this bounds the memory, costs speed, and has no CUDA graphs. `nanovllm test` reports the released
+blocks as faults, because it expects the K and V of all tokens.
 
     LLM(model, extension="examples/extensions/streaming_llm.py")
     nanovllm serve MODEL --extension examples/extensions/streaming_llm.py

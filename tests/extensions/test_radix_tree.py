@@ -4,8 +4,10 @@ import random
 
 import pytest
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
+from nanovllm.block_manager import BlockManager
 from nanovllm.extension import import_extension
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
 from nanovllm_testing.engine_traffic import MODEL, SMALL, drive, random_requests
 from tests.core_alone import ROOT
@@ -93,3 +95,17 @@ def test_sequences_with_other_roots_find_nothing(tree):
     assert len(cache.find(seq)) == 2
     seq.root_serial = 7
     assert cache.find(seq) == []
+
+
+def test_a_root_goes_with_its_last_block(tree):
+    """Requests with roots of their own, such as salted ones, leave no more roots than there are blocks."""
+    blocks = BlockManager(8, 4, prefix_cache_cls=tree.RadixTree)
+    scheduler = Scheduler(blocks, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32)
+    for root in range(100, 120):
+        seq = Sequence(str(root), [*range(6)], SamplingParams(max_tokens=1))
+        seq.root_serial = root
+        scheduler.add(seq)
+        scheduler.update(scheduler.schedule(), [9])
+    cache = blocks.prefix_cache
+    assert sorted(cache.roots) == sorted(node.cached.parent_serial for node in cache.nodes.values())
+    assert 0 < len(cache.roots) <= 8
