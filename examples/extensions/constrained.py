@@ -15,9 +15,10 @@ and other requests in the same batch need no code. Temperature and top-p apply t
 A choice is allowed in one tokenisation, that of the tokenizer by itself, and the end token costs one more step. The
 choice is greedy token by token; the most likely whole string may be another one (`scoring.py` compares whole strings).
 The masks are made on the host, so the token of a step must be known before the next one: no overlap, no speculation.
+The server and `nanovllm_extras.LLM` sample in another way and refuse this file: they have grammars of their own.
 
-    LLM(model, extension="examples/extensions/constrained.py")
-    nanovllm serve MODEL --extension examples/extensions/constrained.py      # nanovllm_extras has grammars of its own
+    llm = LLM(model, extension="examples/extensions/constrained.py")
+    nanovllm bench compare examples/extensions/constrained.py
     llm.generate(prompt, SamplingParams(extra_args={"choices": ["red", "redo", "blue"]}))
 """
 
