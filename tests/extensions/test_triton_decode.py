@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 EXTENSION = ROOT / "examples" / "extensions" / "triton_decode.py"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-runs_the_kernel = pytest.mark.skipif(DEVICE == "cpu" and not IS_INTERPRETED, reason="runs in the interpreter")
+runs_the_kernel = pytest.mark.triton if IS_INTERPRETED else pytest.mark.gpu
 
 
 @pytest.fixture

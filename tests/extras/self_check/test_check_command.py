@@ -157,7 +157,7 @@ def test_all_packages_of_pyproject_are_looked_for():
     for extra, requirements in extras.items():
         for name in (re.match(r"[\w-]+", one)[0] for one in requirements if not one.startswith("nanovllm")):
             assert name in found
-            is_of_several_extras = name in ("uvloop", "rich", "httpx")
+            is_of_several_extras = name in ("uvloop", "rich", "httpx", "hypothesis")
             assert is_of_several_extras or machine_report.OPTIONAL.get(name, "always") == extra
     assert found["ray"] in ("", "pip install 'nanovllm[ray]'")
 
