@@ -53,7 +53,8 @@ def read_extension(extension: str | Path, names: Collection[str]) -> dict[str, A
     except Exception as error:  # as above
         raise ValueError(f"extension={str(extension)!r} cannot be imported ({type(error).__name__}: {error}); "
                          f"give a Python file, or the name of a module") from error  # fmt: skip
-    found = {name: value for name, value in vars(module).items() if name in names or name.endswith("_cls")}
+    looks_like = {name for name in vars(module) if name.endswith("_cls") or name.startswith("extra_arg")}
+    found = {name: value for name, value in vars(module).items() if name in names or name in looks_like}
     unknown = [name for name in found if name not in names]
     if unknown or not found:
         fault = f"names {unknown[0]}, which this engine does not have" if unknown else "names none of its own"

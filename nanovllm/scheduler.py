@@ -159,7 +159,9 @@ class Scheduler:
             candidates = self.running[self.running.index(seq) :]  # those before it have their chunks
             victim = self.choose_victim(candidates, seq)
             if victim not in candidates:
-                raise ValueError(f"choose_victim must return one of its candidates, got {victim!r}")
+                raise ValueError(
+                    f"choose_victim must return one of its candidates, got {getattr(victim, 'request_id', victim)!r}"
+                )
             self.preempt(victim, needy=seq)
             self.waiting.insert(0, victim)
             self.running.remove(victim)

@@ -19,7 +19,7 @@ from nanovllm.sequence import Sequence
 from nanovllm_testing.fake_kv_cache import check_owners, table_of
 from nanovllm_testing.naive import NaiveModel
 from nanovllm_testing.played_run import Played, describe_error, time_limit
-from nanovllm_testing.run import MAX_IDLE_STEPS
+from nanovllm_testing.progress import MAX_IDLE_STEPS, Progress
 from nanovllm_testing.timetable import Row, draw_state, draw_timetable, make_row
 from nanovllm_testing.traffic import ExtraArgs, letter, no_extra_args
 from nanovllm_testing.violation import Violation
@@ -145,10 +145,13 @@ class CheckedEngine(LLMEngine):
 class EngineCheck:
     """An engine with parts of one's own, and the oracle of its tokens.
 
-    options: of `Config`; is_exact: whether the tokens must be those of the naive engine
+    options: of `Config`; is_exact: whether the tokens must be those of the naive engine; patience_s: of `Progress`
     """
 
-    def __init__(self, folder: str | Path, options: Mapping[str, Any], is_exact: bool = True) -> None:
+    def __init__(
+        self, folder: str | Path, options: Mapping[str, Any], is_exact: bool = True, patience_s: float = 0.0
+    ) -> None:
+        self.patience_s = patience_s
         block_size = usable_block_size(options.get("attention_backend"))
         size = block_size or 16
         pool = {"block_size": block_size, "num_kv_blocks": -(-NUM_TOKENS // size)}
@@ -179,7 +182,7 @@ class EngineCheck:
 
     def serve(self, case: EngineCase) -> dict[str, RequestOutput]:
         """Return the last output of each request. Each step is followed by a check of the owners of all blocks."""
-        engine, outputs, num_steps, num_idle = self.engine, {}, 0, 0
+        engine, outputs, num_steps, progress = self.engine, {}, 0, Progress(self.patience_s)
         last = max(one.arrival for one in case.asks)
         while num_steps <= last or engine.has_unfinished_requests():
             for i, one in enumerate(case.asks):
@@ -189,10 +192,8 @@ class EngineCheck:
             num_rows = len(engine.stats.rows)
             for output in engine.step():
                 outputs[output.request_id] = output
-            num_idle = num_idle + 1 if len(engine.stats.rows) == num_rows else 0
-            if num_idle > max(last, MAX_IDLE_STEPS):
-                left = ", ".join(engine.requests)
-                raise Violation(f"{num_idle} steps in a row compute nothing, but these have not finished: {left}")
+            has_computed = len(engine.stats.rows) > num_rows
+            progress.note(has_computed, ", ".join(engine.requests), max(last, MAX_IDLE_STEPS))
             scheduler = engine.scheduler
             check_owners(scheduler.block_manager, [table_of(seq) for seq in [*scheduler.running, *scheduler.waiting]])
             num_steps += 1

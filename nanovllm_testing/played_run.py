@@ -15,6 +15,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import CachedBlock, Sequence
+from nanovllm_testing.progress import Progress
 from nanovllm_testing.run import RecordingStats, Run
 from nanovllm_testing.timetable import Row, draw_state, draw_timetable, label, make_row
 from nanovllm_testing.traffic import Request, Traffic, letter
@@ -31,6 +32,8 @@ class Parts:
     scheduler_cls: type[Scheduler] = Scheduler
     block_manager_cls: type[BlockManager] = BlockManager
     prefix_cache_cls: type[PrefixCache] = PrefixCache
+    patience_s: float = 0.0
+    """Of `Progress`."""
 
 
 @dataclass
@@ -86,6 +89,9 @@ class PlayedRun(Run):
             eos_token_ids=traffic.eos_token_ids,
             enable_prefix_caching=traffic.enable_prefix_caching,
         )
+
+    def make_progress(self) -> Progress:
+        return Progress(self.parts.patience_s)
 
     def make_stats(self) -> RowRecorder:
         return RowRecorder(self.rows)

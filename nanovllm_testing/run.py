@@ -34,10 +34,10 @@ from nanovllm_testing.fake_kv_cache import (
     table_of,
     tokens_of,
 )
+from nanovllm_testing.progress import MAX_IDLE_STEPS, Progress
 from nanovllm_testing.violation import Violation, require
 
 VOCAB_SIZE = 50
-MAX_IDLE_STEPS = 20
 """A scheduler may let this number of steps pass without a chunk, for example to wait for more requests."""
 
 Output = tuple[list[int], str | None, int | str | None]
@@ -121,12 +121,15 @@ class Run:
         self.eos_token_ids = eos_token_ids
         self.requests: list[list[Sequence]] = []  # of each, its sequences
         self.num_steps = 0
-        self.num_idle_steps = 0  # since the last step with chunks
+        self.progress = self.make_progress()
         self.max_chunk_len = budget
         self.stats = self.make_stats()
         self.manager = self.make_manager(num_blocks, block_size, enable_prefix_caching, self.stats)
         self.scheduler = self.make_scheduler(self.manager, max_num_seqs, budget, max_model_len)
         self.cache = self.make_cache(block_size)
+
+    def make_progress(self) -> Progress:
+        return Progress()
 
     def make_stats(self) -> Any:
         return RecordingStats()
@@ -237,9 +240,8 @@ class Run:
         first = self.num_steps
         max_steps = self.max_steps() if max_steps is None else max_steps
         while self.has_unfinished:
-            if self.num_steps - first >= max_steps:
-                left = ", ".join(name_of(seq) for seq in self.seqs if seq.finish_reason is None)
-                raise Violation(f"after {max_steps} steps, these have not finished: {left}")
+            if self.num_steps - first >= max_steps + self.progress.num_all_idle_steps:
+                raise Violation(f"after {max_steps} steps, these have not finished: {self.unfinished}")
             self.step()
         self.check_end()
         return self.num_steps - first
@@ -248,6 +250,11 @@ class Run:
         """Return the number of steps after which a run counts as one that never ends. Unfair schedulers need more."""
         lens = self.lens_at_the_end()
         return 4 * (len(lens) + 1) * sum(lens) + MAX_IDLE_STEPS
+
+    @property
+    def unfinished(self) -> str:
+        """The names of the sequences that have not finished."""
+        return ", ".join(name_of(seq) for seq in self.seqs if seq.finish_reason is None)
 
     def lens_at_the_end(self) -> list[int]:
         return [seq.num_prompt_tokens + len(self.expected(seq)[0]) for seq in self.seqs]
@@ -293,12 +300,7 @@ class Run:
 
     def check_progress(self, out: Step) -> None:
         """Raise if the scheduler has not computed anything for too many steps."""
-        self.num_idle_steps = 0 if out.chunks or not self.has_unfinished else self.num_idle_steps + 1
-        if self.num_idle_steps > MAX_IDLE_STEPS:
-            left = ", ".join(name_of(seq) for seq in self.seqs if seq.finish_reason is None)
-            raise Violation(
-                f"{self.num_idle_steps} steps in a row compute nothing, but these have not finished: {left}"
-            )
+        self.progress.note(bool(out.chunks), self.unfinished)
 
     def check_state(self) -> None:
         """Raise unless blocks, queues and tokens are consistent between two steps."""

@@ -22,12 +22,15 @@ Case = TypeVar("Case", bound=Shrinkable)
 def shrink(case: Case, num_steps_until: Callable[[Case], int | None], seconds: float = 10) -> Case:
     """Return a case that fails after the fewest steps and, of those, has the least in it.
 
+    A case that fails only now and then is returned as it is.
+
     num_steps_until: the number of steps after which a case fails, None if it does not fail
     seconds: limits the search, which otherwise ends when no simpler variant fails
     """
     deadline = time.monotonic() + seconds
     num_steps = num_steps_until(case)
-    assert num_steps is not None, "the case must fail"
+    if num_steps is None:  # it fails only now and then, so nothing can be learned from variants
+        return case
     best = num_steps, case.size
     is_shrinking = True
     while is_shrinking:

@@ -114,6 +114,7 @@ def test_a_file_that_has_changed_is_imported_again(extension):
     [
         ("scheduler_clss = 1", "names none of its own"),
         ("schedular_cls = dict", "names schedular_cls, which this engine does not have"),
+        ("extra_arg = {'a': str}", "names extra_arg, which this engine does not have"),
         ("def f(:", "cannot be imported (SyntaxError"),
         ("import nothing_of_this_name", "cannot be imported (ModuleNotFoundError"),
     ],

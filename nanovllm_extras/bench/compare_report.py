@@ -9,7 +9,7 @@ import torch
 
 from nanovllm_extras.bench.compare_figures import MIN_TURNS, Comparison, Figure, TokenComparison
 
-HEADS = ("", "base", "extension", "ratio", "verdict")
+HEADS = ("", "base", "extension", "ratio of each turn", "verdict")
 
 
 @dataclass(frozen=True)

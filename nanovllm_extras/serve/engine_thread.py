@@ -34,6 +34,7 @@ P = ParamSpec("P")
 
 Command = Callable[[], None]
 
+NAP_S = 0.002
 COMMANDS_S = 0.02  # commands are executed for this long between two steps, or until the one that is begun ends
 
 
@@ -207,7 +208,10 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            outputs = self.engine.step().outputs
+            step = self.engine.step()
+            outputs = step.outputs
+            if not outputs and not step.num_scheduled_tokens:  # a scheduler of one's own may wait for the clock
+                time.sleep(NAP_S)
         except EngineDeadError:
             raise
         except Exception as error:

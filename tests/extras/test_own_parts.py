@@ -6,12 +6,14 @@ The file of parts is that of `tests/test_extension.py`. What does not go togethe
 import pickle
 import random
 import sys
+import time
 
 import pytest
 
 from nanovllm.block_manager import BlockManager as CoreBlockManager
 from nanovllm.model_runner import ModelRunner
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.scheduler import Scheduler as CoreScheduler
 from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.scheduling.scheduler import Scheduler
@@ -174,3 +176,21 @@ def test_a_run_with_other_blocks_is_recorded_and_replayed(tmp_path, extension): 
     assert len(replay.free) == 64
     assert sorted(replay.free) != list(replay.free)
     assert "FirstFreed" not in (tmp_path / "run.jsonl").read_text(encoding="utf-8")
+
+
+class Waits(CoreScheduler):
+    """Admits nothing for a while, by the clock."""
+
+    begun = None
+
+    def admit_waiting(self, budget, chunks):
+        self.begun = self.begun or time.monotonic()
+        return super().admit_waiting(budget, chunks) if time.monotonic() - self.begun > 0.4 else budget
+
+
+def test_a_server_whose_scheduler_waits_for_the_clock_leaves_the_processor_to_others():
+    with AsyncLLM(TINY_QWEN3, scheduler_cls=Waits, device="cpu", num_kv_blocks=64) as llm:
+        client = Client(make_app(ServerOptions(model_names=("tiny",)), llm))
+        begun = time.process_time()
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert time.process_time() - begun < 0.3

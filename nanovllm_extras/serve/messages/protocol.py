@@ -4,8 +4,9 @@ These models refuse values that no engine accepts. `sampling.py` converts the fi
 the rest. https://platform.openai.com/docs/api-reference
 """
 
+import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -33,6 +34,21 @@ def check_text(text: str) -> str:
     if not text.isascii():
         text.encode()
     return text
+
+
+def check_extra_arg(value: object) -> object:
+    """Return `value`. Raises ValueError unless it is a number, a text, a boolean, or a list of numbers and texts."""
+    parts = value if isinstance(value, list) else [value]
+    if len(parts) > MAX_TOKEN_IDS or not all(isinstance(one, bool | int | float | str) for one in parts):
+        raise ValueError(f"must be a number, a text, a boolean, or a list of at most {MAX_TOKEN_IDS} of them")
+    for one in parts:
+        if isinstance(one, str):
+            check_text(one)
+            if len(one) > MAX_NAME_CHARS:
+                raise ValueError(f"a text must have at most {MAX_NAME_CHARS} characters, got {len(one)}")
+        elif isinstance(one, float) and not math.isfinite(one):
+            raise ValueError(f"a number must be finite, got {one}")
+    return value
 
 
 def at_most(most: int) -> BeforeValidator:
@@ -74,7 +90,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), B
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 StopString = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
-ExtraArg = bool | int | float | Name | Annotated[list[int | float | Name], Field(max_length=MAX_TOKEN_IDS)]
+ExtraArg = Annotated[Any, AfterValidator(check_extra_arg)]
 BadWord = Annotated[Text, Field(max_length=MAX_BAD_WORD_CHARS)]
 
 

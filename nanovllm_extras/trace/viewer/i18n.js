@@ -141,7 +141,7 @@ const WORDS = {
   "wait.budget": ["waits: the budget of the step is spent", "等待：本步预算用完"],
   "wait.preemption": ["waits: a step that preempts admits no sequence", "等待：发生抢占的步不接纳新序列"],
   "wait.behind": ["waits behind {other}", "排在 {other} 之后"],
-  "wait.next": ["arrived after this step was decided", "在本步决定之后到达"],
+  "wait.next": ["arrived after this step was decided, or the scheduler held it back", "在本步决定之后到达，或被调度器留住"],
   "wait.end": ["waits for the next step", "等待下一步"],
   "idle.budget": ["runs, gets nothing: the budget is spent", "运行中，未得 token：预算用完"],
   "idle.caught_up": ["runs, gets nothing: it has caught up", "运行中，未得 token：已追上"],
