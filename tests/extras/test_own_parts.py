@@ -185,7 +185,7 @@ class Waits(CoreScheduler):
 
     def admit_waiting(self, budget, chunks):
         self.begun = self.begun or time.monotonic()
-        return super().admit_waiting(budget, chunks) if time.monotonic() - self.begun > 0.4 else budget
+        return super().admit_waiting(budget, chunks) if time.monotonic() - self.begun > 1.0 else budget
 
 
 def test_a_server_whose_scheduler_waits_for_the_clock_leaves_the_processor_to_others():
