@@ -54,18 +54,20 @@ class AccessControl:
                 if scope["method"] == "POST":
                     await self._pace.take()
         except APIError as error:
-            await error.response()(scope, receive, lingering(receive, send))
+            await error.response(scope)(scope, receive, lingering(receive, send))
             return
         await self._app(scope, limited(receive, self._max_bytes), lingering(receive, send))
 
     def _authenticate(self, headers: Headers) -> str | None:
-        """Return the name of the caller's key, None if the server has no keys. Keys are compared in constant time."""
+        """Return the name of the caller's key, None if the server has no keys. Keys are compared in constant time.
+
+        The key is that of `Authorization`, or of `x-api-key`, as Anthropic's clients send it. A request may have both.
+        """
         if not self._keys:
             return None
-        sent = next((value for name, value in headers.raw if name == b"authorization"), b"")
-        scheme, _, given = sent.partition(b" ")  # as bytes: Starlette would decode a key as Latin-1, but it is UTF-8
-        matches = [hmac.compare_digest(key, given.strip()) for key in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
+        compared = [[hmac.compare_digest(key, given) for key in self._keys] for given in sent_keys(headers)]
+        matches = [any(of_key) for of_key in zip(*compared, strict=True)]
+        if not any(matches):
             raise APIError(
                 401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
             )
@@ -81,6 +83,19 @@ class AccessControl:
             )
         if length is not None and int(length) > self._max_bytes:
             raise too_large(self._max_bytes)
+
+
+def sent_keys(headers: Headers) -> list[bytes]:
+    """Return the keys of a request, at least one, which may be empty.
+
+    They are bytes: Starlette would decode a key as Latin-1, but it is UTF-8.
+    """
+    sent = dict(reversed(headers.raw))  # the first header of each name
+    scheme, _, given = sent.get(b"authorization", b"").partition(b" ")
+    keys = [given.strip()] if scheme.lower() == b"bearer" else []
+    if b"x-api-key" in sent:
+        keys.append(sent[b"x-api-key"].strip())
+    return keys or [b""]
 
 
 def network_of(address: str) -> str:

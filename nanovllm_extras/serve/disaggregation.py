@@ -17,13 +17,14 @@ import logging
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from nanovllm_extras.serve.anthropic_errors import OVERLOADED
 from nanovllm_extras.serve.body import SHORT_BODY, parse
 from nanovllm_extras.serve.errors import APIError
 from nanovllm_extras.serve.state import RETRY_LATER, ServerOptions
 
 logger = logging.getLogger(__name__)
 
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 """The paths of the requests that a prefill engine gets."""
 PREFILL_TIMEOUT_S = 60
 NOT_PREFILLED = {"stream_options", "max_completion_tokens", "min_tokens", "best_of", "logprobs", "top_logprobs"}
@@ -120,8 +121,9 @@ class Dispatcher(Generic[Call, Answer]):
         except (UnavailableError, asyncio.TimeoutError) as error:
             self._note(engine.name, str(error) or f"no answer after {self._prefill_timeout_s} s")
             return
-        self._note(engine.name, f"status {status}" if status >= 500 else None)
-        if 400 <= status < 500:
+        has_failed = status >= 500 and status != OVERLOADED
+        self._note(engine.name, f"status {status}" if has_failed else None)
+        if status >= 400 and not has_failed:
             logger.info("prefill engine %s: status %d", engine.name, status)
 
     def _note(self, name: str, failure: str | None) -> None:

@@ -1,4 +1,5 @@
 """Convert exceptions to the errors that clients get: OpenAI's JSON, with the status that OpenAI's clients expect.
+On the paths of Anthropic's API, errors have the form of `anthropic_errors.py`.
 
     {"error": {"message": "…", "type": "invalid_request_error", "param": "temperature", "code": null}}
 
@@ -9,14 +10,16 @@ https://platform.openai.com/docs/guides/error-codes
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from nanovllm_extras.engine.no_token import NoTokenError
+from nanovllm_extras.serve.anthropic_errors import is_messages_path, request_id_of, to_anthropic
 from nanovllm_extras.serve.async_llm import QueueFullError
 from nanovllm_extras.serve.engine_thread import EngineDeadError
 from nanovllm_extras.serve.messages.protocol import CONFLICT
@@ -47,13 +50,24 @@ class APIError(HTTPException):
     def body(self) -> dict[str, dict[str, str | None]]:
         """Return the JSON of the error. A long message is cut."""
         kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
-        message = self.detail if len(self.detail) <= MAX_MESSAGE else self.detail[:MAX_MESSAGE] + "…"
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.shown, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """Return the response with the error."""
+    @property
+    def shown(self) -> str:
+        """The message. A long one is cut."""
+        return self.detail if len(self.detail) <= MAX_MESSAGE else self.detail[:MAX_MESSAGE] + "…"
+
+    def anthropic_body(self, request_id: str | None) -> dict[str, object]:
+        """Return the JSON of the error in the form of Anthropic's API."""
+        return to_anthropic(self.status_code, self.shown, self.code, request_id)[1]
+
+    def response(self, scope: Scope) -> Response:
+        """Return the response with the error, in the form of the API that the request's path belongs to."""
+        status, body = self.status_code, dict[str, object](self.body())
+        if is_messages_path(scope["path"]):
+            status, body = to_anthropic(self.status_code, self.shown, self.code, request_id_of(scope))
         # pure ASCII: a message may quote characters that UTF-8 cannot encode
-        return Response(json.dumps(self.body()), self.status_code, self.headers, "application/json")
+        return Response(json.dumps(body), status, self.headers, "application/json")
 
 
 def as_api_error(error: Exception) -> APIError:
@@ -107,16 +121,28 @@ def refuse(field: str) -> Iterator[None]:
         raise APIError(400, str(error), field, getattr(error, "code", None)) from error
 
 
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the fields in errors of the block. names: name of a chat's field -> name of the request's field."""
+    try:
+        yield
+    except APIError as error:
+        name = names.get(error.param or "", error.param)
+        message = error.detail.replace(str(error.param), str(name), 1) if name != error.param else error.detail
+        raise APIError(error.status_code, message, name, error.code, dict(error.headers or {})) from error
+
+
 async def answer(request: Request, error: Exception) -> Response:
     """Log an exception, and return the response with the error."""
     told = as_api_error(error)
     if told.status_code == 404 and told.detail == NO_PATH:
-        told = APIError(404, f"there is no {request.scope['path']}; the base URL of OpenAI's clients ends with /v1")
+        hint = "the base URL of OpenAI's clients ends with /v1, that of Anthropic's clients is without /v1"
+        told = APIError(404, f"there is no {request.scope['path']}; {hint}")
     if told.status_code == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     else:
         logger.info("%s %s %d %s", request.method, request.url.path, told.status_code, told.detail[:200])
-    return told.response()
+    return told.response(request.scope)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -20,6 +20,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from nanovllm_extras.serve.access import limited
+from nanovllm_extras.serve.anthropic_errors import is_messages_path
 from nanovllm_extras.serve.disaggregation import (
     GENERATING,
     PREFILL_TIMEOUT_S,
@@ -28,13 +29,16 @@ from nanovllm_extras.serve.disaggregation import (
     prefill_headers,
 )
 from nanovllm_extras.serve.errors import APIError, install_error_handlers
+from nanovllm_extras.serve.request_ids import NAME as REQUEST_ID
 from nanovllm_extras.serve.state import ServerOptions
-from nanovllm_extras.serve.streaming import DONE, to_event
+from nanovllm_extras.serve.streaming import DONE, named_event, to_event
 from nanovllm_extras.serve.workers import ClientGone, unless_client_leaves
 
 logger = logging.getLogger(__name__)
 
 PASSED = ("/health", "/v1/models")
+POSTED = ("/v1/messages/count_tokens",)
+"""Paths of requests with a body that generate nothing."""
 CONNECT_S = 5.0  # timeout of a new connection to an engine
 EVENT_END = b"\n\n"
 NOT_PASSED = {"connection", "content-length", "date", "expect", "host", "keep-alive", "server", "te", "trailer"}
@@ -140,9 +144,15 @@ class Relay(StreamingResponse):
         except httpx.TransportError as error:
             logger.warning("decode engine %s: %r in the middle of a stream", self._upstream.url, error)
             message = "the engine that served this request has died; send the request again"
-            tail = to_event(APIError(503, message, code="engine_died").body()) + DONE
+            tail = self._end_of_stream(APIError(503, message, code="engine_died"))
         if tail:
             yield tail
+
+    def _end_of_stream(self, error: APIError) -> bytes:
+        """Return the events that end a stream with an error, in the form of the request's API."""
+        if is_messages_path(self._upstream.url.path):
+            return named_event("error", error.anthropic_body(self._upstream.headers.get(REQUEST_ID)))
+        return to_event(error.body()) + DONE
 
 
 def passed(upstream: httpx.Response) -> dict[str, str]:
@@ -193,5 +203,7 @@ def make_front(options: FrontOptions) -> FastAPI:
         app.add_route(path, generate, methods=["POST"])
     for path in PASSED:
         app.add_route(path, pass_on, methods=["GET"])
+    for path in POSTED:
+        app.add_route(path, pass_on, methods=["POST"])
     install_error_handlers(app)
     return app

@@ -10,7 +10,10 @@ from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm_extras.serve.anthropic_errors import is_messages_path
+
 NAME = "x-request-id"
+ANTHROPIC_NAME = "request-id"  # the header that Anthropic's clients read
 ALLOWED = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -31,10 +34,13 @@ class RequestIds:
 
         async def send_with_name(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[NAME] = name
+                headers = MutableHeaders(scope=message)
+                headers[NAME] = name
+                if is_messages_path(scope["path"]):
+                    headers[ANTHROPIC_NAME] = name
             await send(message)
 
-        scope.setdefault("state", {})["given_id"] = given
+        scope.setdefault("state", {}).update(given_id=given, request_id=name)
         await self._app(scope, receive, send_with_name)
 
 

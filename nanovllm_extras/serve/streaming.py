@@ -130,6 +130,11 @@ def to_event(value: object, check: Check | None = None) -> bytes:
     return b"data: " + encode(value, check) + b"\n\n"
 
 
+def named_event(name: str, value: object, check: Check | None = None) -> bytes:
+    """Return the server-sent event with a name and the JSON of `value`."""
+    return b"event: " + name.encode() + b"\n" + to_event(value, check)
+
+
 ENCODER = json.JSONEncoder(separators=(",", ":"))  # `json.dumps` would create one for each chunk
 
 

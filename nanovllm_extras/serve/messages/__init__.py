@@ -1,1 +1,1 @@
-"""The fields of the JSON that clients send and get: Chat Completions, Completions and Responses."""
+"""The fields of the JSON that clients send and get: Chat Completions, Completions, Responses and Messages."""

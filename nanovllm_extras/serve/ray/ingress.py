@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from nanovllm_extras.serve.access import AccessControl
+from nanovllm_extras.serve.anthropic_errors import is_messages_path, request_id_of
 from nanovllm_extras.serve.body import JSONRequest
 from nanovllm_extras.serve.disaggregation import GENERATING, PREFILL_TIMEOUT_S, Dispatcher
 from nanovllm_extras.serve.errors import APIError, as_api_error
@@ -28,7 +29,7 @@ from nanovllm_extras.serve.ray.replicas import Begun, Replicas
 from nanovllm_extras.serve.request_ids import NAME as REQUEST_ID
 from nanovllm_extras.serve.serve_settings import log_to_stderr
 from nanovllm_extras.serve.state import RETRY_LATER, Server, ServerOptions
-from nanovllm_extras.serve.streaming import DONE, to_event
+from nanovllm_extras.serve.streaming import DONE, named_event, to_event
 from nanovllm_extras.serve.workers import ClientGone, unless_client_leaves
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class Ingress:
             await send({"type": "websocket.close", "code": 1000, "reason": ""})  # Serve's proxy needs the code
         if scope["type"] != "http":  # the application's start and end need no action
             return
-        answer = Answer(scope["path"], send)
+        answer = Answer(scope, send)
         scope["state"].setdefault("caller", "")  # paths that need no key have none
         try:
             body = await WholeBody(scope, receive, self._server).whole()
@@ -152,8 +153,8 @@ async def relay(begun: Begun, answer: "Answer") -> None:
 class Answer:
     """Sends an answer, and keeps track of what has been sent, so that an error can be sent in the right form."""
 
-    def __init__(self, path: str, send: Send) -> None:
-        self._path = path
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
         self._send = send
         self._is_started = False
         self._is_stream = False
@@ -189,18 +190,20 @@ class Answer:
     async def fail(self, error: APIError) -> None:
         """Send an error: as a response if nothing has been sent, or as an event of a stream that has begun."""
         if not self._is_started:
-            await self.send_whole(error.response(), {"type": "http"})
+            await self.send_whole(error.response(self._scope), self._scope)
         elif self._is_stream:
             await self._grow(self._event(error), is_last=True)
         else:
             raise error  # this closes the connection, so the client sees that the answer is incomplete
 
     def _event(self, error: APIError) -> bytes:
-        if not self._path.endswith("/responses"):
+        if is_messages_path(self._scope["path"]):
+            return named_event("error", error.anthropic_body(request_id_of(self._scope)))
+        if not self._scope["path"].endswith("/responses"):
             return to_event(error.body()) + DONE
         told = error.body()["error"]
         failure = {"type": "error", "sequence_number": self._num_events, **{key: told[key] for key in KEYS}}
-        return b"event: error\n" + to_event(failure)
+        return named_event("error", failure)
 
 
 KEYS = ("code", "message", "param")

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import xxhash
 from pydantic_core import from_json
 
+from nanovllm_extras.serve.billing_header import without_billing_header
+
 PIECE = 64  # characters of a prompt that become one character of its key
 HEAD = 1 << 16  # bytes of a body that are read for its key
 NUM_CHARACTERS = 0xD800  # the code points below the surrogates
-FIRST = ("tools", "instructions")  # the fields that a chat template writes before the conversation
+FIRST = ("tools", "instructions", "system")  # the fields that a chat template writes before the conversation
 PROMPTS = ("messages", "prompt", "input")
 
 
@@ -37,10 +39,19 @@ def prefix_of(body: bytes) -> Prefix | None:
         return None
     if not isinstance(values, dict) or not any(values.get(name) for name in PROMPTS):
         return None
+    if values.get("system"):
+        values["system"] = without_header(values["system"])
     parts = [values[name] for name in (*FIRST, *PROMPTS) if values.get(name)]
     text = json.dumps(parts, ensure_ascii=False, separators=(",", ":"))
     whole = max(1, len(text) // PIECE)
     return Prefix("".join(character_of(text[i * PIECE : (i + 1) * PIECE]) for i in range(whole)))
+
+
+def without_header(system: object) -> list[str]:
+    """Return the texts of a system prompt without an agent's billing header, which differs in each request."""
+    blocks = system if isinstance(system, list) else [system]
+    texts = [block.get("text") if isinstance(block, dict) else block for block in blocks]
+    return [kept for text in texts if isinstance(text, str) and (kept := without_billing_header(text))]
 
 
 def character_of(piece: str) -> str:

@@ -1,7 +1,6 @@
 """Convert a request for a response to a request for a chat."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TypedDict
 
 from fastapi.exceptions import RequestValidationError
@@ -40,17 +39,6 @@ class Message(TypedDict, total=False):
     tool_calls: list[dict[str, object]]
     reasoning: str
     reasoning_content: str
-
-
-@contextmanager
-def as_response() -> Iterator[None]:
-    """Rename the fields in errors of the block, from the fields of a chat to those of a response."""
-    try:
-        yield
-    except APIError as error:
-        name = FIELDS.get(error.param or "", error.param)
-        message = error.detail.replace(str(error.param), str(name), 1) if name != error.param else error.detail
-        raise APIError(error.status_code, message, name, error.code, dict(error.headers or {})) from error
 
 
 def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:

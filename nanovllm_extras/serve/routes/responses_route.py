@@ -13,17 +13,17 @@ from nanovllm_extras.answer_parts.token_bytes import TokenBytes
 from nanovllm_extras.requests.lazy_outputs import CompletionOutput, RequestOutput
 from nanovllm_extras.serve.answer import Answer
 from nanovllm_extras.serve.body import JSONRoute
-from nanovllm_extras.serve.errors import as_api_error
+from nanovllm_extras.serve.errors import as_api_error, renamed_fields
 from nanovllm_extras.serve.generation import Generation
 from nanovllm_extras.serve.messages.responses_protocol import ResponsesRequest
 from nanovllm_extras.serve.miss_causes import misses_field
 from nanovllm_extras.serve.openai_logprobs import chat_logprobs
 from nanovllm_extras.serve.request_ids import new_id
 from nanovllm_extras.serve.routes.chat_route import prepare_chat
-from nanovllm_extras.serve.routes.responses_conversation import as_response, to_chat
+from nanovllm_extras.serve.routes.responses_conversation import FIELDS, to_chat
 from nanovllm_extras.serve.routes.responses_items import Event, OutputItems
 from nanovllm_extras.serve.state import ReadyServer
-from nanovllm_extras.serve.streaming import EventStream, Written, answer_whole, encode
+from nanovllm_extras.serve.streaming import EventStream, Written, answer_whole, named_event
 from nanovllm_extras.serve.workers import Check
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ async def create_response(body: ResponsesRequest, request: Request, server: Read
     """Answer a conversation of items."""
     server.check_model(body.model)
     engine = server.check_ready().engine
-    with as_response():
+    with renamed_fields(FIELDS):
         chat = await server.workers.run(request, lambda check: to_chat(body, server.bounds))
         prompt, params = await prepare_chat(server, request, chat)
         generation = Generation(server, new_id("resp", request).replace("-", "_", 1), [prompt], params)
@@ -184,7 +184,7 @@ class ResponseStream(EventStream):
     def encode(self, value: dict[str, object], check: Check | None = None) -> bytes:
         numbered = value | {"sequence_number": self._num_events}
         self._num_events += 1
-        return b"event: " + str(value["type"]).encode() + b"\ndata: " + encode(numbered, check) + b"\n\n"
+        return named_event(str(value["type"]), numbered, check)
 
     def encode_end(self, error: Exception | None) -> bytes:
         return b"" if error is None else self.encode(self._growing.failed(error))

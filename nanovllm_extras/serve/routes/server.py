@@ -6,7 +6,6 @@ get the tokens computed so far.
 """
 
 import asyncio
-import json
 import logging
 import socket
 import sys
@@ -17,6 +16,7 @@ from types import FrameType
 import h11
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm_extras.serve.access import LINGER_S
@@ -101,7 +101,10 @@ class HTTPProtocol(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer has begun, so an error can no longer be sent
             return
-        body = json.dumps(error.body()).encode()
+        scope: Scope = (
+            self.scope if self.conn.their_state is h11.SEND_BODY else {"path": ""}
+        )  # before, it is the last one's
+        body = bytes(error.response(scope).body)
         head = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}\r\n"
         head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         self.transport.write(head.encode() + body)
