@@ -101,9 +101,9 @@ class HTTPProtocol(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer has begun, so an error can no longer be sent
             return
-        scope: Scope = (
-            self.scope if self.conn.their_state is h11.SEND_BODY else {"path": ""}
-        )  # before, it is the last one's
+        scope: Scope = {"path": ""}
+        if self.conn.their_state is h11.SEND_BODY:  # otherwise `self.scope` is that of the connection's last request
+            scope = {**self.scope}
         body = bytes(error.response(scope).body)
         head = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}\r\n"
         head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"

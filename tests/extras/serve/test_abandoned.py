@@ -81,6 +81,8 @@ ROUTES = [
     ("/v1/chat/completions", {"messages": MESSAGES, "n": 16, "max_tokens": 200, "stream": True}),
     ("/v1/embeddings", {"input": PROMPTS}),
     ("/v1/responses", {"input": "x" * 200, "max_output_tokens": 200}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 200}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 200, "stream": True}),
 ]
 
 

@@ -242,6 +242,39 @@ def test_an_engine_that_dies_in_the_middle_of_a_stream_ends_it_with_an_error_eve
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_died"
 
 
+def test_messages_come_from_the_store_and_fail_in_their_own_form(engines):
+    prefill, decode = engines
+    body = unique({key: CHAT[key] for key in ("messages", "max_tokens", "temperature", "ignore_eos")}, "message")
+    path, before = "/v1/messages", decode.llm.get_stats().kv_store.loaded_tokens
+    url = (decode.url,)
+    answer, stream, counted, refused = ask(
+        FrontOptions(prefill.url, url),
+        ("POST", path, body),
+        ("POST", path, body | {"stream": True}),
+        ("POST", path + "/count_tokens", body),
+        ("POST", path, {}),
+    )
+    expected = direct(decode, path, body).json()
+    assert answer.json()["content"] == expected["content"]
+    usage = answer.json()["usage"]
+    num_prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert usage["cache_read_input_tokens"] == (num_prompt - 1) // 4 * 4
+    assert decode.llm.get_stats().kv_store.loaded_tokens - before >= usage["cache_read_input_tokens"] - 4
+    assert counted.json() == {"input_tokens": num_prompt}
+    assert stream.text.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+    assert refused.json()["error"] == direct(decode, path, {}).json()["error"]
+    whole, half = b'event: ping\ndata: {"type": "ping"}\n\n', b"event: content_blo"
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in (whole, half))
+    with Flaky(STREAM_HEAD + chunks) as broken:
+        (cut,) = ask(FrontOptions(prefill.url, (broken.url,)), ("POST", path, body | {"stream": True}))
+    (down,) = ask(FrontOptions(prefill.url, (NOBODY,)), ("POST", path, body))
+    first, error, nothing = cut.text.split("\n\n")
+    assert (first.encode() + b"\n\n", nothing) == (whole, "")
+    name, data = error.split("\n")
+    assert (name, json.loads(data.removeprefix("data: "))["error"]["type"]) == ("event: error", "overloaded_error")
+    assert (down.status_code, down.json()["error"]["type"]) == (503, "overloaded_error")
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_client_that_leaves_is_cancelled_at_the_engine(engines, is_stream):
     prefill, decode = engines

@@ -120,6 +120,18 @@ def test_tools_come_before_the_conversation_as_in_a_template():
     assert os.path.commonprefix([one, chat("a" * 300)]) == ""
 
 
+def test_keys_of_messages_begin_with_the_system_prompt_without_its_billing_header():
+    def message(cch, question):
+        texts = [f"x-anthropic-billing-header: cch={cch};", "s" * 1000]
+        system = [{"type": "text", "text": text} for text in texts]
+        return chat(question, system=system, max_tokens=1)
+
+    first = message("00001", "q" * 500)
+    assert message("99999", "q" * 500) == first
+    assert 1000 // PIECE <= len(os.path.commonprefix([message("00001", "x" * 500), first])) <= 1100 // PIECE
+    assert chat("q", system="s" * 1000) != chat("q", system="t" * 1000)
+
+
 def test_a_body_without_a_prompt_has_no_key():
     bad = [b"", b"[1]", b"\xff{", b'{"model": "m"}', b"nonsense", b'{"messages": []}', b'{"prompt": "\\ud800"}']
     assert list(map(prefix_of, bad)) == [None] * len(bad)

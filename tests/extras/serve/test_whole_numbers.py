@@ -8,6 +8,7 @@ import math
 import pydantic
 import pytest
 
+from nanovllm_extras.serve.messages.anthropic_protocol import MessagesRequest
 from nanovllm_extras.serve.messages.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -24,6 +25,7 @@ ROUTES = {  # path: (the class of its body, fields that it needs)
     "/v1/completions": (CompletionRequest, {"prompt": "Hi", **GREEDY}),
     "/v1/chat/completions": (ChatCompletionRequest, {"messages": MESSAGES, "logprobs": True, **GREEDY}),
     "/v1/responses": (ResponsesRequest, {"input": "Hi", "temperature": 0, "max_output_tokens": 3}),
+    "/v1/messages": (MessagesRequest, {"messages": MESSAGES, **GREEDY}),
     "/v1/embeddings": (EmbeddingRequest, {"input": "Hi"}),
     "/tokenize": (TokenizeRequest, {"prompt": "Hi"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [70]}),
@@ -38,6 +40,7 @@ VALUES = {  # integer field: values that are accepted
     **dict.fromkeys(["logprobs", "top_logprobs", "priority", "top_k", "truncate_prompt_tokens"], [2]),
     "seed": [7],
     "dimensions": [64],
+    "thinking": [{"budget_tokens": 5, "type": "adaptive"}],
 }
 
 
@@ -65,7 +68,15 @@ def cases_of(path):
 
 
 def as_floats(value):
+    if isinstance(value, dict):
+        return {name: one if isinstance(one, str) else as_floats(one) for name, one in value.items()}
     return [as_floats(one) for one in value] if isinstance(value, list) else float(value)
+
+
+def as_wrong(value, wrong):
+    if isinstance(value, dict):
+        return {name: one if isinstance(one, str) else wrong for name, one in value.items()}
+    return [wrong] if isinstance(value, list) else wrong
 
 
 def answer_to(client, path, body):
@@ -88,7 +99,7 @@ def test_whole_floats_are_integers_and_other_numbers_are_refused(client, path):
         for wrong in (1.5, math.nan, math.inf, True, "1"):
             if name not in ("prompt", "input") or wrong != "1":  # a text
                 with pytest.raises(pydantic.ValidationError):
-                    model.model_validate({**needed, name: [wrong] if isinstance(value, list) else wrong})
+                    model.model_validate({**needed, name: as_wrong(value, wrong)})
     if path != "/slots/{name}":  # this server has no store
         fields = dict(cases_of(path))
         answer_to(client, path, {**needed, **fields})  # so that both others find the same blocks in the cache
