@@ -23,6 +23,8 @@ TYPES = {
     OVERLOADED: "overloaded_error",
 }
 """Status -> type. Others are `api_error` from 500 on, and `invalid_request_error` below."""
+NO_THREADS = "thread_unsupported_request"
+"""The code by which Anthropic's clients see that they must send the whole conversation."""
 BUSY = ("queue_full", "busy")
 """Codes of errors that tell of too many requests of all clients together, not of one client."""
 
@@ -37,7 +39,10 @@ def to_anthropic(status: int, message: str, code: str | None, request_id: str | 
     if code in BUSY:
         status = OVERLOADED
     kind = TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return status, {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    error: dict[str, object] = {"type": kind, "message": message}
+    if code == NO_THREADS:
+        error["details"] = {"error_code": code, "unsupported": ["thread"]}
+    return status, {"type": "error", "error": error, "request_id": request_id}
 
 
 def request_id_of(scope: Scope) -> str | None:

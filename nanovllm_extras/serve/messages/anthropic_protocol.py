@@ -216,6 +216,8 @@ class CountTokensRequest(Conversation):
 class MessagesRequest(GenerationRequest, Conversation):
     max_tokens: Whole = Field(ge=1)
     stop_sequences: StopStrings | None = None
+    thread: object = None
+    """A conversation that is stored on the server. Refused, so that clients send the whole conversation."""
     # accepted only if they are empty
     container: object = None
     mcp_servers: list[object] | None = None

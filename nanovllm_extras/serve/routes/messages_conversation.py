@@ -13,6 +13,7 @@ from typing import TypedDict
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from nanovllm_extras.serve.anthropic_errors import NO_THREADS
 from nanovllm_extras.serve.billing_header import without_billing_header
 from nanovllm_extras.serve.bounds import Bounds
 from nanovllm_extras.serve.errors import APIError, refuse
@@ -35,6 +36,7 @@ FIELDS = {"response_format": "output_config", "stop": "stop_sequences"}
 """Name of a chat's field -> name of the message's field."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 ERROR = "Error: "  # before the result of a tool that has failed: chats have no field for this
+NOT_STORED = "thread cannot be used: messages are not stored; send the whole conversation"
 NO_RESULT = "the last message has a tool_use block, so a message of the user with its tool_result must follow"
 
 
@@ -51,6 +53,8 @@ class Message(TypedDict, total=False):
 
 def to_chat(body: MessagesRequest, bounds: Bounds) -> ChatCompletionRequest:
     """Return the request for a chat. Raises APIError 400 or RequestValidationError if it is invalid."""
+    if body.thread is not None:
+        raise APIError(400, NOT_STORED, "thread", NO_THREADS)
     fields: dict[str, object] = {name: getattr(body, name) for name in SHARED if getattr(body, name) is not None}
     fields |= conversation_fields(body, bounds)
     fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "response_format": to_response_format(body)}

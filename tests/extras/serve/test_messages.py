@@ -368,6 +368,8 @@ def test_what_is_refused_is_named(client):
         check_error(client.post(PATH, body_of(**body)), 400, "invalid_request_error", word)
     check_error(client.post(PATH, {"messages": MESSAGES}), 400, "invalid_request_error", "max_tokens: Field required")
     check_error(client.post(COUNT, {}), 400, "invalid_request_error", "messages: Field required")
+    error = client.post(PATH, body_of(thread={"type": "create"})).json()["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 def test_what_has_no_meaning_here_is_accepted(client):
