@@ -90,7 +90,10 @@ def without_names(value):
     if isinstance(value, list):
         return [without_names(one) for one in value]
     if isinstance(value, dict):
-        names = ("id", "item_id", "created", "created_at", "cached_tokens", "root")
+        names = ("id", "item_id", "request_id", "created", "created_at", "cached_tokens", "root")
+        if "cache_read_input_tokens" in value:  # of a message, whose `input_tokens` are without them
+            value = {**value, "input_tokens": value["input_tokens"] + value["cache_read_input_tokens"]}
+            value.pop("cache_read_input_tokens")
         return {name: without_names(one) for name, one in value.items() if name not in names}
     return value
 
@@ -279,8 +282,26 @@ def test_answers_are_those_of_the_server_without_ray(client, alone):
     assert text_of(got) == text_of(expected) != ""
     assert without_names(got[-1]) == without_names(expected[-1])  # usage
     assert httpx.post(client.base_url.join(CHAT), json=chat("Hi")).json()["error"]["code"] == "invalid_api_key"
+    check_messages(client)
     large = client.post("/v1/completions", content=b"x" * (17 * 2**20))
     assert (large.status_code, large.json()["error"]["type"]) == (413, "invalid_request_error")
+
+
+def check_messages(client):
+    """Streams end as they should, and errors of a replica and of the ingress have the form and the name they need."""
+    path, body = "/v1/messages", chat(QUESTIONS[0], temperature=0, max_tokens=20)
+    stream = client.post(path, json=body | {"stream": True}).text
+    pieces = re.findall(r'"text_delta","text":("(?:[^"\\\\]|\\\\.)*")', stream)
+    assert stream.startswith("event: message_start\n")
+    assert stream.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+    assert "".join(map(json.loads, pieces)) == client.post(path, json=body).json()["content"][0]["text"]
+    refused, stranger = client.post(path, json={}), httpx.post(client.base_url.join(path), json=body)
+    for response, kind in ((refused, "invalid_request_error"), (stranger, "authentication_error")):
+        error = response.json()
+        assert (error["type"], error["error"]["type"]) == ("error", kind)
+        assert error["request_id"] == response.headers["x-request-id"]
+    assert refused.headers["request-id"] == refused.headers["x-request-id"]
+    assert httpx.post(client.base_url.join(path), json=body, headers={"x-api-key": "key-2"}).status_code == 200
 
 
 def test_a_client_that_leaves_frees_its_sequence(server):
