@@ -11,6 +11,7 @@ from dataclasses import fields
 import pytest
 
 from nanovllm_extras import LLM, TINY_QWEN3, Config, SamplingParams
+from nanovllm_extras.vllm.engine_args import ONLY_IN_CODE
 from tests.core_alone import EXTRAS, PACKAGE
 
 pytestmark = pytest.mark.slow  # 20 s
@@ -51,7 +52,8 @@ def run(folder, *arguments):
 def test_the_commands_work(compiled):
     """The help has no docstrings, because they are read from the sources, but all options."""
     found = set(re.findall(r"(?<!\S)--[a-z-]+", run(compiled, "-m", "nanovllm_extras", "serve", "--help")))
-    options = {f"--{field.name.replace('_', '-')}" for field in fields(Config)} - {"--model"}
+    names = {field.name for field in fields(Config)} - {"model", *ONLY_IN_CODE}
+    options = {f"--{name.replace('_', '-')}" for name in names}
     assert {"--port"} < found
     assert options - found == set()
 
