@@ -121,6 +121,11 @@ class Generation:
             pass
         return [self.latest[request_id] for request_id in self.indices]
 
+    async def cancel(self) -> None:
+        """Abort the requests. `outputs()` still yields their output so far, with the reason `abort`."""
+        if self._llm is not None and self._inbox is not None:
+            await self._llm.abort(self.indices)
+
     def close(self) -> None:
         """Abort the unfinished requests. A second call does nothing."""
         if self._inbox is not None and self._llm is not None:

@@ -54,12 +54,13 @@ class HTTPMetrics:
     """Middleware that counts each request when it has been answered. It is the first, so that it sees refusals."""
 
     def __init__(self, app: ASGIApp, counts: HTTPCounts, paths: list[str], root_path: str) -> None:
-        """paths: those of the application's routes. A path with a parameter, as `/models/{name}`, ends with it."""
+        """paths: those of the application's routes. A path may have one parameter, as `/models/{name}`."""
         self._app = app
         self._counts = counts
         self._root_path = root_path
         self._whole = {path for path in paths if "{" not in path}
-        self._begins = {path[: path.index("{")]: path for path in paths if "{" in path}
+        named = [(path[: path.index("{")], path[path.index("}") + 1 :], path) for path in paths if "{" in path]
+        self._named = sorted(named, key=lambda parts: -len(parts[1]))  # the longest end first; most have none
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,4 +84,5 @@ class HTTPMetrics:
         path = path.removeprefix(self._root_path)
         if path in self._whole:
             return path
-        return next((whole for begin, whole in self._begins.items() if path.startswith(begin)), OTHER)
+        matches = (whole for begin, end, whole in self._named if path.startswith(begin) and path.endswith(end))
+        return next(matches, OTHER)

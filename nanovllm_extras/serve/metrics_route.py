@@ -4,7 +4,7 @@ The engine's statistics are read only when `/metrics` is requested, so requests 
 requests itself: it measures from the arrival at the server, and counts requests whose clients have disconnected.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -40,6 +40,7 @@ class Metrics(Collector):
         self.http = HTTPCounts()
         self._get_stats: Callable[[], EngineStats] | None = None
         self._info: dict[str, str] = {}
+        self._others: list[Callable[[], Iterable[Family]]] = []
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)  # memory, processor time and open files, as `process_…`
@@ -47,6 +48,10 @@ class Metrics(Collector):
     def watch(self, get_stats: Callable[[], EngineStats], info: Mapping[str, str]) -> None:
         """Include the counters and gauges of an engine. info: labels that describe the engine."""
         self._get_stats, self._info = get_stats, dict(info)
+
+    def include(self, families: Callable[[], Iterable[Family]]) -> None:
+        """Include the metrics that `families` yields."""
+        self._others.append(families)
 
     def note_end(
         self,
@@ -81,6 +86,8 @@ class Metrics(Collector):
             labels = {"model_name": self._model_name, **self._info}
             yield InfoMetricFamily("nanovllm:engine", "What computes.", value=labels)
         yield from self.http.families()
+        for families in self._others:
+            yield from families()
 
     def _family(self, name: str, metrics: list[Metric]) -> Family:
         """Return the family of metrics that have the same name and differ only in their labels."""

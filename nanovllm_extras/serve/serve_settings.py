@@ -122,6 +122,22 @@ def add_limits(group: argparse._ArgumentGroup) -> None:
     add_request_bounds(group)
     text = "time without a request after which a connection is closed; must be longer than that of a proxy"
     add(group, "timeout-keep-alive", seconds, text, ServerOptions.timeout_keep_alive_s)
+    add(
+        group,
+        "max-stored-responses",
+        not_negative,
+        "responses to store; 0 stores none",
+        ServerOptions.max_stored_responses,
+    )
+    add(
+        group,
+        "max-stored-response-bytes",
+        not_negative,
+        "memory of stored responses; 0 stores none",
+        ServerOptions.max_stored_response_bytes,
+    )
+    text = "time for which a response is stored; 0 stores none"
+    add(group, "max-stored-response-age", seconds, text, ServerOptions.max_stored_response_age_s)
     proxies = "addresses or networks of proxies whose X-Forwarded-For is trusted; * for all (default: none)"
     add(group, "forwarded-allow-ips", filled, proxies, [], nargs="+")
     add(group, "allowed-origins", filled, "origins of web pages that may call the server; * for all", [], nargs="+")
@@ -163,6 +179,13 @@ def positive(text: str) -> int:
     """Parse an integer of at least 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    """Parse an integer of at least 0."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return int(text)
 
 
@@ -211,6 +234,9 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         drain_timeout_s=args.server_drain_timeout,
         timeout_keep_alive_s=args.server_timeout_keep_alive,
         enable_kv_slots=args.server_enable_kv_slots,
+        max_stored_responses=args.server_max_stored_responses,
+        max_stored_response_bytes=args.server_max_stored_response_bytes,
+        max_stored_response_age_s=args.server_max_stored_response_age,
         tls=tls_options(args),
     )
 

@@ -18,6 +18,7 @@ from nanovllm_extras.serve.errors import APIError
 from nanovllm_extras.serve.ignored_fields import IgnoredFields
 from nanovllm_extras.serve.metrics_route import Metrics
 from nanovllm_extras.serve.parsers.parser_registry import Parsers
+from nanovllm_extras.serve.response_store import ResponseStore, StoreBounds
 from nanovllm_extras.serve.serve_checks import (
     check_api_keys,
     check_names,
@@ -65,6 +66,18 @@ class ServerOptions:
     timeout_keep_alive_s: float = 75.0
     """The time in seconds after which a connection without a request is closed. Longer than that of proxies (60 s)."""
 
+    max_stored_responses: int = 10_000
+    """The number of responses that are stored. 0 stores none."""
+    max_stored_response_bytes: int = 256 * 2**20
+    """The memory of stored responses. 0 stores none."""
+    max_stored_response_age_s: float = 86_400.0
+    """The time in seconds for which a response is stored. 0 stores none."""
+
+    @property
+    def store_bounds(self) -> StoreBounds:
+        """The limits of stored responses."""
+        return StoreBounds(self.max_stored_responses, self.max_stored_response_bytes, self.max_stored_response_age_s)
+
     def __post_init__(self) -> None:
         check_names(self.model_names)
         check_api_keys(self.api_keys)
@@ -93,11 +106,21 @@ class Server:
     """Caller -> number of bytes of its large bodies that have not been parsed."""
     ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     started: int = field(default_factory=lambda: int(time.time()))
+    responses: ResponseStore = field(init=False)
+    """The responses that later requests may continue."""
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.options.store_bounds)
+        self.metrics.include(self.responses.families)
 
     @property
     def model_name(self) -> str:
         """The name of the model in answers."""
         return self.options.model_names[0]
+
+    def owner_of(self, request: Request) -> str:
+        """Return who may read what the request stores: its key; everybody if the server has no keys."""
+        return str(request.state.caller) if self.options.api_keys else ""
 
     @property
     def is_loading(self) -> bool:

@@ -1,6 +1,6 @@
 """Define the fields of a request for a response: OpenAI's, in addition to those of every generation.
 
-Items of the input are counted before they are parsed (`responses_conversation.py`), so here they are only objects.
+Items of the input are counted before they are parsed (`responses_input.py`), so here they are only objects.
 https://platform.openai.com/docs/api-reference/responses
 """
 
@@ -13,21 +13,19 @@ from nanovllm_extras.serve.messages.protocol import (
     MAX_FORM,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
-    ContentPart,
     GenerationRequest,
     Name,
     StrictModel,
     Text,
     Whole,
     at_most,
-    check_refusals,
     conflict,
 )
 
 MAX_METADATA = 16  # pairs of at most 64 and 512 characters: OpenAI's limits
 MetadataKey = Annotated[Text, Field(max_length=64)]
 MetadataValue = Annotated[Text, Field(max_length=512)]
-NOT_STORED = "responses are not stored; send the whole conversation as input"
+NO_CONVERSATIONS = "there are no conversations; use previous_response_id, or send the whole conversation as input"
 
 
 class FunctionTool(StrictModel):
@@ -177,8 +175,10 @@ class Reasoning(StrictModel):
 
 
 class ResponsesRequest(GenerationRequest):
-    input: Text | Annotated[list[dict[str, object]], Field(min_length=1, fail_fast=True)]
-    """A user's message, or the items of a conversation."""
+    input: Text | Annotated[list[dict[str, object]], Field(fail_fast=True)] | None = None
+    """A user's message, or the items of a conversation. It may be absent if an earlier response is continued."""
+    previous_response_id: Name | None = None
+    """The stored response that this one continues: its input and output come before `input`."""
     instructions: Text | None = None
     """A system message before the input."""
     max_output_tokens: Whole | None = Field(None, ge=1)
@@ -193,21 +193,21 @@ class ResponsesRequest(GenerationRequest):
     top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     metadata: Annotated[dict[MetadataKey, MetadataValue] | None, at_most(MAX_METADATA)] = None
     store: bool | None = None
-    """No effect: responses are not stored, and the answer has the value false."""
+    """Whether the response is stored, so that later requests can continue it; true by default."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """`auto` leaves out the oldest items of a conversation that is too long for the context."""
     chat_template_kwargs: dict[str, object] | None = None
     # accepted only with the value that has no effect
-    truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    previous_response_id: Name | None = None
     conversation: object = None
     prompt: object = None
 
     @model_validator(mode="after")
     def _check_response(self) -> "ResponsesRequest":
-        if self.previous_response_id is not None:
-            raise conflict("previous_response_id", f"previous_response_id cannot be used: {NOT_STORED}")
         if self.conversation is not None:
-            raise conflict("conversation", f"conversation cannot be used: {NOT_STORED}")
+            raise conflict("conversation", f"conversation cannot be used: {NO_CONVERSATIONS}")
+        if self.previous_response_id is None and self.input in (None, []):
+            raise conflict("input", "input must have a text or at least one item, unless previous_response_id is given")
         if self.prompt is not None:
             raise conflict("prompt", "prompt cannot be used: there are no stored prompts; give instructions and input")
         if self.n not in (None, 1):
@@ -244,59 +244,3 @@ class ResponsesRequest(GenerationRequest):
     def wants_logprobs(self) -> bool:
         """Whether the answer must contain log-probabilities."""
         return "message.output_text.logprobs" in (self.include or [])
-
-
-# ---- items of the input
-
-
-class InputText(StrictModel):
-    type: Literal["input_text", "output_text", "text"]
-    text: Text
-
-
-class MessagePart(ContentPart):
-    type: Literal["input_text", "output_text", "text", "refusal"]
-
-
-class MessageItem(StrictModel):
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Text | Annotated[list[MessagePart], Field(fail_fast=True)]
-
-    @model_validator(mode="after")
-    def _check_parts(self) -> "MessageItem":
-        check_refusals(self.role, self.content)
-        return self
-
-
-class CallItem(StrictModel):
-    type: Literal["function_call"]
-    call_id: Name
-    name: Name
-    namespace: Name | None = None
-    arguments: Text
-
-
-class CallOutputItem(StrictModel):
-    type: Literal["function_call_output"]
-    call_id: Name
-    output: Text | Annotated[list[InputText], Field(fail_fast=True)]
-
-
-class ReasoningText(StrictModel):
-    type: Literal["reasoning_text", "summary_text"]
-    text: Text
-
-
-class ReasoningItem(StrictModel):
-    type: Literal["reasoning"]
-    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
-
-
-Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
-ITEMS: dict[str, type[Item]] = {
-    "message": MessageItem,
-    "function_call": CallItem,
-    "function_call_output": CallOutputItem,
-    "reasoning": ReasoningItem,
-}

@@ -20,7 +20,7 @@ from nanovllm_extras.serve.metrics_route import Metrics
 from nanovllm_extras.serve.request_ids import RequestIds
 from nanovllm_extras.serve.request_paths import RequestPaths
 from nanovllm_extras.serve.routes import chat_route as chat
-from nanovllm_extras.serve.routes import completions, embeddings, info, slots_route, ui
+from nanovllm_extras.serve.routes import completions, embeddings, info, slots_route, stored_responses, ui
 from nanovllm_extras.serve.routes import messages_route as messages
 from nanovllm_extras.serve.routes import responses_route as responses
 from nanovllm_extras.serve.routes.ui import LiveLines
@@ -43,7 +43,7 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
     )
     app.root_path = options.root_path
     app.state.server = Server(options, Metrics(options.model_names[0]))
-    for routes in (chat, completions, responses, messages, embeddings, info):
+    for routes in (chat, completions, responses, stored_responses, messages, embeddings, info):
         app.include_router(routes.router)
     if options.enable_kv_slots:
         app.include_router(slots_route.router)

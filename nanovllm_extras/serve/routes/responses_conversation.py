@@ -1,31 +1,30 @@
 """Convert a request for a response to a request for a chat."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TypedDict
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from nanovllm_extras.serve.bounds import Bounds
-from nanovllm_extras.serve.errors import APIError, refuse
 from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest, GenerationRequest
-from nanovllm_extras.serve.messages.responses_protocol import (
-    ITEMS,
-    AllowedTools,
+from nanovllm_extras.serve.messages.responses_input import (
     CallItem,
     CallOutputItem,
-    ChosenFunction,
+    CustomCallItem,
     InputText,
     Item,
     MessageItem,
     MessagePart,
     ReasoningItem,
+)
+from nanovllm_extras.serve.messages.responses_protocol import (
+    AllowedTools,
+    ChosenFunction,
     ResponsesRequest,
     qualified,
 )
 
 SHARED = GenerationRequest.model_fields.keys() - {"stream_options", "response_format", "n"}
-NO_REFERENCES = "items are not stored, so they cannot be referenced; clients send the items themselves with store=false"
 FIELDS = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
 """Name of a chat's field -> name of the response's field."""
 
@@ -41,11 +40,15 @@ class Message(TypedDict, total=False):
     reasoning_content: str
 
 
-def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:
-    """Return the request for a chat. Raises APIError 400 or RequestValidationError if it is invalid."""
+def to_chat(body: ResponsesRequest, items: Iterable[Item]) -> ChatCompletionRequest:
+    """Return the request for a chat. Raises RequestValidationError if it is invalid.
+
+    items: those of the conversation, including those of earlier responses.
+    """
+    system: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields: dict[str, object] = {name: getattr(body, name) for name in SHARED if getattr(body, name) is not None}
     fields |= {
-        "messages": to_messages(body, bounds),
+        "messages": system + join(items),
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
         "logprobs": body.wants_logprobs or None,
@@ -88,35 +91,10 @@ def to_response_format(body: ResponsesRequest) -> dict[str, object] | None:
     return {"type": given.type, "json_schema": {"name": given.name, "schema": given.schema_}}
 
 
-# ---- the input
+# ---- the items
 
 
-def to_messages(body: ResponsesRequest, bounds: Bounds) -> list[Message]:
-    """Return the messages of the chat. Raises APIError 400 or RequestValidationError if the input is invalid."""
-    with refuse("input"):
-        bounds.check_turns([] if isinstance(body.input, str) else body.input, "input")
-    messages: list[Message] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    return messages + join(read_item(i, given) for i, given in enumerate(body.input))
-
-
-def read_item(index: int, given: dict[str, object]) -> Item:
-    """Return the item number `index` of the input, checked. Raises APIError 400 or RequestValidationError."""
-    kind = given.get("type", "message")
-    if not isinstance(kind, str) or kind not in ITEMS:
-        stored = f" ({NO_REFERENCES})" if kind == "item_reference" else ""
-        raise APIError(400, f"input.{index}.type must be one of {', '.join(ITEMS)}{stored}, got {kind!r}", "input")
-    try:
-        return ITEMS[kind].model_validate(given)
-    except ValidationError as error:
-        errors = [one | {"loc": ("body", "input", index, *one["loc"])} for one in error.errors()]
-        raise RequestValidationError(errors) from error
-
-
-def join(items: Iterator[Item]) -> list[Message]:
+def join(items: Iterable[Item]) -> list[Message]:
     """Return the messages of a chat. Consecutive reasoning, text and calls become one message of the assistant."""
     messages: list[Message] = []
     turn: Message | None = None  # the assistant's message, to which more items may belong
@@ -135,20 +113,20 @@ def join(items: Iterator[Item]) -> list[Message]:
     return messages
 
 
-def may_follow(turn: Message, item: CallItem | ReasoningItem | MessageItem) -> bool:
+def may_follow(turn: Message, item: CallItem | CustomCallItem | ReasoningItem | MessageItem) -> bool:
     """Return whether an item belongs to the turn. The order is reasoning, text, calls."""
-    if isinstance(item, CallItem):
+    if isinstance(item, CallItem | CustomCallItem):
         return True
     return "tool_calls" not in turn and not turn["content"] and not isinstance(item, ReasoningItem)
 
 
-def add_to_turn(turn: Message, item: CallItem | ReasoningItem | MessageItem) -> None:
+def add_to_turn(turn: Message, item: CallItem | CustomCallItem | ReasoningItem | MessageItem) -> None:
     """Add an item to the assistant's message."""
-    if isinstance(item, CallItem):
+    if isinstance(item, CallItem | CustomCallItem):
         function = {"name": qualified(item.namespace, item.name), "arguments": item.arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif isinstance(item, ReasoningItem):
-        turn["reasoning"] = turn["reasoning_content"] = "".join(part.text for part in item.content or [])
+        turn["reasoning"] = turn["reasoning_content"] = item.text
     else:
         turn["content"] = text_of(item.content)
 

@@ -8,9 +8,8 @@
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-from uuid import uuid4
 
 from nanovllm_extras.serve.answer import CallPart, Delta
 from nanovllm_extras.serve.streaming import Written
@@ -24,10 +23,12 @@ class OutputItems:
     """The output of one response. `items` are the items of the events so far.
 
     names: the name of each function in the chat -> its fields `name` and, if it has one, `namespace`.
+    new_id: returns a random id with a prefix.
     """
 
-    def __init__(self, names: Mapping[str, dict[str, str]]) -> None:
+    def __init__(self, names: Mapping[str, dict[str, str]], new_id: Callable[[str], str]) -> None:
         self._names = names
+        self._new_id = new_id
         self.items: list[Event] = []
         self.reasoning = ""
         self._is_open = False
@@ -60,7 +61,7 @@ class OutputItems:
         events = []
         if not self._is_open or self.items[-1]["type"] != kind:
             events += self._close("completed") if self._is_open else []
-            events += self._begin({"type": kind, "id": new_id({"reasoning": "rs", "message": "msg"}[kind])})
+            events += self._begin({"type": kind, "id": self._new_id({"reasoning": "rs", "message": "msg"}[kind])})
         part = self.items[-1]["content"][0]
         part["text"] += text
         if kind == "reasoning":
@@ -75,7 +76,7 @@ class OutputItems:
         if call["index"] != self._call_index:
             self._call_index = call["index"]
             events += self._close("completed") if self._is_open else []
-            item = {"type": "function_call", "id": new_id("fc"), "call_id": call["id"]}
+            item = {"type": "function_call", "id": self._new_id("fc"), "call_id": call["id"]}
             names = self._names.get(function["name"], {"name": function["name"]})
             events += self._begin(item | names | {"arguments": ""})
         if text := function["arguments"]:
@@ -120,8 +121,3 @@ class OutputItems:
 
     def _event(self, kind: str, **fields: object) -> Event:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
-
-
-def new_id(prefix: str) -> str:
-    """Return a random id with a prefix."""
-    return f"{prefix}_{uuid4().hex}"

@@ -1,38 +1,62 @@
 """Handle `POST /v1/responses`: answer a request, and return the response whole or as a stream of events.
 
-Responses are not stored: a client sends the whole conversation each time, and `previous_response_id` is refused.
+A response continues the one of `previous_response_id`, and is stored for later requests (`response_store.py`).
 https://platform.openai.com/docs/api-reference/responses
 """
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
+from starlette.types import Receive, Scope, Send
 
-from nanovllm_extras.answer_parts.token_bytes import TokenBytes
+from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.requests.lazy_outputs import CompletionOutput, RequestOutput
 from nanovllm_extras.serve.answer import Answer
 from nanovllm_extras.serve.body import JSONRoute
 from nanovllm_extras.serve.errors import as_api_error, renamed_fields
 from nanovllm_extras.serve.generation import Generation
+from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest
 from nanovllm_extras.serve.messages.responses_protocol import ResponsesRequest
 from nanovllm_extras.serve.miss_causes import misses_field
 from nanovllm_extras.serve.openai_logprobs import chat_logprobs
+from nanovllm_extras.serve.prompts import chat_prompt
 from nanovllm_extras.serve.request_ids import new_id
+from nanovllm_extras.serve.response_store import StoredItem, StoredResponse, Turn
 from nanovllm_extras.serve.routes.chat_route import prepare_chat
 from nanovllm_extras.serve.routes.responses_conversation import FIELDS, to_chat
+from nanovllm_extras.serve.routes.responses_history import (
+    Conversation,
+    History,
+    find_history,
+    read_conversation,
+    stored_output,
+)
 from nanovllm_extras.serve.routes.responses_items import Event, OutputItems
-from nanovllm_extras.serve.state import ReadyServer
-from nanovllm_extras.serve.streaming import EventStream, Written, answer_whole, named_event
+from nanovllm_extras.serve.routes.responses_truncation import without_oldest
+from nanovllm_extras.serve.state import ReadyServer, Server
+from nanovllm_extras.serve.streaming import (
+    JSON,
+    LONG_ANSWER,
+    EventStream,
+    Written,
+    answer_whole,
+    encode,
+    go_on,
+    named_event,
+)
 from nanovllm_extras.serve.workers import Check
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 router = APIRouter(route_class=JSONRoute)
 
-TOLD = ("instructions", "max_output_tokens", "metadata", "text", "reasoning", "tool_choice")
+TOLD = ("instructions", "max_output_tokens", "metadata", "text", "reasoning", "tool_choice", "previous_response_id")
 DEFAULTS = {"metadata": {}, "text": {"format": {"type": "text"}}, "tool_choice": "auto"}
+CUT_OFF = "max_output_tokens"
+"""The reason of a response that a stop string has ended within a call: OpenAI's schema has none that fits better."""
 ABORTED = "the request was aborted before its end"
 
 
@@ -40,41 +64,123 @@ ABORTED = "the request was aborted before its end"
 async def create_response(body: ResponsesRequest, request: Request, server: ReadyServer) -> Response:
     """Answer a conversation of items."""
     server.check_model(body.model)
-    engine = server.check_ready().engine
+    is_stored = body.store is not False and server.responses.bounds.is_on
     with renamed_fields(FIELDS):
-        chat = await server.workers.run(request, lambda check: to_chat(body, server.bounds))
+        history, conversation, chat = await read_request(body, request, server)
         prompt, params = await prepare_chat(server, request, chat)
-        generation = Generation(server, new_id("resp", request).replace("-", "_", 1), [prompt], params)
+        own_id = server.responses.new_id("resp")
+        name = new_id("resp", request).replace("-", "_", 1) if request.state.given_id else own_id
+        generation = Generation(server, name, [prompt], params)
         await generation.start(request, chat, "messages")
     answer = Answer(chat, prompt, server.options.parsers, server.token_bytes)
-    growing = GrowingResponse(body, answer, generation, server.model_name, engine.tokenizer, server.token_bytes)
+    destination = Destination(server.owner_of(request), history.parent, conversation.input) if is_stored else None
+    # a name that a client has chosen could be guessed
+    growing = GrowingResponse(body, answer, generation, server, own_id if is_stored else name, destination)
     if body.stream:
         return ResponseStream(generation, growing)
-    return await answer_whole(request, generation, growing.whole)
+    with growing.listed():
+        response = await answer_whole(request, generation, growing.whole)
+        growing.keep(bytes(response.body))
+    return response
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(body: ResponsesRequest, request: Request, server: ReadyServer) -> Response:
+    """Return the number of tokens of the prompt that a request would have."""
+    server.check_model(body.model)
+    engine = server.check_ready().engine
+    with renamed_fields(FIELDS):
+        chat = (await read_request(body, request, server))[2]
+        bounds = server.bounds.of_prompts(chat)
+        prompt = await server.workers.run(
+            request, lambda check: chat_prompt(bounds.tokenizer(engine.tokenizer, check), bounds, chat)
+        )
+    return JSON({"object": "response.input_tokens", "input_tokens": len(prompt["prompt_token_ids"])})
+
+
+async def read_request(
+    body: ResponsesRequest, request: Request, server: Server
+) -> tuple[History, Conversation, ChatCompletionRequest]:
+    """Return what a request needs of the store, all its items, and the request for a chat. Raises APIError."""
+    store, bounds, engine = server.responses, server.bounds, server.check_ready().engine
+    history = find_history(store, server.owner_of(request), body, bounds)
+    request.state.num_bytes += history.num_bytes  # they decide whether the work runs in a thread
+
+    def read(check: Check) -> tuple[Conversation, ChatCompletionRequest]:
+        conversation = read_conversation(body, history, bounds, store.new_id)
+        chat = to_chat(body, conversation.items)
+        if body.truncation == "auto":
+            chat = without_oldest(chat, bounds, lambda: bounds.tokenizer(engine.tokenizer, check))
+        return conversation, chat
+
+    return history, *(await server.workers.run(request, read))
+
+
+@dataclass(frozen=True)
+class Destination:
+    """How a response is stored. parent: the turn that it continues. input: its own items."""
+
+    owner: str
+    parent: Turn | None
+    input: list[StoredItem]
 
 
 class GrowingResponse:
-    """One response while it is generated."""
+    """One response while it is generated. destination: None if it is not stored."""
 
     def __init__(
         self,
         body: ResponsesRequest,
         answer: Answer,
         generation: Generation,
-        model_name: str,
-        tokenizer: "PreTrainedTokenizerBase | None",
-        token_bytes: TokenBytes,
+        server: Server,
+        response_id: str,
+        destination: Destination | None,
     ) -> None:
+        engine = server.check_ready().engine
         self._body = body
         self._generation = generation
         self._params = generation.params
-        self._model_name = model_name
-        self._tokenizer = tokenizer
+        self._model_name = server.model_name
+        self._engine = engine
+        self._id = response_id
+        self._destination = destination
+        self._store = server.responses
         self._answer = answer
         self._num_top = (body.top_logprobs or 0) if body.wants_logprobs else None
-        self._token_bytes = token_bytes
-        self._items = OutputItems({one.chat_name: one.names for one in body.functions})
+        self._token_bytes = server.token_bytes
+        self._items = OutputItems({one.chat_name: one.names for one in body.functions}, self._store.new_id)
         self._num_chars = self._num_tokens = 0
+        self._is_cancelled = False
+        self._has_ended = asyncio.Event()
+
+    @contextmanager
+    def listed(self) -> Iterator[None]:
+        """While the block runs, the response can be read and cancelled."""
+        if self._destination is not None:
+            self._store.begin(self._destination.owner, self._id, self)
+        try:
+            yield
+        finally:
+            self._store.end(self._id)
+            self._has_ended.set()
+
+    def snapshot(self) -> dict[str, object]:
+        """Return the JSON of the response in its current state."""
+        return self._describe(None)
+
+    async def cancel(self) -> None:
+        """Abort the generation, and return when the response has ended."""
+        self._is_cancelled = True
+        await self._generation.cancel()
+        await self._has_ended.wait()
+
+    def keep(self, answer: bytes) -> None:
+        """Store the response, if it shall be stored. answer: its JSON."""
+        if self._destination is not None:
+            owner, parent, items = self._destination.owner, self._destination.parent, self._destination.input
+            turn = Turn(items, [stored_output(item) for item in self._items.items], parent)
+            self._store.put(StoredResponse(self._id, owner, answer, turn))
 
     def whole(self) -> dict[str, object]:
         """Return the JSON of the whole response."""
@@ -88,13 +194,20 @@ class GrowingResponse:
         yield [{"type": f"response.{state}", "response": started} for state in ("created", "in_progress")]
         async for outputs in self._generation.outputs():
             for output in outputs:
-                yield self._events_of(output)
+                events = self._grow(output.outputs[0])
+                if output.finished:
+                    events.append(await self._end_event(output))
+                yield events
 
-    def _events_of(self, output: RequestOutput) -> Iterator[dict[str, object]]:
-        yield from self._grow(output.outputs[0])
-        if output.finished:
-            response = self._describe(output)
-            yield {"type": f"response.{response['status']}", "response": response}
+    async def _end_event(self, output: RequestOutput) -> Event:
+        """Return the last event. It is sent when the response has been stored, so that it can be continued."""
+        response = self._describe(output)
+        if self._destination is not None:
+            is_long = self._num_tokens * (1 + (self._params.logprobs or 0)) > LONG_ANSWER
+            write, owner = self._generation.workers.write, self._destination.owner
+            self.keep(await write(owner, partial(encode, response)) if is_long else encode(response, go_on))
+        kind = "incomplete" if response["status"] == "cancelled" else response["status"]
+        return {"type": f"response.{kind}", "response": response}
 
     def failed(self, error: Exception) -> dict[str, object]:
         """Return the last event of a response that has failed."""
@@ -122,7 +235,7 @@ class GrowingResponse:
         """Return the JSON of the response in its current state. output: that of the finished request, else None."""
         given = self._body.model_dump(include=set(TOLD), exclude_none=True, by_alias=True)
         response = {
-            "id": self._generation.request_id,
+            "id": self._id,
             "object": "response",
             "created_at": self._generation.created,
             "model": self._model_name,
@@ -135,10 +248,10 @@ class GrowingResponse:
             "tools": self._body.usable_tools,
             "temperature": self._params.temperature,
             "top_p": self._params.top_p,
-            "previous_response_id": None,
-            "store": False,
-            "truncation": "disabled",
+            "store": self._destination is not None,
+            "truncation": self._body.truncation or "disabled",
             "background": False,
+            "completed_at": None,
             **{name: given.get(name, DEFAULTS.get(name)) for name in TOLD},
         }
         return response if output is None else response | self._end(output) | misses_field(self._body, output)
@@ -148,11 +261,13 @@ class GrowingResponse:
         (completion,) = output.outputs
         usage = self._usage(output)
         if completion.finish_reason == "stop" and self._answer.is_cut_off:
-            return {"status": "incomplete", "incomplete_details": {"reason": "stop"}, "usage": usage}
+            return {"status": "incomplete", "incomplete_details": {"reason": CUT_OFF}, "usage": usage}
         if completion.finish_reason == "stop":
-            return {"status": "completed", "usage": usage}
+            return {"status": "completed", "completed_at": int(time.time()), "usage": usage}
         if completion.finish_reason == "length":
             return {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}, "usage": usage}
+        if self._is_cancelled:
+            return {"status": "cancelled", "usage": usage}
         message = str(completion.stop_reason or ABORTED)
         return {"status": "failed", "error": {"code": "server_error", "message": message}, "usage": usage}
 
@@ -160,15 +275,25 @@ class GrowingResponse:
         num_input, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
         thoughts = self._items.reasoning
         num_thoughts = 0
-        if thoughts and self._tokenizer is not None:
-            num_thoughts = len(self._tokenizer.encode(thoughts, add_special_tokens=False))
+        if thoughts and self._engine.tokenizer is not None:
+            num_thoughts = len(self._engine.tokenizer.encode(thoughts, add_special_tokens=False))
         return {
             "input_tokens": num_input,
-            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            "input_tokens_details": {
+                "cached_tokens": output.num_cached_tokens,
+                "cache_write_tokens": num_cacheable(self._engine, num_input, output.num_cached_tokens),
+            },
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": min(num_thoughts, num_output)},
             "total_tokens": num_input + num_output,
         }
+
+
+def num_cacheable(engine: LLMEngine, num_tokens: int, num_cached: int) -> int:
+    """Return the number of tokens of a prompt that were added to the prefix cache: those of its new full blocks."""
+    if not engine.config.enable_prefix_caching:
+        return 0
+    return max(0, num_tokens - num_tokens % engine.parts.block_size - num_cached)
 
 
 class ResponseStream(EventStream):
@@ -180,6 +305,10 @@ class ResponseStream(EventStream):
         super().__init__(generation, growing.events())
         self._growing = growing
         self._num_events = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._growing.listed():
+            await super().__call__(scope, receive, send)
 
     def encode(self, value: dict[str, object], check: Check | None = None) -> bytes:
         numbered = value | {"sequence_number": self._num_events}

@@ -347,7 +347,9 @@ def test_the_path_of_an_error_has_every_field(client):
 def test_head_is_answered_like_get(client):
     paths = [path for path, methods in client.get("/openapi.json").json()["paths"].items() if "get" in methods]
     assert {"/health", "/ping", "/version", "/metrics", "/v1/models"} < set(paths)
-    for path in [*(path.replace("{name}", "tiny") for path in paths), "/openapi.json"]:
+    stored = client.ask("/v1/responses", input="a", max_output_tokens=1)["id"]
+    paths = [path.replace("{name}", "tiny").replace("{response_id}", stored) for path in paths]
+    for path in [*paths, "/openapi.json"]:
         head, get = client.request("HEAD", path), client.get(path)
         assert (head.status_code, head.headers["content-type"] if get.content else "") == (
             200,

@@ -24,7 +24,7 @@ MESSAGES = [{"role": "user", "content": "What?"}]
 NAMED = [  # (path, body, the id of its answer)
     (CHAT, {"messages": MESSAGES, "max_tokens": 2, "stream": True}, "chatcmpl-my/id:1"),
     (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 2}, "cmpl-my/id:1"),
-    ("/v1/responses", {"input": "a", "max_output_tokens": 2}, "resp_my/id:1"),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 2, "store": False}, "resp_my/id:1"),
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 2}, "msg_my/id:1"),
     ("/v1/embeddings", {"input": "a"}, "embd-my/id:1"),
 ]
