@@ -24,11 +24,12 @@ from nanovllm_extras.serve.state import RETRY_LATER, ServerOptions
 
 logger = logging.getLogger(__name__)
 
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 """The paths of the requests that a prefill engine gets."""
 PREFILL_TIMEOUT_S = 60
 NOT_PREFILLED = {"stream_options", "max_completion_tokens", "min_tokens", "best_of", "logprobs", "top_logprobs"}
 NOT_PREFILLED |= {"echo", "response_format", "structured_outputs", "return_token_ids", "return_prefix_misses"}
+NOT_PREFILLED |= {"include", "max_output_tokens", "metadata", "text"}  # of responses
 """Fields that shape the answer and not the prompt. The prefill engine does not get them."""
 
 
@@ -91,10 +92,16 @@ class Dispatcher(Generic[Call, Answer]):
         await self._prefill(call)
         return await self.answer(call)
 
-    async def answer(self, call: Call) -> Answer:
-        """Return the answer of the first decode engine that begins one. Raises APIError 503 if there is none."""
-        engines, first = self._decode_engines, self._turn
-        self._turn = (first + 1) % len(engines)
+    async def answer(self, call: Call, first_name: str | None = None) -> Answer:
+        """Return the answer of the first decode engine that begins one. Raises APIError 503 if there is none.
+
+        first_name: the name of the engine that is asked first; by default they take turns.
+        """
+        engines = self._decode_engines
+        first = next((i for i, engine in enumerate(engines) if engine.name == first_name), None)
+        if first is None:
+            first = self._turn
+            self._turn = (first + 1) % len(engines)
         for i in range(len(engines)):
             engine = engines[(first + i) % len(engines)]
             try:
@@ -143,10 +150,11 @@ async def prefill_body(body: bytes, max_values: int = ServerOptions.max_request_
         value = parse(body, max_values) if is_short else await asyncio.to_thread(parse, body, max_values)
     except APIError:
         return None
-    if not isinstance(value, dict) or value.get("truncate_prompt_tokens") == -1:
-        return None  # -1: the prompt depends on max_tokens
+    if not isinstance(value, dict) or value.get("truncate_prompt_tokens") == -1 or value.get("truncation") == "auto":
+        return None  # the prompt depends on max_tokens
     kept: dict[str, object] = {name: one for name, one in value.items() if name not in NOT_PREFILLED}
-    return json.dumps(kept | {"max_tokens": 1, "n": 1, "stream": False}).encode()
+    limits = {"max_output_tokens": 1, "store": False} if "input" in value else {"max_tokens": 1}
+    return json.dumps(kept | {**limits, "n": 1, "stream": False}).encode()
 
 
 def prefill_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

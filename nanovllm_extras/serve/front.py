@@ -8,8 +8,9 @@ not check requests, because the engines do: they check keys, sizes and fields. `
 is asked; this file has the servers as engines, and the routes.
 """
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from nanovllm_extras.serve.disaggregation import (
 )
 from nanovllm_extras.serve.errors import APIError, install_error_handlers
 from nanovllm_extras.serve.request_ids import NAME as REQUEST_ID
+from nanovllm_extras.serve.response_holder import replica_of
 from nanovllm_extras.serve.state import ServerOptions
 from nanovllm_extras.serve.streaming import DONE, named_event, to_event
 from nanovllm_extras.serve.workers import ClientGone, unless_client_leaves
@@ -39,6 +41,13 @@ logger = logging.getLogger(__name__)
 PASSED = ("/health", "/v1/models")
 POSTED = ("/v1/messages/count_tokens",)
 """Paths of requests with a body that generate nothing."""
+RESPONSES = (  # what is asked of the engine that stores a response
+    ("/v1/responses/input_tokens", ["POST"]),
+    ("/v1/responses/{response_id}", ["GET", "DELETE"]),
+    ("/v1/responses/{response_id}/input_items", ["GET"]),
+    ("/v1/responses/{response_id}/cancel", ["POST"]),
+)
+SEARCH_S = 1.0  # the engines are asked for their names at most once in this time
 CONNECT_S = 5.0  # timeout of a new connection to an engine
 EVENT_END = b"\n\n"
 NOT_PASSED = {"connection", "content-length", "date", "expect", "host", "keep-alive", "server", "te", "trailer"}
@@ -64,6 +73,7 @@ class Call(NamedTuple):
 
     method: str
     path: str
+    """The path, and the query if there is one."""
     headers: list[tuple[bytes, bytes]]
     """Bytes, because a key may be UTF-8."""
     body: bytes
@@ -83,6 +93,15 @@ class Upstream:
             return (await self._client.post(self.name + call.path, content=body, headers=headers)).status_code
         except httpx.TransportError as error:
             raise UnavailableError(repr(error)) from error
+
+    async def replica(self) -> str | None:
+        """Return the name of the server in the ids of responses; None if it does not answer."""
+        try:
+            values = (await self._client.get(self.name + "/version", timeout=CONNECT_S)).json()
+        except (httpx.TransportError, ValueError):
+            return None
+        name = values.get("replica") if isinstance(values, dict) else None
+        return name if isinstance(name, str) else None
 
     async def answer(self, call: Call) -> Response:
         """Return the server's answer. Raises UnavailableError before its first byte.
@@ -112,6 +131,28 @@ class Upstream:
                 await upstream.aclose()
 
 
+class Holders:
+    """Knows which of the engines stores which responses. An engine has another name after each start."""
+
+    def __init__(self, engines: Sequence[Upstream]) -> None:
+        self._engines = engines
+        self._names: dict[str, str] = {}  # name in ids -> URL
+        self._next_search = 0.0
+        self._searching = asyncio.Lock()
+
+    async def find(self, replica: str) -> str | None:
+        """Return the URL of the engine with this name in ids; None if there is none."""
+        async with self._searching:
+            now = asyncio.get_running_loop().time()
+            if replica not in self._names and now >= self._next_search:
+                self._next_search = now + SEARCH_S
+                names = await asyncio.gather(*(engine.replica() for engine in self._engines))
+                self._names = {
+                    name: engine.name for name, engine in zip(names, self._engines, strict=True) if name is not None
+                }
+        return self._names.get(replica)
+
+
 class Relay(StreamingResponse):
     """Sends an engine's stream of events unchanged, until the client disconnects.
 
@@ -121,6 +162,7 @@ class Relay(StreamingResponse):
     def __init__(self, upstream: httpx.Response, chunks: AsyncIterator[bytes], first: bytes) -> None:
         super().__init__(self._events(first, chunks), upstream.status_code, passed(upstream))
         self._upstream = upstream
+        self._num_events = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -136,6 +178,7 @@ class Relay(StreamingResponse):
             while True:
                 events, end, tail = tail.rpartition(EVENT_END)
                 if end:
+                    self._num_events += events.count(EVENT_END) + 1
                     yield events + end
                 chunk = await anext(chunks, None)
                 if chunk is None:
@@ -152,6 +195,10 @@ class Relay(StreamingResponse):
         """Return the events that end a stream with an error, in the form of the request's API."""
         if is_messages_path(self._upstream.url.path):
             return named_event("error", error.anthropic_body(self._upstream.headers.get(REQUEST_ID)))
+        if self._upstream.url.path.endswith("/responses"):
+            told = error.body()["error"]
+            fields = {name: told[name] for name in ("code", "message", "param")}
+            return named_event("error", {"type": "error", **fields, "sequence_number": self._num_events})
         return to_event(error.body()) + DONE
 
 
@@ -166,7 +213,8 @@ async def read(request: Request, max_bytes: int) -> Call:
     headers = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in NOT_PASSED]
     if request.client is not None:
         headers.append((b"x-forwarded-for", request.client.host.encode()))
-    return Call(request.method, request.url.path, headers, body)
+    query = f"?{request.url.query}" if request.url.query else ""
+    return Call(request.method, request.url.path + query, headers, body)
 
 
 def make_client() -> httpx.AsyncClient:
@@ -184,6 +232,7 @@ def make_front(options: FrontOptions) -> FastAPI:
     client = make_client()
     prefill, decode = Upstream(options.prefill, client), [Upstream(url, client) for url in options.decode]
     dispatcher = Dispatcher(prefill, decode, options.prefill_timeout_s)
+    holders = Holders(decode)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -192,11 +241,17 @@ def make_front(options: FrontOptions) -> FastAPI:
 
     async def generate(request: Request) -> Response:
         call = await read(request, options.max_request_bytes)
-        response: Response = await unless_client_leaves(request.receive, dispatcher.generate(call))
+        response: Response = await unless_client_leaves(request.receive, answer(request, call))
         return response
 
+    async def answer(request: Request, call: Call) -> Response:
+        replica = replica_of(request.url.path, call.body)
+        if replica is not None:  # only the engine that stores the response can compute the prompt
+            return await dispatcher.answer(call, await holders.find(replica))
+        return await (dispatcher.generate(call) if request.url.path in GENERATING else dispatcher.answer(call))
+
     async def pass_on(request: Request) -> Response:
-        return await dispatcher.answer(await read(request, options.max_request_bytes))
+        return await answer(request, await read(request, options.max_request_bytes))
 
     app = FastAPI(title="nanovllm front", openapi_url=None, lifespan=lifespan)
     for path in GENERATING:
@@ -205,5 +260,7 @@ def make_front(options: FrontOptions) -> FastAPI:
         app.add_route(path, pass_on, methods=["GET"])
     for path in POSTED:
         app.add_route(path, pass_on, methods=["POST"])
+    for path, methods in RESPONSES:
+        app.add_route(path, pass_on, methods=methods)
     install_error_handlers(app)
     return app

@@ -14,6 +14,7 @@ from ray.serve.config import RequestRouterConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.serve.disaggregation import PREFILL_TIMEOUT_S
 from nanovllm_extras.serve.ray.ingress import IngressDeployment
+from nanovllm_extras.serve.ray.load_router import LoadRouter
 from nanovllm_extras.serve.ray.ray_engine import Engine
 from nanovllm_extras.serve.ray.router import PrefixRouter, router_options
 from nanovllm_extras.serve.ray_options import RayOptions, count_gpus
@@ -133,7 +134,8 @@ def with_role(config: Config, role: str) -> Config:
 def router_config(of_ray: RayOptions, config: Config) -> RequestRouterConfig:
     """Return the configuration of the router: by load, or by prefix."""
     if of_ray.routing == "load":
-        return RequestRouterConfig()
+        by_load: Any = LoadRouter
+        return RequestRouterConfig(request_router_class=by_load)
     router: Any = PrefixRouter
     return RequestRouterConfig(request_router_class=router, request_router_kwargs=router_options(config.max_num_seqs))
 

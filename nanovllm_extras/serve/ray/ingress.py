@@ -27,6 +27,7 @@ from nanovllm_extras.serve.ray.calls import Call, Part
 from nanovllm_extras.serve.ray.ray_metrics import merge_texts
 from nanovllm_extras.serve.ray.replicas import Begun, Replicas
 from nanovllm_extras.serve.request_ids import NAME as REQUEST_ID
+from nanovllm_extras.serve.response_holder import replica_of
 from nanovllm_extras.serve.serve_settings import log_to_stderr
 from nanovllm_extras.serve.state import RETRY_LATER, Server, ServerOptions
 from nanovllm_extras.serve.streaming import DONE, named_event, to_event
@@ -127,7 +128,8 @@ class Ingress:
     async def _begin(self, path: str, call: Call) -> Begun:
         """Return the answer of an engine, which has begun."""
         if self._dispatcher is not None and call.method == "POST" and path in GENERATING:
-            return await self._dispatcher.generate(call)
+            is_held = replica_of(path, call.body) is not None  # only that replica can compute the prompt
+            return await (self._dispatcher.answer(call) if is_held else self._dispatcher.generate(call))
         return await self._engine.begin(call)
 
     async def _check_health(self) -> None:

@@ -31,6 +31,13 @@ class Prefix:
     prompt: str
 
 
+@dataclass(frozen=True)
+class Holder:
+    """The argument that the router reads if a request needs the replica that stores a response."""
+
+    replica: str
+
+
 def prefix_of(body: bytes) -> Prefix | None:
     """Return the key of a request's JSON, computed from its first `HEAD` bytes; None if it has no prompt."""
     try:

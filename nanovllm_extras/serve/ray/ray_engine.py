@@ -10,7 +10,7 @@ from ray import serve
 
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.ray.calls import Call, Part, run
-from nanovllm_extras.serve.ray.prefix import Prefix
+from nanovllm_extras.serve.ray.prefix import Holder, Prefix
 from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.serve_settings import keep_from_collector, log_to_stderr
 from nanovllm_extras.serve.state import Server, ServerOptions
@@ -41,11 +41,12 @@ class Engine:
         self._llm = AsyncLLM(**engine_options, max_queued_requests=max_queued_requests)
         keep_from_collector()
         self._app = make_app(options, self._llm)
+        self._app.state.server.responses.tag = serve.get_replica_context().replica_id.unique_id
         self._interval_s = interval_s
         self._num_answers = 0  # answers in progress
 
-    async def answer(self, prefix: Prefix | None = None, *, call: Call) -> AsyncGenerator[Part, None]:
-        """Yield the parts of the answer. prefix: read only by the router."""
+    async def answer(self, key: Prefix | Holder | None = None, *, call: Call) -> AsyncGenerator[Part, None]:
+        """Yield the parts of the answer. key: read only by the router."""
         if self._llm.thread.dead is not None:
             logger.error("this process ends, because its engine is dead")
             asyncio.get_running_loop().call_later(EXIT_S, os._exit, 1)

@@ -10,7 +10,8 @@ from ray.serve.handle import DeploymentResponseGenerator
 
 from nanovllm_extras.serve.disaggregation import UnavailableError, prefill_headers
 from nanovllm_extras.serve.ray.calls import Call, Part
-from nanovllm_extras.serve.ray.prefix import prefix_of
+from nanovllm_extras.serve.ray.prefix import Holder, Prefix, prefix_of
+from nanovllm_extras.serve.response_holder import replica_of
 
 HEALTH_S = 5.0  # timeout for the answers of the replicas
 HEALTH_AGE_S = 1.0  # time for which the result of a health check is cached
@@ -39,8 +40,11 @@ class Replicas:
 
         needs_body: wait for a byte of the body. A stream's status and headers may arrive earlier.
         """
-        prefix = prefix_of(call.body) if call.method == "POST" else None
-        parts = self._answers.remote(*([] if prefix is None else [prefix]), call=call)
+        replica = replica_of(call.path, call.body)
+        key: Prefix | Holder | None = None if replica is None else Holder(replica)
+        if key is None and call.method == "POST":
+            key = prefix_of(call.body)
+        parts = self._answers.remote(*([] if key is None else [key]), call=call)
         try:
             first = await anext(parts)
             while needs_body and not (first.body or first.is_last):

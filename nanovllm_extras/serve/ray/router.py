@@ -13,6 +13,8 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
+from nanovllm_extras.serve.ray.load_router import holders, needs_holder
+
 logger = logging.getLogger(__name__)
 
 MAX_KEYS = 400_000  # characters of all keys: 25 million characters of prompts
@@ -49,7 +51,8 @@ def router_options(max_num_seqs: int) -> dict[str, object]:
 
 
 class PrefixRouter(PrefixCacheAffinityRouter):
-    """Ray's router with two changes: it falls back to routing by load, and routes requests one at a time.
+    """Ray's router with three changes: it falls back to routing by load, routes requests one at a time, and sends
+    requests that need a stored response to the replica that stores it.
 
     If Ray's router raises, the request waits forever. It raises if the tree contains a replica that this process does
     not know yet, or if the tree's actor has died. Ray's router also chooses replicas for all waiting requests before it
@@ -61,6 +64,8 @@ class PrefixRouter(PrefixCacheAffinityRouter):
         self._one_at_a_time = asyncio.Lock()
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> Any:
+        if needs_holder(pending_request):
+            return holders(pending_request, candidate_replicas)
         async with self._one_at_a_time:
             await asyncio.sleep(0)  # now the previous request is sent, and its replica's queue counts it
             try:
@@ -72,6 +77,8 @@ class PrefixRouter(PrefixCacheAffinityRouter):
     _by_load: Any = PowerOfTwoChoicesRequestRouter.choose_replicas
 
     def on_request_routed(self, *arguments: Any) -> None:
+        if needs_holder(arguments[0]):
+            return  # it has no key for the tree
         try:
             super().on_request_routed(*arguments)
         except RayError as error:

@@ -31,12 +31,13 @@ async def health(server: ReadyServer) -> Response:
 
 @router.get("/version")
 @router.head("/version", include_in_schema=False)
-async def show_version() -> dict[str, str]:
-    """Return the version of nanovllm."""
+async def show_version(server: AnyServer) -> dict[str, str]:
+    """Return the version of nanovllm, and the name of this replica in the ids of responses."""
     try:
-        return {"version": version("nanovllm")}
+        number = version("nanovllm")
     except PackageNotFoundError:  # run from a folder that was not installed
-        return {"version": "unknown"}
+        number = "unknown"
+    return {"version": number, "replica": server.responses.tag}
 
 
 @router.get("/metrics")

@@ -219,6 +219,52 @@ def test_decode_engines_take_turns_and_one_that_fails_before_the_first_byte_is_r
     assert [len(one.requests) for one in broken] == [1, 2, 2, 2], "the second request began with the second engine"
 
 
+def test_a_response_is_asked_of_the_engine_that_stores_it(engines):
+    """Two decode engines take turns, and only one of them stores a response. Oracle: the whole conversation."""
+    path, options = "/v1/responses", FrontOptions(engines[0].url, tuple(engine.url for engine in reversed(engines)))
+    body = {"input": "Where is it?", "max_output_tokens": 5, "temperature": 0, "ignore_eos": True}
+
+    async def talk():
+        app = make_front(options)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://front", timeout=30) as client,
+        ):
+            items, previous, replicas = [], {}, set()
+            for turn in range(5):
+                message = {"type": "message", "role": "user", "content": f"{turn}?"}
+                one = (await client.post(path, json=body | {"input": [message]} | previous)).json()
+                items.append(message)
+                whole = (await client.post(path, json=body | {"input": items, "store": False})).json()
+                assert one["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+                assert texts(one) == texts(whole)
+                items += one["output"]
+                previous = {"previous_response_id": one["id"]}
+                replicas.add(one["id"].split("_")[1])
+            assert len(replicas) == 1
+            counted = (await client.post(path + "/input_tokens", json={"input": "And?", **previous})).json()
+            assert counted["input_tokens"] > one["usage"]["input_tokens"]
+            references = [{"type": "item_reference", "id": one["output"][0]["id"]}]
+            for _ in range(2):
+                by_id = await client.post(path, json=body | {"input": references})
+                assert by_id.status_code == 200, by_id.text
+                assert (await client.get(f"{path}/{one['id']}")).json() == one
+                page = await client.get(f"{path}/{one['id']}/input_items", params={"limit": 1, "order": "asc"})
+                assert [item["content"][0]["text"] for item in page.json()["data"]] == ["0?"]
+            assert (await client.post(f"{path}/{one['id']}/cancel")).status_code == 400, "it has ended"
+            assert (await client.delete(f"{path}/{one['id']}")).json()["deleted"]
+            assert (await client.get(f"{path}/{one['id']}")).status_code == 404
+            stranger = await client.post(path, json=body | {"previous_response_id": f"resp_abc_{'0' * 32}"})
+            assert stranger.json()["error"]["code"] == "previous_response_not_found"
+
+    asyncio.run(talk())
+
+
+def texts(response):
+    return [part["text"] for item in response["output"] for part in item["content"]]
+
+
 def test_without_a_decode_engine_the_answer_is_503(engines):
     [response, health] = ask(
         FrontOptions(engines[0].url, (NOBODY, NOBODY)),

@@ -90,7 +90,18 @@ def without_names(value):
     if isinstance(value, list):
         return [without_names(one) for one in value]
     if isinstance(value, dict):
-        names = ("id", "item_id", "request_id", "created", "created_at", "cached_tokens", "root")
+        names = (
+            "id",
+            "item_id",
+            "request_id",
+            "created",
+            "created_at",
+            "completed_at",
+            "cached_tokens",
+            "cache_write_tokens",
+            "replica",
+            "root",
+        )
         if "cache_read_input_tokens" in value:  # of a message, whose `input_tokens` are without them
             value = {**value, "input_tokens": value["input_tokens"] + value["cache_read_input_tokens"]}
             value.pop("cache_read_input_tokens")
@@ -287,7 +298,32 @@ def test_answers_are_those_of_the_server_without_ray(client, alone):
     assert (large.status_code, large.json()["error"]["type"]) == (413, "invalid_request_error")
 
 
-def check_messages(client):
+def test_a_response_is_asked_of_the_replica_that_stores_it(client):
+    """Conversations whose first turns are distributed. Oracle: the whole conversation."""
+    path, body = "/v1/responses", {"max_output_tokens": 5, "temperature": 0}
+    replicas = set()
+    for i in range(8):
+        items, previous, own = [], {}, set()
+        for turn in range(4):
+            message = {"type": "message", "role": "user", "content": f"{'abcdefgh'[i] * 200} {turn}?"}
+            items.append(message)
+            one = client.post(path, json=body | {"input": [message]} | previous).json()
+            whole = client.post(path, json=body | {"input": items, "store": False}).json()
+            assert one["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+            assert client.get(f"{path}/{one['id']}").json() == one
+            items += one["output"]
+            previous = {"previous_response_id": one["id"]}
+            own.add(one["id"].split("_")[1])
+        assert len(own) == 1
+        replicas |= own
+        assert client.get(f"{path}/{one['id']}", headers={"Authorization": "Bearer key-2"}).status_code == 404
+        page = client.get(f"{path}/{one['id']}/input_items", params={"limit": 1, "order": "asc"}).json()
+        assert page["data"][0]["content"][0]["text"].endswith("0?")
+        assert client.request("DELETE", f"{path}/{one['id']}").json()["deleted"]
+        assert client.get(f"{path}/{one['id']}").status_code == 404
+    assert len(replicas) == 2
+    gone = client.post(path, json=body | {"input": "a", "previous_response_id": f"resp_gone_{'0' * 32}"})
+    assert gone.json()["error"]["code"] == "previous_response_not_found"
     """Streams end as they should, and errors of a replica and of the ingress have the form and the name they need."""
     path, body = "/v1/messages", chat(QUESTIONS[0], temperature=0, max_tokens=20)
     stream = client.post(path, json=body | {"stream": True}).text
