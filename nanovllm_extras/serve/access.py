@@ -19,7 +19,14 @@ from nanovllm_extras.serve.errors import APIError
 from nanovllm_extras.serve.pace import Pace
 from nanovllm_extras.serve.state import Server
 
-OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/ui")  # no key: monitors read them; `/ui` contains no data
+OPEN_PATHS = (
+    "/health",
+    "/ping",
+    "/version",
+    "/load",
+    "/metrics",
+    "/ui",
+)  # no key: monitors read them; `/ui` contains no data
 MAX_ADDRESSES = 10_000
 MAX_HEADER_BYTES = 64 * 2**10
 LINGER_S = 5  # after a refusal, the server reads what the client still sends for this long

@@ -73,6 +73,7 @@ def add_server_options(group: argparse._ArgumentGroup) -> None:
         "enable-kv-slots",
         "save and restore K and V of prompts by name, at /slots; needs a K/V store in a folder",
     )
+    flag(group, "enable-tokenizer-info-endpoint", "return the tokenizer's configuration at /tokenizer_info")
     flag(group, "enable-auto-tool-choice", "no effect (vLLM's option): calls are always parsed if a request has tools")
     add(group, "drain-timeout", seconds, "time for requests to finish after SIGTERM", ServerOptions.drain_timeout_s)
 
@@ -234,6 +235,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         drain_timeout_s=args.server_drain_timeout,
         timeout_keep_alive_s=args.server_timeout_keep_alive,
         enable_kv_slots=args.server_enable_kv_slots,
+        enable_tokenizer_info=args.server_enable_tokenizer_info_endpoint,
         max_stored_responses=args.server_max_stored_responses,
         max_stored_response_bytes=args.server_max_stored_response_bytes,
         max_stored_response_age_s=args.server_max_stored_response_age,

@@ -63,6 +63,8 @@ class ServerOptions:
 
     enable_kv_slots: bool = False
     """Whether prompts can be saved and restored by name, at `/slots`."""
+    enable_tokenizer_info: bool = False
+    """Whether `/tokenizer_info` returns the configuration of the tokenizer, which has the chat template."""
     timeout_keep_alive_s: float = 75.0
     """The time in seconds after which a connection without a request is closed. Longer than that of proxies (60 s)."""
 

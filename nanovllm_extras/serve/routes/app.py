@@ -45,6 +45,8 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
     app.state.server = Server(options, Metrics(options.model_names[0]))
     for routes in (chat, completions, responses, stored_responses, messages, embeddings, info):
         app.include_router(routes.router)
+    if options.enable_tokenizer_info:
+        app.include_router(info.tokenizer_router)
     if options.enable_kv_slots:
         app.include_router(slots_route.router)
     if live is not None:

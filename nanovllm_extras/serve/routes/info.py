@@ -1,5 +1,6 @@
 """Handle the routes that do not generate: health, version, metrics, models, and the tokenizer."""
 
+import math
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
@@ -15,6 +16,8 @@ from nanovllm_extras.serve.streaming import JSON
 from nanovllm_extras.serve.workers import Check
 
 router = APIRouter(route_class=JSONRoute)
+tokenizer_router = APIRouter(route_class=JSONRoute)
+"""The route that an operator must enable, because chat templates may be private."""
 
 Tokenizer = TypeVar("Tokenizer")
 
@@ -45,6 +48,33 @@ async def show_version(server: AnyServer) -> dict[str, str]:
 async def metrics(server: AnyServer) -> Response:
     """Return the metrics for Prometheus."""
     return Response(server.metrics.as_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/load")
+@router.head("/load", include_in_schema=False)
+async def load(server: AnyServer) -> dict[str, int]:
+    """Return the number of requests in progress, for load balancers."""
+    return {"server_load": server.num_in_progress}
+
+
+@tokenizer_router.get("/tokenizer_info")
+@tokenizer_router.head("/tokenizer_info", include_in_schema=False)
+async def tokenizer_info(server: ReadyServer) -> Response:
+    """Return the configuration of the tokenizer, with the chat template."""
+    tokenizer = require_tokenizer(server.check_ready().engine.tokenizer)
+    values = {name: as_json(value) for name, value in tokenizer.init_kwargs.items()}
+    name = {"tokenizer_class": type(tokenizer).__name__}
+    return JSON(values | name | {"chat_template": as_json(tokenizer.chat_template)})
+
+
+def as_json(value: object) -> object:
+    """Return a value of a tokenizer's configuration as JSON. Objects such as tokens become texts."""
+    if isinstance(value, dict):
+        return {str(name): as_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(one) for one in value]
+    is_plain = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_plain else str(value)
 
 
 @router.get("/v1/models")

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm_extras.vllm.vllm_metrics import Histogram, make_metrics
@@ -229,3 +230,35 @@ def test_each_request_has_a_line_in_the_log(client, caplog):
         served,
     )
     assert refused.startswith("POST /v1/completions 400 ")
+
+
+def test_the_load_is_the_number_of_requests_in_progress(new_client):
+    """Oracle: the requests that have been sent. A balancer needs no key."""
+    client = new_client(api_keys=("k",))
+    headers, body = {"Authorization": "Bearer k"}, {"prompt": "a", "max_tokens": 60, "ignore_eos": True}
+
+    async def work():
+        transport = httpx.ASGITransport(client.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as one:
+
+            async def load():
+                return (await one.get("/load")).json()["server_load"]
+
+            assert await load() == 0
+            asking = [asyncio.ensure_future(one.post("/v1/completions", json=body, headers=headers)) for _ in range(3)]
+            found = set()
+            while not all(task.done() for task in asking):
+                found.add(await load())
+                await asyncio.sleep(0.001)
+            assert max(found) == 3
+            assert await load() == 0
+
+    asyncio.run(work())
+
+
+def test_the_tokenizer_is_described_if_the_operator_allows_it(client, new_client, llm):
+    assert client.get("/tokenizer_info").status_code == 404
+    info = new_client(enable_tokenizer_info=True).get("/tokenizer_info").json()
+    tokenizer = llm.engine.tokenizer
+    assert (info["tokenizer_class"], info["chat_template"]) == (type(tokenizer).__name__, tokenizer.chat_template)
+    assert info["eos_token"] == str(tokenizer.eos_token)

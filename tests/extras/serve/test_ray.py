@@ -324,6 +324,9 @@ def test_a_response_is_asked_of_the_replica_that_stores_it(client):
     assert len(replicas) == 2
     gone = client.post(path, json=body | {"input": "a", "previous_response_id": f"resp_gone_{'0' * 32}"})
     assert gone.json()["error"]["code"] == "previous_response_not_found"
+
+
+def check_messages(client):
     """Streams end as they should, and errors of a replica and of the ingress have the form and the name they need."""
     path, body = "/v1/messages", chat(QUESTIONS[0], temperature=0, max_tokens=20)
     stream = client.post(path, json=body | {"stream": True}).text
