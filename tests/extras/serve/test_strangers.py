@@ -79,7 +79,8 @@ def test_all_routes_but_five_need_a_key(new_client):
         path: any(client.request(method, path).status_code != 401 for method in ("GET", "POST", "HEAD", "OPTIONS"))
         for path in [*paths, *others]
     }
-    assert {path for path, one in is_open.items() if one} == {"/health", "/health/", "/ping", "/version", "/metrics", "/load"}
+    without_a_key = {path for path, one in is_open.items() if one}
+    assert without_a_key == {"/health", "/health/", "/ping", "/version", "/metrics", "/load"}
 
 
 def test_a_refused_key_does_not_use_up_anybodys_rate(new_client):
