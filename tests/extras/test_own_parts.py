@@ -194,3 +194,34 @@ def test_a_server_whose_scheduler_waits_for_the_clock_leaves_the_processor_to_ot
         begun = time.process_time()
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         assert time.process_time() - begun < 0.15
+
+
+RANKS_FILE = """
+import os
+
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.scheduler import Scheduler
+
+
+class Backend(TorchAttention):
+    def attend(self, *inputs):
+        with open(__file__ + ".used", "a") as file:
+            print(os.getpid(), file=file)
+        return super().attend(*inputs)
+
+
+class Own(Scheduler):
+    pass
+
+
+attention_backend, scheduler_cls = Backend, Own
+"""
+
+
+@pytest.mark.slow
+def test_each_rank_imports_the_file_itself(tmp_path, expected):
+    path = tmp_path / "of_ranks.py"
+    path.write_text(RANKS_FILE, encoding="utf-8")
+    with LLM(TINY_QWEN3, device="cpu", num_kv_blocks=64, extension=path, tensor_parallel_size=2) as llm:
+        assert llm.generate("What is a block table?", GREEDY, use_tqdm=False)[0].outputs[0].text == expected
+    assert len(set((tmp_path / "of_ranks.py.used").read_text(encoding="utf-8").split())) == 2
