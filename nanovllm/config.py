@@ -84,7 +84,7 @@ class Config:
     runner_cls: Any = checked(None, check_class)
     """A subclass of `ModelRunner`."""
     sampler_cls: Any = checked(None, check_callable)
-    """A function in the place of `sample_tokens`."""
+    """A function that replaces `sample_tokens`."""
     models: Mapping[str, Any] | None = checked(None, check_mapping)
     """Names in `architectures` of config.json, and the classes of their networks (docs/adding_a_model.md)."""
     extra_args: Mapping[str, type] | None = checked(None, check_classes)

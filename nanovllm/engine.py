@@ -32,7 +32,7 @@ PARTS = {
     "prefix_cache_cls": PrefixCache,
     "runner_cls": ModelRunner,
 }
-"""Option -> the class that another one may take the place of."""
+"""Option -> the class that another one may replace."""
 
 
 class LLMEngine:
