@@ -45,7 +45,8 @@ def document():
     names, definitions = models_json_schema([(one, "validation") for one in ITEMS.values()], ref_template=reference)
     schemas = whole["components"]["schemas"]
     schemas |= definitions["$defs"]
-    _, items = schemas["ResponsesRequest"]["properties"]["input"]["anyOf"]
+    inputs = schemas["ResponsesRequest"]["properties"]["input"]["anyOf"]
+    items = next(one for one in inputs if one.get("type") == "array")
     items["items"] = {"anyOf": list(names.values())}
     return whole
 
