@@ -35,6 +35,12 @@ PARTS = {
 """Option -> the class that another one may replace."""
 
 
+def check_parts(config: Config) -> None:
+    """Raise TypeError unless the user's own classes extend those that they replace."""
+    for name, kind in PARTS.items():
+        check_class(name, getattr(config, name), kind)
+
+
 class LLMEngine:
     """Add requests, and call `step()` while `has_unfinished_requests()`. The `make_…` methods choose the parts."""
 
@@ -175,8 +181,7 @@ class LLMEngine:
     def check_config(self, config: Config) -> Config:
         if not isinstance(config, Config):
             raise TypeError(f"config must be a Config, got {config!r}")
-        for name, kind in PARTS.items():
-            check_class(name, getattr(config, name), kind)
+        check_parts(config)
         return narrowed(config, Config)
 
     def find_folder(self) -> Path:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from nanovllm import engine
 from nanovllm.batch import Batch
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks import check_class
 from nanovllm.loader import read_json
 from nanovllm.prompts import Prompt
 from nanovllm.scheduler import Scheduler, Step
@@ -335,8 +334,7 @@ class LLMEngine(engine.LLMEngine):
             config = Config(**vars(config))
         if not isinstance(config, Config):
             raise TypeError(f"config must be a Config, got {config!r}")
-        for name, kind in engine.PARTS.items():
-            check_class(name, getattr(config, name), kind)
+        engine.check_parts(config)
         return config
 
     def find_folder(self) -> Path:

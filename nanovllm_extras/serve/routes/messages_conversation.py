@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TypedDict
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
@@ -30,6 +29,7 @@ from nanovllm_extras.serve.messages.anthropic_protocol import (
     ToolUseBlock,
 )
 from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest, GenerationRequest, TokenizeRequest
+from nanovllm_extras.serve.routes.responses_conversation import Message
 
 SHARED = GenerationRequest.model_fields.keys() - {"stream_options", "response_format", "n", "stop"}
 FIELDS = {"response_format": "output_config", "stop": "stop_sequences"}
@@ -38,17 +38,6 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 ERROR = "Error: "  # before the result of a tool that has failed: chats have no field for this
 NOT_STORED = "thread cannot be used: messages are not stored; send the whole conversation"
 NO_RESULT = "the last message has a tool_use block, so a message of the user with its tool_result must follow"
-
-
-class Message(TypedDict, total=False):
-    """A message of a chat."""
-
-    role: str
-    content: str
-    tool_call_id: str
-    tool_calls: list[dict[str, object]]
-    reasoning: str
-    reasoning_content: str
 
 
 def to_chat(body: MessagesRequest, bounds: Bounds) -> ChatCompletionRequest:
