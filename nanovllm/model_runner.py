@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm import sampler
 from nanovllm.batch import Batch, largest_batch, to_device
 from nanovllm.config import Config, resolve_device, resolve_dtype
 from nanovllm.cuda_graphs import CudaGraphs
@@ -20,6 +19,7 @@ from nanovllm.layers.attention import AttentionMetadata, BackendError, LoadedMod
 from nanovllm.loader import allocate, init_dummy_weights, load_weights, read_json
 from nanovllm.models.qwen3 import ModelConfig, Qwen3ForCausalLM
 from nanovllm.plugins import choose_backends, find_architecture
+from nanovllm.sampler import sample_tokens
 from nanovllm.scheduler import Step
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class ModelRunner:
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config
         self.folder = folder
+        self.sample_tokens = config.sampler_cls or sample_tokens
         self.model_class, self.shape = self.find_network()
         longest = self.shape.max_position_embeddings
         self.max_model_len = config.max_model_len or longest
@@ -112,8 +113,9 @@ class ModelRunner:
     def sample(self, hidden: Tensor, batch: Batch) -> Tensor:
         """hidden: [num_samples, hidden_size] -> token ids [num_samples] int64"""
         logits = self.model.compute_logits(hidden)  # [num_samples, vocab_size]
-        sample_tokens = self.config.sampler_cls or sampler.sample_tokens
-        return sample_tokens(logits, **vars(batch.sampling), argmax=self.backend.argmax)  # the fields are arguments
+        return self.sample_tokens(
+            logits, **vars(batch.sampling), argmax=self.backend.argmax
+        )  # the fields are arguments
 
     # ---- the start
 

@@ -34,7 +34,6 @@ from nanovllm.config import Config
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.loader import load_tokenizer
 from nanovllm.model_runner import ModelRunner
-from nanovllm.sampler import sample_tokens
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import Sequence
 
@@ -99,8 +98,7 @@ class ChoiceRunner(ModelRunner):
                 kept = logits[row, indices]
                 logits[row] = -torch.inf
                 logits[row, indices] = kept
-        sample = self.config.sampler_cls or sample_tokens
-        return sample(logits, **vars(batch.sampling), argmax=self.backend.argmax)
+        return self.sample_tokens(logits, **vars(batch.sampling), argmax=self.backend.argmax)
 
 
 runner_cls = ChoiceRunner

@@ -36,7 +36,6 @@ from nanovllm.layers.attention import AttentionMetadata, BackendError
 from nanovllm.loader import WEIGHT_DTYPES, places_of
 from nanovllm.model_runner import ModelRunner
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.sampler import sample_tokens
 from nanovllm.scheduler import Step
 from nanovllm.sequence import Sequence
 
@@ -69,8 +68,7 @@ class RolloutRunner(ModelRunner):
 
     def sample(self, hidden: Tensor, batch: Batch) -> Tensor:
         logits = self.model.compute_logits(hidden)  # [num_samples, vocab_size]
-        sampler = self.config.sampler_cls or sample_tokens
-        token_ids = sampler(logits, **vars(batch.sampling), argmax=self.backend.argmax)  # [num_samples]
+        token_ids = self.sample_tokens(logits, **vars(batch.sampling), argmax=self.backend.argmax)  # [num_samples]
         found = logits.float().log_softmax(dim=-1).gather(1, token_ids[:, None])[:, 0].tolist()
         for seq, log_prob in zip(self.samples, found, strict=True):
             so_far = self.log_probs.setdefault((seq.request_id, seq.sample_index), [])

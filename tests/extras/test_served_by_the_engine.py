@@ -65,7 +65,7 @@ def test_the_classes_that_run_are_the_engines_own():
     expected = [LLM, engine.LLMEngine, model_runner.ModelRunner, scheduler.Scheduler, block_manager.BlockManager]
     assert list(map(type, parts)) == [*expected, prefix_cache.PrefixCache]
     assert type(llm.engine.runner.backend) is CpuBackend
-    assert model_runner.sampler is sampler
+    assert model_runner.sample_tokens is sampler.sample_tokens
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,19 @@ CHAT_TEMPLATE = (
 NUM_BLOCKS = 512
 
 
+def named_events(response):
+    """The events of a stream whose events have names, which are checked."""
+    assert response.status_code == 200, response.text
+    *blocks, nothing = response.text.split("\n\n")
+    assert nothing == ""
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
 class Client:
     """Calls an application; each call is an event loop of its own."""
 

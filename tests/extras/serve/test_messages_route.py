@@ -20,6 +20,7 @@ from nanovllm_extras.serve.parsers.parser_registry import Parsers
 from nanovllm_extras.serve.routes import messages_route
 from nanovllm_extras.serve.routes.messages_blocks import SIGNATURE, ContentBlocks
 from tests.conftest import examples
+from tests.extras.serve.conftest import named_events
 
 PATH, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
 
@@ -42,15 +43,7 @@ def ask(client, **body):
 
 def stream(client, **body):
     """The events without pings. Names and order are checked."""
-    response = client.post(PATH, body_of(**body, stream=True))
-    assert response.status_code == 200, response.text
-    *blocks, nothing = response.text.split("\n\n")
-    assert nothing == ""
-    events = []
-    for block in blocks:
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
+    events = named_events(client.post(PATH, body_of(**body, stream=True)))
     assert events[1] == {"type": "ping"}
     return [event for event in events if event != {"type": "ping"}]
 

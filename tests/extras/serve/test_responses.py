@@ -11,6 +11,7 @@ import pytest
 from test_structured import ADD, CALL, FORMAT, MESSAGES, NUMBER, SCHEMA, TEMPLATE, WEATHER
 
 from nanovllm_extras.serve.messages.responses_protocol import ResponseTool
+from tests.extras.serve.conftest import named_events
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 FLAT_ADD = {"type": "function", **ADD["function"]}
@@ -29,15 +30,7 @@ def ask(client, **body):
 
 def stream(client, **body):
     """The events, whose names and numbers are checked."""
-    response = client.post(PATH, {"input": "What?", "max_output_tokens": 400, **body, "stream": True})
-    assert response.status_code == 200, response.text
-    *blocks, nothing = response.text.split("\n\n")
-    assert nothing == ""
-    events = []
-    for block in blocks:
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
+    events = named_events(client.post(PATH, {"input": "What?", "max_output_tokens": 400, **body, "stream": True}))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 
