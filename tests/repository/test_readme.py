@@ -107,7 +107,7 @@ def test_comments_name_files_that_are_there():
     """`scheduler.py`, or `parallel/messages.py`: the end of the path of a file."""
     folders = ("nanovllm", "nanovllm_extras", "nanovllm_testing", "benchmarks", "labs", "tools")
     files = [file for folder in folders for file in ROOT.glob(f"{folder}/**/*.py")]
-    there = [*files, *(file for pattern in ("*.py", "tests/**/*.py", "examples/**/*.py") for file in ROOT.glob(pattern))]
+    there = [*files, *ROOT.glob("*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/**/*.py")]
     known = " ".join(f"/{file.relative_to(ROOT)}" for file in there)
     named = {(file.name, name) for file in files for name in re.findall(r"`([\w./]+\.py)`", file.read_text("utf-8"))}
     missing = [one for one in sorted(named) if f"/{one[1]} " not in f"{known} "]
