@@ -1,11 +1,13 @@
 """Run the commands of `nanovllm COMMAND …`, or `python -m nanovllm_extras COMMAND …`.
 
 The module of a command is imported only when the command is run, so that the other commands do not need its packages.
-The module has a function `main(arguments: list[str]) -> int | None`, which returns the exit status.
+The module has a function `main(arguments: list[str]) -> int | None`, which returns the exit status. If the packages of
+the module are missing, its options can still be listed (`--help`), and a wrong command line is still an error.
 """
 
 import importlib
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,23 +21,40 @@ class Command(NamedTuple):
     extra: str
     """The extra of pyproject.toml that installs the packages of the module."""
     help: str
+    options: str = ""
+    """The module whose `make_parser()` needs no extra; empty if `module` needs none."""
 
 
 COMMANDS: dict[str, Command] = {
     "serve": Command(
-        "nanovllm_extras.serve.commands.serve_command", "serve", "serve a model over HTTP, with OpenAI's API"
+        "nanovllm_extras.serve.commands.serve_command",
+        "serve",
+        "serve a model over HTTP, with OpenAI's API",
+        "nanovllm_extras.serve.serve_settings",
     ),
     "front": Command(
         "nanovllm_extras.serve.commands.front_command",
         "front",
         "send requests to a prefill engine, then to a decode engine",
+        "nanovllm_extras.serve.commands.front_options",
     ),
     "run-batch": Command(
-        "nanovllm_extras.serve.batch.command", "batch", "answer files of requests, on one machine or with Ray"
+        "nanovllm_extras.serve.batch.command",
+        "batch",
+        "answer files of requests, on one machine or with Ray",
+        "nanovllm_extras.serve.batch.batch_options",
     ),
-    "chat": Command("nanovllm_extras.terminal.chat_command", "chat", "talk to a model in the terminal"),
+    "chat": Command(
+        "nanovllm_extras.terminal.chat_command",
+        "chat",
+        "talk to a model in the terminal",
+        "nanovllm_extras.terminal.chat_arguments",
+    ),
     "bench serve": Command(
-        "nanovllm_extras.bench.benchmark", "bench", "measure an OpenAI-compatible server under load"
+        "nanovllm_extras.bench.benchmark",
+        "bench",
+        "measure an OpenAI-compatible server under load",
+        "nanovllm_extras.bench.bench_options",
     ),
     "bench compare": Command(
         "nanovllm_extras.bench.compare", "", "measure your own scheduler, cache or kernel against the engine"
@@ -43,7 +62,12 @@ COMMANDS: dict[str, Command] = {
     "check": Command(
         "nanovllm_extras.cli.check_command", "", "check what computes on this machine, and what is missing"
     ),
-    "learn": Command("labs.learn.learn_command", "learn", "exercises: write an engine's parts, with a checker"),
+    "learn": Command(
+        "labs.learn.learn_command",
+        "learn",
+        "exercises: write an engine's parts, with a checker",
+        "labs.learn.learn_options",
+    ),
     "test": Command(
         "nanovllm_testing.command", "", "find faults in a scheduler, a cache, a backend or a sampler of your own"
     ),
@@ -90,6 +114,9 @@ def run_words(arguments: list[str]) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         print(usage())
         return 0
+    if arguments == ["--version"]:
+        print(describe_version())
+        return 0
     if arguments:
         print(f"nanovllm: unknown command {arguments[0]!r}\n", file=sys.stderr)
     print(usage(), file=sys.stderr)
@@ -97,7 +124,10 @@ def run_words(arguments: list[str]) -> int:
 
 
 def run(name: str, command: Command, arguments: list[str]) -> int:
-    """Import and run a command, and return its exit status: 1 if a package or the checkout is missing."""
+    """Import and run a command, and return its exit status: 1 if a package or the checkout is missing.
+
+    If a package is missing, the options are parsed all the same: `--help` and a wrong option exit here.
+    """
     if command.module.startswith("labs.") and not find_labs():
         print(
             f"nanovllm {name}: the exercises are part of a checkout, and not installed: `git clone` the repository, "
@@ -115,10 +145,24 @@ def run(name: str, command: Command, arguments: list[str]) -> int:
             "labs",
         ):
             raise
-        install = f"pip install 'nanovllm[{command.extra}]'"
-        print(f"nanovllm {name} needs the package {error.name}: run {install}", file=sys.stderr)
+        if command.options:
+            importlib.import_module(command.options).make_parser().parse_args(arguments)
+        print(f"nanovllm {name} needs the package {error.name}: run {install_command(command.extra)}", file=sys.stderr)
         return 1
     return module.main(arguments) or 0
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra where this Python finds them."""
+    return f"{sys.executable} -m pip install 'nanovllm[{extra}]'"
+
+
+def describe_version() -> str:
+    """Return the name and the version of the installed package."""
+    try:
+        return f"nanovllm {version('nanovllm')}"
+    except PackageNotFoundError:
+        return "nanovllm, a folder of sources that is not installed"
 
 
 def find_labs() -> bool:
@@ -145,6 +189,6 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "nanovllm COMMAND --help lists a command's options.",
+            "nanovllm COMMAND --help lists a command's options, and nanovllm --version prints the version.",
         ]
     )

@@ -20,13 +20,13 @@ from typing import Generic, Protocol, TypeVar
 from nanovllm_extras.serve.anthropic_errors import OVERLOADED
 from nanovllm_extras.serve.body import SHORT_BODY, parse
 from nanovllm_extras.serve.errors import APIError
-from nanovllm_extras.serve.state import RETRY_LATER, ServerOptions
+from nanovllm_extras.serve.server_options import PREFILL_TIMEOUT_S, ServerOptions
+from nanovllm_extras.serve.state import RETRY_LATER
 
 logger = logging.getLogger(__name__)
 
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 """The paths of the requests that a prefill engine gets."""
-PREFILL_TIMEOUT_S = 60
 NOT_PREFILLED = {"stream_options", "max_completion_tokens", "min_tokens", "best_of", "logprobs", "top_logprobs"}
 NOT_PREFILLED |= {"echo", "response_format", "structured_outputs", "return_token_ids", "return_prefix_misses"}
 NOT_PREFILLED |= {"include", "max_output_tokens", "metadata", "text"}  # of responses

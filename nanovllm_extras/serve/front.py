@@ -24,7 +24,6 @@ from nanovllm_extras.serve.access import limited
 from nanovllm_extras.serve.anthropic_errors import is_messages_path
 from nanovllm_extras.serve.disaggregation import (
     GENERATING,
-    PREFILL_TIMEOUT_S,
     Dispatcher,
     UnavailableError,
     prefill_headers,
@@ -32,7 +31,7 @@ from nanovllm_extras.serve.disaggregation import (
 from nanovllm_extras.serve.errors import APIError, install_error_handlers
 from nanovllm_extras.serve.request_ids import NAME as REQUEST_ID
 from nanovllm_extras.serve.response_holder import replica_of
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import PREFILL_TIMEOUT_S, ServerOptions
 from nanovllm_extras.serve.streaming import DONE, named_event, to_event
 from nanovllm_extras.serve.workers import ClientGone, unless_client_leaves
 

@@ -17,7 +17,7 @@ from nanovllm_extras.options.store_options import check_folder
 from nanovllm_extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, parsers_named
 from nanovllm_extras.serve.ray_options import RayOptions, add_ray_options, ray_options
 from nanovllm_extras.serve.serve_checks import check_tls
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from nanovllm_extras.vllm.engine_args import EngineArgs
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"

@@ -1,6 +1,5 @@
 """`nanovllm COMMAND …`: each command is its module's, and names the extra that it lacks."""
 
-import builtins
 import contextlib
 import os
 import signal
@@ -51,29 +50,87 @@ def test_what_is_no_command_lists_those_that_are(commands, capsys):
     assert "bench serve  measure a server" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [name for name, command in entrance.COMMANDS.items() if command.extra])
-def test_a_missing_package_is_named_with_its_extra(name, monkeypatch, capsys):
-    """As if only the package's own dependencies were installed."""
-    command = entrance.COMMANDS[name]
-    import_module = builtins.__import__
+OPTIONAL = {
+    *("fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "prometheus_client", "httpx", "pyarrow", "ray"),
+    *("prompt_toolkit", "rich", "aiohttp", "matplotlib", "hypothesis", "watchfiles", "playwright", "PIL"),
+    *("llguidance", "gguf", "compressed_tensors", "jsonschema"),
+}
+"""The packages that only extras install."""
+WITHOUT_EXTRAS = f"""
+import sys
 
-    def without_extras(module, *arguments):
-        if module.split(".")[0] in ("fastapi", "uvicorn", "prometheus_client", "httpx", "aiohttp", "hypothesis"):
-            raise ModuleNotFoundError(f"No module named {module!r}", name=module.split(".")[0])
-        return import_module(module, *arguments)
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {sorted(OPTIONAL)}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
-    monkeypatch.setattr(builtins, "__import__", without_extras)
-    rooms = (
-        "nanovllm_extras.serve",
-        "nanovllm_extras.terminal",
-        "nanovllm_extras.bench",
-        "nanovllm_extras.machine.event_stream",
-        "labs.learn",
+sys.meta_path.insert(0, Missing())
+from nanovllm_extras.cli.commands import run_command
+
+for words in map(str.split, sys.argv[1:]):
+    try:
+        status = run_command(words)
+    except SystemExit as end:
+        status = end.code
+    print("status", status, "of", *words, flush=True)
+    print("status", status, "of", *words, file=sys.stderr, flush=True)
+"""
+
+
+def run_without_extras(lines):
+    """Run command lines in a process without the optional packages; returns (status, output, errors) of each."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, *lines], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    for loaded in [module for module in sys.modules if module.startswith(rooms)]:
-        monkeypatch.delitem(sys.modules, loaded)
-    assert entrance.run_command([*name.split(), "--help"]) == 1
-    assert f"run pip install 'nanovllm[{command.extra}]'" in capsys.readouterr().err
+    assert done.returncode == 0, done.stderr
+    results = []
+    outputs, errors = done.stdout, done.stderr
+    for line in lines:
+        output, _, outputs = outputs.partition("status ")
+        error, _, errors = errors.partition("status ")
+        status, _, outputs = outputs.partition(f" of {line}\n")
+        errors = errors.partition("\n")[2]
+        results.append((int(status), output, error))
+    return results
+
+
+def test_options_are_listed_without_the_packages_of_extras_and_running_names_the_command_that_installs_them():
+    """After `pip install -e .` alone: one option that only this command has is in its help, and a wrong one refused."""
+    options = {
+        "serve": "--max-requests-per-minute",
+        "front": "--prefill-timeout",
+        "run-batch": "--rows-per-part",
+        "chat": "--conversation",
+        "bench serve": "--random-input-len",
+        "bench compare": "--repeats",
+        "learn": "--folder",
+        "check": "--load-format",
+        "test": "--examples",
+        "view": "--perfetto",
+    }
+    assert options.keys() == entrance.COMMANDS.keys()
+    running = {"front": "front --prefill http://a --decode http://b", "run-batch": "run-batch -i a.jsonl -o b"}
+    extras = [name for name, command in entrance.COMMANDS.items() if command.extra]
+    lines = [f"{name} --help" for name in options]
+    lines += [running.get(name, name) for name in extras]
+    lines += [f"{running.get(name, name)} --no-such-option" for name in extras]
+    results = iter(run_without_extras(["--version", *lines]))
+    assert next(results) == (0, f"{entrance.describe_version()}\n", "")
+    for name, option in options.items():
+        status, output, error = next(results)
+        assert (status, error) == (0, "")
+        assert output.startswith(f"usage: nanovllm {name} ")
+        assert f"{option} " in output
+    for name in extras:
+        status, output, error = next(results)
+        assert (status, output, error.count("\n")) == (1, "", 1)
+        assert error.startswith(f"nanovllm {name} needs the package ")
+        extra = entrance.COMMANDS[name].extra
+        assert error.endswith(f": run {sys.executable} -m pip install 'nanovllm[{extra}]'\n")
+    for _ in extras:
+        status, output, error = next(results)
+        assert (status, output) == (2, "")
+        assert "unrecognized arguments: --no-such-option" in error
 
 
 def test_exercises_are_found_beside_the_package_or_in_the_current_folder(monkeypatch, tmp_path, capsys):

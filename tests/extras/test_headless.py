@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.routes.app import make_app
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from nanovllm_extras.weights.cut import Cut, read_part
 from tests.conftest import hf_greedy
 from tests.extras.quantization.packers import fp8, gptq, set_config

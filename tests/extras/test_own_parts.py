@@ -19,7 +19,7 @@ from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.scheduling.scheduler import Scheduler
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.routes.app import make_app
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from nanovllm_extras.trace.recording import read_recording
 from nanovllm_extras.trace.replay import Replay
 from nanovllm_testing.engine_traffic import MODEL, SMALL, drive, random_requests

@@ -23,7 +23,7 @@ from nanovllm_extras.serve.batch.attempts import Attempt, count_engine
 from nanovllm_extras.serve.batch.rows import Row, writable
 from nanovllm_extras.serve.engine_thread import EngineDeadError
 from nanovllm_extras.serve.routes.app import make_app
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,5 @@
 """Run the command `nanovllm front`: one address for a prefill engine and its decode engines."""
 
-import argparse
 import logging
 import sys
 from types import FrameType
@@ -9,12 +8,12 @@ import uvicorn
 
 from nanovllm_extras.machine.machine_limits import allow_open_files
 from nanovllm_extras.machine.printing import say
-from nanovllm_extras.options.argument_types import filled, http_url, port
+from nanovllm_extras.serve.commands.front_options import make_parser
 from nanovllm_extras.serve.commands.serve_command import url_of
 from nanovllm_extras.serve.front import FrontOptions, make_front
 from nanovllm_extras.serve.routes.server import listen, with_copies
-from nanovllm_extras.serve.serve_settings import log_to_stderr, seconds
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.serve_settings import log_to_stderr
+from nanovllm_extras.serve.server_options import ServerOptions
 
 
 class FrontServer(uvicorn.Server):
@@ -24,29 +23,6 @@ class FrontServer(uvicorn.Server):
         """Handle a signal: the first starts to drain, the second ends the server immediately."""
         self.force_exit = self.should_exit
         self.should_exit = True
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="nanovllm front",
-        description="Send requests to a prefill engine, which computes the prompt, then to a decode engine.",
-        epilog="All engines are servers of the same model, with the same shared tier in --kv-transfer-config.",
-    )
-    parser.add_argument("--prefill", type=http_url, required=True, metavar="URL", help="the prefill engine")
-    parser.add_argument(
-        "--decode", type=http_url, required=True, metavar="URL", nargs="+", action="extend", help="the decode engines"
-    )
-    parser.add_argument("--host", type=filled, default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=port, default=8000, help="port; 0 for any free port (default: 8000)")
-    parser.add_argument(
-        "--prefill-timeout",
-        type=seconds,
-        default=FrontOptions.prefill_timeout_s,
-        metavar="SECONDS",
-        help="time after which a decode engine computes the prompt (default: 60)",
-    )
-    return parser
 
 
 def main(arguments: list[str]) -> int:

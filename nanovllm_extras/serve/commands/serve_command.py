@@ -25,7 +25,7 @@ from nanovllm_extras.serve.serve_settings import (
     make_parser,
     settings_of,
 )
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from nanovllm_extras.trace.recording import Sinks, TraceFile
 from nanovllm_extras.vllm.engine_args import EngineArgs
 

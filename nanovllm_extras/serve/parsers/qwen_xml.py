@@ -14,9 +14,12 @@ A value is converted to JSON according to its type in the function's schema. It 
 import json
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from nanovllm_extras.serve.messages.protocol import Function
 from nanovllm_extras.serve.parsers.tool_parser import Call, ToolParser
+
+if TYPE_CHECKING:
+    from nanovllm_extras.serve.messages.protocol import Function
 
 FUNCTION = re.compile(r"\s*<function=([^\s<>]{1,200})>")
 PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>")
@@ -41,7 +44,7 @@ class QwenXml(ToolParser):
 class XmlCall(Call):
     """A call with a tag for each parameter."""
 
-    def __init__(self, functions: Mapping[str, Function]) -> None:
+    def __init__(self, functions: Mapping[str, "Function"]) -> None:
         super().__init__()
         self._functions = functions
         self._held = ""  # text that has not been parsed

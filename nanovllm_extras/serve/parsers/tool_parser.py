@@ -14,11 +14,13 @@ White space between text and tags is dropped. If a tag is not followed by a call
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from nanovllm_extras.answer_parts.events import CallArguments, CallStart, Content, Event
 from nanovllm_extras.answer_parts.reasoning import num_held_back
-from nanovllm_extras.serve.messages.protocol import Function
+
+if TYPE_CHECKING:
+    from nanovllm_extras.serve.messages.protocol import Function
 
 PIECE = 1024  # characters that are read at once: each tag copies the rest of them
 
@@ -71,7 +73,7 @@ class ToolParser(ABC):
     within_reasoning: ClassVar[tuple[str, str] | None] = None
     """Two tags with which a call begins. If they follow each other within the reasoning, they end the reasoning."""
 
-    def __init__(self, functions: Sequence[Function] = ()) -> None:
+    def __init__(self, functions: Sequence["Function"] = ()) -> None:
         self.functions = {function.name: function for function in functions}
         self.num_calls = 0  # number of calls whose name is known
         self.has_text = False  # whether there was any content

@@ -12,13 +12,13 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from nanovllm_extras.options.all_options import Config
-from nanovllm_extras.serve.disaggregation import PREFILL_TIMEOUT_S
 from nanovllm_extras.serve.ray.ingress import IngressDeployment
 from nanovllm_extras.serve.ray.load_router import LoadRouter
 from nanovllm_extras.serve.ray.ray_engine import Engine
 from nanovllm_extras.serve.ray.router import PrefixRouter, router_options
 from nanovllm_extras.serve.ray_options import RayOptions, count_gpus
 from nanovllm_extras.serve.serve_settings import Settings, make_parser, settings_of
+from nanovllm_extras.serve.server_options import PREFILL_TIMEOUT_S
 
 OF_SERVE = ("ray", "ray_address", "host", "port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
 WAIT_LOOP_S = 0.2  # interval at which Serve checks whether a replica that shall end has requests left

@@ -20,7 +20,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from nanovllm_extras.serve.access import AccessControl
 from nanovllm_extras.serve.anthropic_errors import is_messages_path, request_id_of
 from nanovllm_extras.serve.body import JSONRequest
-from nanovllm_extras.serve.disaggregation import GENERATING, PREFILL_TIMEOUT_S, Dispatcher
+from nanovllm_extras.serve.disaggregation import GENERATING, Dispatcher
 from nanovllm_extras.serve.errors import APIError, as_api_error
 from nanovllm_extras.serve.metrics_route import Metrics
 from nanovllm_extras.serve.ray.calls import Call, Part
@@ -29,7 +29,8 @@ from nanovllm_extras.serve.ray.replicas import Begun, Replicas
 from nanovllm_extras.serve.request_ids import NAME as REQUEST_ID
 from nanovllm_extras.serve.response_holder import replica_of
 from nanovllm_extras.serve.serve_settings import log_to_stderr
-from nanovllm_extras.serve.state import RETRY_LATER, Server, ServerOptions
+from nanovllm_extras.serve.server_options import PREFILL_TIMEOUT_S, ServerOptions
+from nanovllm_extras.serve.state import RETRY_LATER, Server
 from nanovllm_extras.serve.streaming import DONE, named_event, to_event
 from nanovllm_extras.serve.workers import ClientGone, unless_client_leaves
 

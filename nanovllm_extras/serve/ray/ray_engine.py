@@ -13,7 +13,8 @@ from nanovllm_extras.serve.ray.calls import Call, Part, run
 from nanovllm_extras.serve.ray.prefix import Holder, Prefix
 from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.serve_settings import keep_from_collector, log_to_stderr
-from nanovllm_extras.serve.state import Server, ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
+from nanovllm_extras.serve.state import Server
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,8 @@ from nanovllm_extras.serve.routes import completions, embeddings, info, slots_ro
 from nanovllm_extras.serve.routes import messages_route as messages
 from nanovllm_extras.serve.routes import responses_route as responses
 from nanovllm_extras.serve.routes.ui import LiveLines
-from nanovllm_extras.serve.state import Server, ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
+from nanovllm_extras.serve.state import Server
 
 
 def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLines | None = None) -> FastAPI:

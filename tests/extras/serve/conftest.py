@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from nanovllm_extras import TINY_QWEN3
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.routes.app import make_app
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from tests.extras.serve.real_server import Offline, in_thread
 
 CHAT_TEMPLATE = (

@@ -19,7 +19,7 @@ from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.routes.server import DrainingServer, listen
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 QUESTIONS = [

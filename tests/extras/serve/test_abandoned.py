@@ -17,7 +17,7 @@ from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.batch.replica import Replica, ReplicaSpec
 from nanovllm_extras.serve.batch.rows import Row
 from nanovllm_extras.serve.engine_thread import NewRequest
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from tests.extras.serve.conftest import CHAT_TEMPLATE
 from tests.extras.serve.real_server import in_thread
 

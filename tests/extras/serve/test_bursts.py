@@ -18,7 +18,7 @@ from nanovllm_extras.serve.inbox import Waker
 from nanovllm_extras.serve.pace import TURN_S, Pace
 from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.routes.server import DrainingServer, listen, with_copies
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from tests.extras.serve.real_server import in_process
 
 WORK_S = 0.002  # of processor time, for each piece

@@ -13,7 +13,7 @@ from nanovllm_extras.serve.async_llm import AsyncLLM, QueueFullError
 from nanovllm_extras.serve.body import SHORT_BODY
 from nanovllm_extras.serve.engine_thread import EngineDeadError
 from nanovllm_extras.serve.routes.app import make_app
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from tests.extras.serve.conftest import CHAT_TEMPLATE, Client
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

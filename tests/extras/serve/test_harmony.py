@@ -30,7 +30,7 @@ from nanovllm_extras.serve.answer import parse_output
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.parsers.parser_registry import parsers_named
 from nanovllm_extras.serve.routes.app import make_app
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from tests.conftest import examples
 from tests.extras.harmony_tokens import (
     CALL,

@@ -24,7 +24,7 @@ from pydantic.json_schema import models_json_schema
 from nanovllm_extras.serve.bounds import COSTS
 from nanovllm_extras.serve.messages.responses_input import ITEMS
 from nanovllm_extras.serve.routes.app import make_app
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from tests.extras.serve.real_server import in_process
 
 ALLOWED_MS = 100

@@ -14,7 +14,7 @@ from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.disaggregation import prefill_body
 from nanovllm_extras.serve.routes.app import make_app
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SMALL = {"dtype": "float32", "num_kv_blocks": 16, "block_size": 4, "explain_prefix_misses": True}

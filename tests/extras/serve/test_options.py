@@ -14,7 +14,7 @@ from nanovllm_extras.options.chat_options import check_chat_template
 from nanovllm_extras.serve import serve_settings
 from nanovllm_extras.serve.commands import serve_command as launch
 from nanovllm_extras.serve.routes.server import listen
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from tests.extras.serve.real_server import in_thread
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -20,7 +20,7 @@ import pytest
 from nanovllm import TINY_QWEN3
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.routes.app import make_app
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from tests.extras.serve.conftest import Client
 from tests.extras.serve.ray_server import (
     WITH_RAY,

@@ -16,7 +16,7 @@ from nanovllm_extras.serve.ray.calls import Call, run
 from nanovllm_extras.serve.ray.prefix import PIECE, prefix_of
 from nanovllm_extras.serve.ray.ray_metrics import merge_texts
 from nanovllm_extras.serve.ray_options import RayOptions
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 
 PREFILL = ["--ray", "--ray-num-prefill-replicas", "1", "--kv-transfer-config"]
 PRIVATE = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}

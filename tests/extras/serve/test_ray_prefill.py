@@ -16,7 +16,7 @@ import pytest
 import transformers
 
 from nanovllm_extras.serve.ray.calls import Part
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from tests.conftest import hf_greedy
 from tests.extras.serve.conftest import CHAT_TEMPLATE
 from tests.extras.serve.ray_server import (

@@ -22,7 +22,7 @@ from nanovllm_extras.serve.routes import server as server_module
 from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.routes.server import DrainingServer, listen
 from nanovllm_extras.serve.serve_settings import API_KEY_VARIABLE
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from nanovllm_extras.trace.recording import read_recording
 from nanovllm_extras.trace.replay import Replay
 

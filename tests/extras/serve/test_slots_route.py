@@ -10,7 +10,7 @@ import pytest
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.commands import serve_command
 from nanovllm_extras.serve.routes.app import make_app
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from tests.extras.serve.conftest import CHAT_TEMPLATE, Client
 
 KEY = {"Authorization": "Bearer secret"}

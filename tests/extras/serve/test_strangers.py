@@ -29,7 +29,7 @@ from nanovllm_extras.serve.prompts import are_many
 from nanovllm_extras.serve.routes import server
 from nanovllm_extras.serve.routes.app import make_app, set_engine
 from nanovllm_extras.serve.serve_settings import PlainFormatter
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from nanovllm_extras.serve.workers import ClientGone, Workers
 from tests.extras.serve.conftest import Client
 from tests.extras.serve.real_server import in_thread

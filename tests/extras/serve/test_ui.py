@@ -8,7 +8,7 @@ import pytest
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.routes.ui import LiveLines
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 from nanovllm_extras.trace.recording import Sinks, TraceFile, read_recording
 from nanovllm_extras.trace.replay import Replay
 from tests.extras.serve.conftest import CHAT_TEMPLATE, Client

@@ -12,7 +12,7 @@ from nanovllm_extras.serve.batch.one_machine import answer_here
 from nanovllm_extras.serve.batch.parts import Parts, read_column
 from nanovllm_extras.serve.batch.replica import Places, Replica, ReplicaSpec
 from nanovllm_extras.serve.batch.rows import Form, Row
-from nanovllm_extras.serve.state import ServerOptions
+from nanovllm_extras.serve.server_options import ServerOptions
 
 OPTIONS = ServerOptions(model_names=("tiny", "alias"), log_requests=False)
 BODIES = [
