@@ -162,7 +162,7 @@ def main() -> None:
     how = ["--check", "--diff"] if args.check else ["-r"]
     names = [str(page) for page in args.page or pages()]
     calls = "from tools.book import code, exercises, output, sample"
-    sys.exit(Cog().main(["cog", "-P", "-p", calls, "--verbosity=1", *how, *names]))
+    sys.exit(Cog().main(["cog", "-P", "-p", calls, "--verbosity=2", *how, *names]))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m labs.calculators.kv_bytes                                  # the shapes of some published models
     python -m labs.calculators.kv_bytes --model Qwen/Qwen3-0.6B benchmarks/configs/llama-3.2-1b
     python -m labs.calculators.kv_bytes --layers 32 --heads 32 --kv-heads 8 --head-dim 128 --window 4096
+    python -m labs.calculators.kv_bytes --context-len 8192 65536         # lengths of the sequences
     python -m labs.calculators.kv_bytes --layers 61 --heads 128 --head-dim 128 --latent-rank 512 --rope-dim 64
 
 A model is a folder with a config.json, or a hub id; from the hub, only config.json is fetched. A model has one row for
@@ -17,6 +18,7 @@ Models whose layers keep states are refused: `state_bytes.py` is for them.
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from typing import Any
 from benchmarks.common import DTYPE_BYTES, find_model, read_config
 from nanovllm_extras.models.architectures import find_architecture
 
-LENGTHS = (4096, 32_768, 131_072)  # of the sequences in the last columns
+CONTEXT_LENS = (4096, 32_768, 131_072)  # of the sequences in the last columns
 MLA_RANK, MLA_ROPE_DIM = 512, 64  # those of DeepSeek-V2 and V3, for models without a latent
 
 
@@ -122,7 +124,9 @@ def latent_shape(name: str, shape: Any, window: int | None) -> CacheShape:
     )
 
 
-def rows_of(shape: CacheShape, bytes_per_value: int, num_kept: int | None = None) -> list[dict[str, Any]]:
+def rows_of(
+    shape: CacheShape, bytes_per_value: int, context_lens: Sequence[int] = CONTEXT_LENS, num_kept: int | None = None
+) -> list[dict[str, Any]]:
     """Return a row for each of the first `num_kept` variants: bytes of a token, their share of MHA's, sequences."""
     mha = replace(shape, latent_rank=None, rope_dim=0, num_kv_heads=shape.num_heads).values_per_token
     rows = []
@@ -134,15 +138,16 @@ def rows_of(shape: CacheShape, bytes_per_value: int, num_kept: int | None = None
                 "attention": variant.kind + window,
                 "bytes_per_token": variant.values_per_token * bytes_per_value,
                 "share_of_mha": variant.values_per_token / mha,
-                "bytes_of_sequence": {n: variant.values_of_sequence(n) * bytes_per_value for n in LENGTHS},
+                "bytes_of_sequence": {n: variant.values_of_sequence(n) * bytes_per_value for n in context_lens},
             }
         )
     return rows
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
-    lengths = " | ".join(f"{n:,} tokens" for n in LENGTHS)
-    lines = [f"| model | attention | bytes of a token | of MHA's | {lengths} |", f"|{'---|' * (4 + len(LENGTHS))}"]
+    sizes = rows[0]["bytes_of_sequence"]
+    lengths = " | ".join(f"{n:,} tokens" for n in sizes)
+    lines = [f"| model | attention | bytes of a token | of MHA's | {lengths} |", f"|{'---|' * (4 + len(sizes))}"]
     for row in rows:
         sequences = " | ".join(f"{size / 2**20:,.0f} MiB" for size in row["bytes_of_sequence"].values())
         lines.append(
@@ -157,16 +162,20 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", help="folders with a config.json, or hub ids such as Qwen/Qwen3-0.6B")
     for name in ("layers", "heads", "kv-heads", "head-dim", "latent-rank", "rope-dim", "window"):
         parser.add_argument(f"--{name}", type=int, help="of a shape without a config.json")
+    lengths: Any = {"type": int, "nargs": "+", "metavar": "N", "default": CONTEXT_LENS}
+    parser.add_argument("--context-len", **lengths, help="tokens of the sequences in the last columns")
     parser.add_argument("--dtype", default="bfloat16", choices=[*DTYPE_BYTES, "fp8"], help="of the cache")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
+    if min(args.context_len) < 1:
+        parser.error(f"--context-len must be >= 1, got {min(args.context_len)}")
     bytes_per_value = 1 if args.dtype == "fp8" else DTYPE_BYTES[args.dtype]
     try:
         given = [shape_of_model(name) for name in args.model or []] + shape_of_arguments(args)
     except ValueError as error:
         parser.error(str(error))
     shapes, num_kept = (given, None) if given else (PUBLISHED, 1)
-    rows = [row for shape in shapes for row in rows_of(shape, bytes_per_value, num_kept)]
+    rows = [row for shape in shapes for row in rows_of(shape, bytes_per_value, args.context_len, num_kept)]
     print(json.dumps(rows) if args.json else as_table(rows))
 
 

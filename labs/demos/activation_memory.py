@@ -1,6 +1,7 @@
 """Measure the memory that a prompt's activations take, by the length of its chunks.
 
     python -m labs.demos.activation_memory
+    python -m labs.demos.activation_memory --budget 960 120
 
 Activations are the tensors that a forward pass makes and drops again. The program counts the bytes of all tensors that
 are alive at the same time, and reports the largest sum of any step. Weights and the KV cache were made before, and do
@@ -59,11 +60,15 @@ class Alive(TorchDispatchMode):
 
 
 def main() -> None:
-    argparse.ArgumentParser(description="Activation memory by chunk length.").parse_args()
+    parser = argparse.ArgumentParser(description="Activation memory by chunk length.")
+    parser.add_argument("--budget", type=int, nargs="+", default=BUDGETS, metavar="N", help="tokens of a step")
+    budgets = parser.parse_args().budget
+    if not all(1 <= budget <= PROMPT_LEN for budget in budgets):
+        parser.error(f"--budget must be from 1 to {PROMPT_LEN}, the prompt, got {' '.join(map(str, budgets))}")
     torch.set_num_threads(1)
     print(f"a prompt of {PROMPT_LEN} tokens\n")
     print("tokens a step   steps   activations: formula   measured   K and V of the prompt")
-    for budget in BUDGETS:
+    for budget in budgets:
         num_steps, peak, shape, kv_bytes = measure(budget)
         formula = budget * (3 * shape.hidden_size + 4 * shape.intermediate_size) * 4
         columns = f"{formula / 1e6:>17.2f} MB   {peak / 1e6:>5.2f} MB   {kv_bytes / 1e6:>18.2f} MB"

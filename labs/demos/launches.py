@@ -4,8 +4,10 @@ Both compute the same tokens from the same weights. With PyTorch's layers, a dec
 With the kernels, it calls C once for each decoder layer. The network runs on one thread.
 
     python -m labs.demos.launches
+    python -m labs.demos.launches --batch-size 1 64
 """
 
+import argparse
 import time
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 
 BATCH_SIZES = [1, 4, 16]
+MAX_BATCH_SIZE = 64  # each sequence has 3 blocks of 16 tokens
 NUM_STEPS = 40  # the fastest counts
 
 
@@ -29,19 +32,26 @@ class CountOperations(TorchDispatchMode):
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="The cost of many small operations, by batch size.")
+    parser.add_argument(
+        "--batch-size", type=int, nargs="+", default=BATCH_SIZES, metavar="N", help="sequences that decode together"
+    )
+    sizes = parser.parse_args().batch_size
+    if not all(1 <= n <= MAX_BATCH_SIZE for n in sizes):
+        parser.error(f"--batch-size must be from 1 to {MAX_BATCH_SIZE}, got {' '.join(map(str, sizes))}")
     torch.set_num_threads(1)
-    times = "  ".join(f"{f'batch of {n}':>11}" for n in BATCH_SIZES)
+    times = "  ".join(f"{f'batch of {n}':>11}" for n in sizes)
     print(f"layers     operations of PyTorch  {times}")
-    answers = [measure("PyTorch", attention_backend="torch", enforce_eager=True), measure("kernels")]
+    answers = [measure("PyTorch", sizes, attention_backend="torch", enforce_eager=True), measure("kernels", sizes)]
     print(f"the same tokens: {answers[0] == answers[1]}")
 
 
-def measure(name: str, **options: Any) -> list[list[int]]:
+def measure(name: str, sizes: list[int], **options: Any) -> list[list[int]]:
     """Measure one engine, print its row, and return the tokens of all sequences."""
     params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
     milliseconds, token_ids = [], []
     with LLM(TINY_QWEN3, dtype="float32", num_kv_blocks=256, **options) as llm:
-        for n in BATCH_SIZES:
+        for n in sizes:
             for i in range(n):
                 llm.engine.add_request(f"{n}-{i}", [1, 331, 268, 201, 309 + i], params)
             llm.engine.step()  # prefill

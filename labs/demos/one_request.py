@@ -18,7 +18,10 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
+
+from nanovllm_extras.cli.commands import install_command
 
 MARK = "|layer|"  # begins the lines that the parent process prints
 BODY = {
@@ -32,7 +35,11 @@ BODY = {
 def main() -> None:
     parser = argparse.ArgumentParser(description="One request through the layers of a serving stack.")
     parser.add_argument("--server", action="store_true", help="be the server (the program starts itself so)")
-    if parser.parse_args().server:
+    args = parser.parse_args()
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            parser.exit(1, f"the server needs the package {package}: run {install_command('serve')}\n")
+    if args.server:
         run_server()
     else:
         lines, events = send_one_request()

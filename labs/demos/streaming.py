@@ -1,10 +1,12 @@
 """Show when a stream holds text back: a token may be a part of a character, or the beginning of a stop string.
 
     python -m labs.demos.streaming
+    python -m labs.demos.streaming "one two three" --stop "o th"
 
 A logits processor forces the tokens, so that both cases occur. The engine streams the text as for any request.
 """
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +19,16 @@ STOP = "\nUser:"
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="When a stream holds text back.")
+    parser.add_argument("text", nargs="?", default=TEXT, help=f"what the model is forced to write ({TEXT!r})")
+    parser.add_argument("--stop", default=STOP, help=f"the stop string ({STOP!r})")
+    args = parser.parse_args()
     with LLM(TINY_QWEN3, dtype="float32", attention_backend="torch", enforce_eager=True) as llm:
         tokenizer: Any = llm.get_tokenizer()
-        planned = tokenizer.encode(TEXT)
-        params = SamplingParams(temperature=0, max_tokens=99, stop=STOP, logits_processors=[force(planned)])
+        planned = tokenizer.encode(args.text)
+        params = SamplingParams(
+            temperature=0, max_tokens=len(planned), stop=args.stop, logits_processors=[force(planned)]
+        )
         print("token   decoded alone   text that the stream has shown")
         for i, output in enumerate(llm.stream("Write.", params)):
             answer = output.outputs[0]
