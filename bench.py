@@ -14,6 +14,7 @@ generates as many tokens as the workload says. This file needs only an installed
 import argparse
 import json
 import random
+import sys
 import tempfile
 import time
 from importlib import import_module
@@ -113,7 +114,13 @@ def parse_value(text: str) -> Any:
     return json.loads(text) if text[0] in "0123456789{" or text in ("true", "false") else text
 
 
+def note(line: str) -> None:
+    """Say on stderr what the next seconds or minutes are for."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def run_nanovllm(args: argparse.Namespace) -> dict[str, Any]:
+    note("starting the engine: it loads the model, compiles kernels the first time, and warms up …")
     nanovllm = import_module("nanovllm_extras" if args.extras else "nanovllm")
     options = {"dtype": args.dtype, "device": args.device, "seed": args.seed, "load_format": args.load_format}
     llm = nanovllm.LLM(args.model, **options, **args.options | {"max_model_len": args.max_model_len})
@@ -121,6 +128,7 @@ def run_nanovllm(args: argparse.Namespace) -> dict[str, Any]:
     params = [nanovllm.SamplingParams(max_tokens=n, **fields) for n in (4, *args.output_lens)]
     # Compile kernels first, on reversed prompts, so that the prefix cache has no prompt of the measured run.
     llm.generate([p[::-1] for p in args.prompts[: 2 if args.device == "cpu" else None]], params[0], use_tqdm=False)
+    note(f"serving {len(args.prompts)} requests; the bar first moves when one of them has ended …")
     start = time.perf_counter()
     outputs = llm.generate(args.prompts, params[1:])
     elapsed_s = time.perf_counter() - start
@@ -139,6 +147,7 @@ def load_hf(args: argparse.Namespace) -> Any:
 
 def run_hf(args: argparse.Namespace) -> dict[str, Any]:
     """Serve batches in order of arrival, padded on the left, each until its longest request is finished."""
+    note("loading the model …")
     model = load_hf(args).to(args.device).eval()
 
     def generate(prompts: list[list[int]], n: int) -> None:
@@ -148,6 +157,7 @@ def run_hf(args: argparse.Namespace) -> dict[str, Any]:
         model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, max_new_tokens=n, min_new_tokens=n)
 
     generate(args.prompts[:2], 4)  # warm-up
+    note(f"serving {len(args.prompts)} requests in batches of {args.hf_batch_size}; nothing is shown meanwhile …")
     start = time.perf_counter()
     for i in range(0, len(args.prompts), args.hf_batch_size):
         end = i + args.hf_batch_size

@@ -181,6 +181,7 @@ def compare_programs(folder: Path, num_slots: int, num_requests: int) -> list[Re
     results = []
     for program in programs():
         num = max(1, round(num_requests * program.share))
+        print(f"{program.name:<26}", end="", flush=True)  # the first ones take a minute on a busy machine
         result, outputs = measure(program, folder, num_slots, prompts[:num], limits[:num])
         if outputs != expected[:num]:
             raise RuntimeError(f"{program.name!r} gives other tokens than the engine")
@@ -188,8 +189,7 @@ def compare_programs(folder: Path, num_slots: int, num_requests: int) -> list[Re
         waste = "" if result.waste is None else f"{result.waste:.0%}"
         note = "" if num == num_requests else f"    ({num} of the requests)"
         print(
-            f"{program.name:<26}{result.tokens_per_second:>10.0f}{result.num_steps:>9}{waste:>9}"
-            f"{result.num_sequences:>6}{note}",
+            f"{result.tokens_per_second:>10.0f}{result.num_steps:>9}{waste:>9}{result.num_sequences:>6}{note}",
             flush=True,
         )
     print("\n" + "\n".join(f"- {name}: {note}" for name, note in NOTES.items()))

@@ -117,6 +117,7 @@ def run(command: str) -> str:
     python, dash_m, module, *arguments = shlex.split(command)
     if (python, dash_m) != ("python", "-m"):
         raise ValueError(f"a command of the book begins with `python -m`, got {command!r}")
+    print(f"  {command}", file=sys.stderr, flush=True)  # some take a minute on a busy machine
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["nanovllm.llm", "transformers.models.auto"])
     receiver, sender = context.Pipe(duplex=False)
@@ -162,7 +163,7 @@ def main() -> None:
     how = ["--check", "--diff"] if args.check else ["-r"]
     names = [str(page) for page in args.page or pages()]
     calls = "from tools.book import code, exercises, output, sample"
-    sys.exit(Cog().main(["cog", "-P", "-p", calls, "--verbosity=2", *how, *names]))
+    sys.exit(Cog().main(["cog", "-P", "-p", calls, "--verbosity=1", *how, *names]))
 
 
 if __name__ == "__main__":

@@ -55,12 +55,20 @@ async def run_loads(args: argparse.Namespace) -> list[dict[str, Any]]:
         async def send(body: bytes, exchange: Exchange) -> None:
             await client.post(endpoint, body, exchange)
 
+        if warm_up:
+            note(args, f"{len(warm_up)} warm-up requests, one by one …")
         await offer(
             [make_body(work, args, tokenizer) for work in warm_up], [0.0] * len(warm_up), send, max_concurrency=1
         )
         for rate in args.request_rate:
             runs.append(await run_load(works, bodies, rate, send, args))
     return runs
+
+
+def note(args: argparse.Namespace, line: str) -> None:
+    """Say on stderr what is waited for, unless there is no progress bar either."""
+    if not args.disable_tqdm and sys.stderr is not None:
+        say(line, sys.stderr)
 
 
 async def run_load(

@@ -1,14 +1,16 @@
 """What a machine has: processor, GPUs, memory, and the packages that parts of nanovllm need."""
 
+import os
 import platform
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
 from nanovllm.config import resolve_device
 from nanovllm_extras.kernels.cpu.library import has_tiles
-from nanovllm_extras.kernels.cpu.threads import describe_cores
+from nanovllm_extras.kernels.cpu.threads import allowed_threads, describe_cores
 from nanovllm_extras.kernels.cpu.toolchain import cpu_flags, find_compiler
 from nanovllm_extras.machine.machine_limits import free_bytes, read_text
 from nanovllm_extras.self_check.stored_results import version_of
@@ -46,6 +48,7 @@ def describe_machine() -> dict[str, str]:
         "Python": platform.python_version(),
         "nanovllm": version_of("nanovllm") or "not installed (a folder of sources)",
         "processor": processor_name(),
+        "class": f"{allowed_threads() or os.cpu_count()} cores, {instruction_class(cpu_flags())}",
         "instructions": ", ".join(flag for flag in INSTRUCTIONS if flag in cpu_flags()) or "unknown",
         "cores to use": describe_cores(),
         "free memory": "unknown" if free is None else f"{free / 2**30:.1f} GiB",
@@ -68,6 +71,22 @@ def processor_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip() + (", with AMX" if has_tiles() else "")
     return platform.processor() or platform.machine()
+
+
+def instruction_class(flags: Collection[str]) -> str:
+    """Return the widest instructions of a processor that the kernels use, in the words of docs/performance.md.
+
+    flags: its features as in `/proc/cpuinfo`. The name of a processor does not say which instructions it has, and
+    figures of processors with the same instructions can be compared.
+    """
+    if not flags:
+        return "unknown instructions"
+    if {"amx_tile", "amx_bf16", "amx_int8"} <= {*flags}:
+        return "AMX, bfloat16 instructions"
+    widest = {"avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
+    name = next((name for flag, name in widest.items() if flag in flags), "neither AVX2 nor NEON")
+    has_bfloat16 = "avx512_bf16" in flags if name == "AVX-512" else name == "NEON" and "bf16" in flags
+    return f"{name}, {'' if has_bfloat16 else 'no '}bfloat16 instructions"
 
 
 def describe_packages() -> list[tuple[str, str | None, str]]:

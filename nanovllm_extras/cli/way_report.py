@@ -1,5 +1,6 @@
 """Each way to compute, started and checked: is it right, how fast is it, and how many tokens does its cache hold?"""
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,7 @@ from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.kernels.cpu.library_cache import CacheError, cache_folder
 from nanovllm_extras.machine.own_process import NotAvailableError, SelfCheckError
+from nanovllm_extras.machine.printing import say
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.self_check.fallbacks import release_memory, ways_to_compute
@@ -50,6 +52,7 @@ def measure_ways(model: str, options: dict[str, Any]) -> list[WayReport]:
     config = Config(model, **options)
     reports = []
     for way in ways_to_compute(config):
+        say(f"checking {way.name} …", sys.stderr)
         reports.append(measure_way(way.name, {**options, **way.options}, way.kind, model))
         release_memory()
     return reports

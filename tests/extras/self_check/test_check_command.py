@@ -111,6 +111,20 @@ def test_a_way_with_a_runner_of_its_own_is_checked_and_measured(monkeypatch, is_
         assert "greedy draws" in way.reason
 
 
+def test_the_class_of_a_machine_is_in_the_words_of_the_page_of_figures(right):
+    """Flags as Linux shows them on the processors of docs/performance.md, and on two others."""
+    amx = "avx2 avx512f avx512_bf16 amx_bf16 amx_tile amx_int8"
+    flags = {amx: "AMX", "avx2 avx512f avx512_bf16": "AVX-512", "fma avx2": "AVX2"}
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    for text, name in flags.items():
+        described = machine_report.instruction_class(text.split())
+        assert f"| **{name}** | two cores, {described} |" in page
+    assert machine_report.instruction_class(["avx2", "avx512f"]) == "AVX-512, no bfloat16 instructions"
+    assert machine_report.instruction_class(["fp", "asimd"]) == "NEON, no bfloat16 instructions"
+    assert machine_report.instruction_class(["asimd", "bf16"]) == "NEON, bfloat16 instructions"
+    assert re.fullmatch(r"\d+ cores, .* instructions", right[1]["machine"]["class"])
+
+
 def test_without_a_compiler_ways_are_not_available(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
