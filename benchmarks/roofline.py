@@ -295,6 +295,8 @@ def main() -> None:
     parser.add_argument("--quantised", action="store_true", help="a CPU may multiply whole numbers")
     args = parser.parse_args()
     dtype = resolve_dtype_name(args.dtype, args.model)
+    if not args.rates_only:
+        print("measuring how fast this machine reads and multiplies …", file=sys.stderr, flush=True)
     rates = measure_rates(dtype, args.device, args.quantised)
     if args.rates_only:
         print(json.dumps(asdict(rates)))

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from benchmarks.common import describe_machine
 from nanovllm.batch import SamplingBatch
@@ -79,7 +80,7 @@ def measure_calls(logits: torch.Tensor, rows: dict[str, list[SamplingParams]], r
     calls: dict[str, Callable[[], object]] = {"argmax alone": lambda: logits.argmax(dim=-1)}
     calls |= {name: make_call(logits, params) for name, params in rows.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(rounds + 1):
+    for round_ in tqdm(range(rounds + 1), desc="measuring", unit="round", disable=None):
         for name, call in calls.items():
             start = time.perf_counter()
             call()

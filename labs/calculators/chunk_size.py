@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from benchmarks.common import Workload, make_workload
 from labs.calculators.common import Panel, draw, print_table
@@ -200,7 +201,8 @@ def measure_steps(rounds: int = 5) -> list[tuple[int, int, float]]:
     The seconds are the minimum over several rounds, because other work on the machine only adds time.
     """
     engine, points = make_engine(16, MAX_MODEL_LEN), []
-    for num_seqs, length in [(1, 16), (16, 16), (1, 128), (16, 120), (1, 500), (4, 500), (1, 1000), (1, 2000)]:
+    shapes = [(1, 16), (16, 16), (1, 128), (16, 120), (1, 500), (4, 500), (1, 1000), (1, 2000)]
+    for num_seqs, length in tqdm(shapes, desc="measuring steps", unit="shape", disable=None):
         prefills, decodes = [], []
         for _ in range(rounds):
             for i in range(num_seqs):

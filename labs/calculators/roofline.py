@@ -25,6 +25,7 @@ figures of an H100 SXM (3.35 TB/s, 989 TFLOP/s in bfloat16 without sparsity), an
 """
 
 import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +107,8 @@ def rates_of(args: argparse.Namespace, dtype: str) -> tuple[Rates, float]:
     given = (args.read_gb_s, args.tflops, args.launch_us)
     if any(number is not None and number <= 0 for number in given):
         raise ValueError(f"--read-gb-s, --tflops and --launch-us must be > 0, got {given}")
+    if None in given:
+        print("measuring how fast this machine reads, multiplies and launches …", file=sys.stderr, flush=True)
     measured = measure_rates(dtype, args.device) if None in given[:2] else Rates(0, 0)
     launch_s = measure_launch(dtype, args.device) if args.launch_us is None else args.launch_us / 1e6
     read = measured.read_bytes_per_s if args.read_gb_s is None else args.read_gb_s * 1e9
