@@ -35,6 +35,7 @@ from labs import (
     static_batch,
 )
 from labs.model import TINY_QWEN3, Model
+from nanovllm_extras.cli.machine_report import machine_class
 
 MAX_MODEL_LEN = 256
 BLOCK_SIZE = 16  # the CPU kernels need a multiple of 16
@@ -176,7 +177,8 @@ def compare_programs(folder: Path, num_slots: int, num_requests: int) -> list[Re
     roomy = engine_options.Engine(folder, num_requests * MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, BUDGET)
     expected = roomy.generate(prompts, limits)
     print(f"{num_requests} requests, {sum(map(len, prompts))} tokens in, {sum(map(len, expected))} out; ", end="")
-    print(f"memory for K and V of {num_slots} tokens\n")
+    print(f"memory for K and V of {num_slots} tokens")
+    print(f"{machine_class()}\n")
     print("program                     tokens/s    steps    waste    sequences at the same time")
     results = []
     for program in programs():

@@ -48,7 +48,7 @@ def describe_machine() -> dict[str, str]:
         "Python": platform.python_version(),
         "nanovllm": version_of("nanovllm") or "not installed (a folder of sources)",
         "processor": processor_name(),
-        "class": f"{allowed_threads() or os.cpu_count()} cores, {instruction_class(cpu_flags())}",
+        "class": machine_class(),
         "instructions": ", ".join(flag for flag in INSTRUCTIONS if flag in cpu_flags()) or "unknown",
         "cores to use": describe_cores(),
         "free memory": "unknown" if free is None else f"{free / 2**30:.1f} GiB",
@@ -71,6 +71,11 @@ def processor_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip() + (", with AMX" if has_tiles() else "")
     return platform.processor() or platform.machine()
+
+
+def machine_class() -> str:
+    """Return the class of this machine: its cores and its instructions, by which figures can be compared."""
+    return f"{allowed_threads() or os.cpu_count()} cores, {instruction_class(cpu_flags())}"
 
 
 def instruction_class(flags: Collection[str]) -> str:
