@@ -3,10 +3,8 @@
 import locale
 import os
 import sys
-import tempfile
 import webbrowser
 from contextlib import suppress
-from pathlib import Path
 
 from rich.console import Console
 
@@ -20,6 +18,7 @@ from labs.learn.report_printing import print_list, print_report, print_solution,
 from labs.learn.texts import Language, Text
 from labs.learn.traffic import Traffic
 
+VIEWS = "views"  # recordings and pages in the learner's folder; each `view` of an exercise replaces the one before
 
 def main(arguments: list[str]) -> int:
     """Run the command, and return its exit status: 1 if a check has failed."""
@@ -36,6 +35,8 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"nanovllm learn: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # Ctrl-C in the middle of a check
+        return 130
 
 
 def guess_language() -> Language:
@@ -148,7 +149,9 @@ class Lesson:
         from labs.learn.recorded_run import record
         from nanovllm_extras.trace.page import make_page
 
-        recording = Path(tempfile.mkdtemp(prefix="nanovllm-learn-")) / f"{exercise.name}.jsonl"
+        views = self.folder.path / VIEWS  # not a temporary folder: the browser reads the page after this command ends
+        views.mkdir(exist_ok=True)
+        recording = views / f"{exercise.name}.jsonl"
         page = recording.with_suffix(".html").resolve()
         record(failing[0], recording)
         page.write_text(make_page([recording]), encoding="utf-8")

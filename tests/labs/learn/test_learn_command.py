@@ -148,7 +148,7 @@ def test_a_failing_run_opens_in_the_viewer(learn, monkeypatch):
     address = re.fullmatch(r"file://(.*/)bug_10\.html#step=\d+&lang=en", opened[0])
     assert address
     assert len(read_recording(Path(address[1]) / "bug_10.jsonl")) > 2
-    assert not list(learn.folder.glob("*.jsonl"))
+    assert Path(address[1]) == (learn.folder / "views").resolve(), "no temporary folder is left behind"
 
 
 def test_next_follows_the_exercise_that_was_passed(learn):
