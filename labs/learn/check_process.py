@@ -23,7 +23,7 @@ from labs.learn.limits import Printed, limit
 from labs.learn.texts import Language, Text
 
 PROCESSOR_S = 5.0  # of processor time for the learner's code: ten times what right answers need
-WALL_S = 30.0  # for code that waits. Beside many busy programs, a right answer needs several seconds
+WALL_S = 60.0  # for code that waits. Beside ten busy programs on two cores, a right answer needs up to ten seconds
 END_S = 5.0  # more until the process has ended itself
 START_S = 20.0  # more for the process: a new interpreter imports everything on a slow machine
 ERROR_FILE = "checker_error.txt"

@@ -126,6 +126,30 @@ EXERCISES = (
                 ((f"{NEEDED} >", f"{NEEDED} >="),),
             ),
             Mistake(
+                Text("A block when `len % block_size == 0`", "`len % block_size == 0` 时取块"),
+                Text(
+                    "The new token is already in `token_ids`. With 4 tokens in blocks of 4 it has just filled the "
+                    "last slot, and needs no block; the first token of all, which needs one, gets none. Compare the "
+                    "number of blocks that the tokens need with the length of the table.",
+                    "新 token 已经在 `token_ids` 里。每块 4 个槽位、有 4 个 token 时，它刚好占了最后一个空位，"
+                    "不需要新块；而需要块的第一个 token 却没有得到。应比较这些 token 需要的块数和块表的长度。",
+                ),
+                ((f"{NEEDED} > len(seq.block_table)", "len(seq.token_ids) % self.block_size == 0"),),
+            ),
+            Mistake(
+                Text("A block when `len % block_size == 1`", "`len % block_size == 1` 时取块"),
+                Text(
+                    "This is nano-vllm's condition. It is right there, because its blocks have 256 slots. In blocks of "
+                    "one slot, `len % 1` is never 1, and no token ever gets a block. `(len - 1) % block_size == 0` "
+                    "means the same and is always right, and so is comparing the number of blocks that the tokens need "
+                    "with the length of the table.",
+                    "这是 nano-vllm 的条件。在那里是对的，因为它的每块有 256 个槽位。但每块只有一个槽位时，`len % 1` "
+                    "永远不等于 1，任何 token 都得不到块。`(len - 1) % block_size == 0` 意思相同而且总是对的，"
+                    "比较需要的块数和块表的长度也总是对的。",
+                ),
+                ((f"{NEEDED} > len(seq.block_table)", "len(seq.token_ids) % self.block_size == 1"),),
+            ),
+            Mistake(
                 Text("A full pool is not noticed", "没有发现块已用完"),
                 Text(
                     "If no block is free, the token has no slot: return False.",

@@ -10,9 +10,12 @@ from typing import Any
 
 from labs.learn.exercise import Build, Mistake, Seen, find_functions, make_header
 from labs.learn.find_bug import ENGINE, EXAMPLES_OF_ENGINE, run
+from labs.learn.findings import Report
 from labs.learn.simulation import Traffic, describe_traffic, traffics
 from labs.learn.texts import Language, Text
 
+MISSING = "raise NotImplementedError  # exercise "
+"""What a method of the engine has until its exercise is done, with the exercise's name."""
 QUESTIONS = "questions to the bundled model"
 
 
@@ -25,6 +28,22 @@ class WholeEngine(Build):
 
     def make_file(self, folder: Path, language: Language) -> str:
         return make_header(self, language) + put_together(self.answer, read_pieces(folder))
+
+    def check(self, file: Path, language: Language) -> Report:
+        """Name the exercises that have not been done yet. Without them no run can pass."""
+        lines = file.read_text(encoding="utf-8").split("\n")
+        missing = list(dict.fromkeys(line.split(MISSING)[1].strip() for line in lines if MISSING in line))
+        if not missing:
+            return super().check(file, language)
+        headline = Text("Not done yet: {names}.", "还没有做：{names}。").format(names=", ".join(missing))
+        commands = " ".join(f"`nanovllm learn start {name}`" for name in missing[:1])
+        next_step = Text(
+            f"Do {'this exercise' if len(missing) == 1 else 'these exercises'} first ({commands}), then "
+            "`nanovllm learn reset whole_engine` puts your functions together again.",
+            f"请先做{'这个练习' if len(missing) == 1 else '这些练习'}（{commands}），"
+            "然后用 `nanovllm learn reset whole_engine` 重新拼装你的函数。",
+        )
+        return Report(False, headline.show(language), [next_step.show(language)])
 
 
 def find_parts() -> dict[str, tuple[str, str]]:
@@ -49,9 +68,13 @@ def read_pieces(folder: Path) -> dict[str, str]:
                     node = dict(find_functions(source)).get(function)
                 except SyntaxError:
                     continue
-                if node is not None:
+                if node is not None and is_written(node):
                     pieces[method] = ast.get_source_segment(source, node, padded=True) or ""
     return {method: text for method, text in pieces.items() if text}
+
+
+def is_written(function: ast.FunctionDef) -> bool:
+    return not ast.unparse(function.body[-1]).startswith("raise NotImplementedError")
 
 
 def put_together(engine: str, pieces: dict[str, str]) -> str:
@@ -63,7 +86,7 @@ def put_together(engine: str, pieces: dict[str, str]) -> str:
             continue
         name, _ = parts[method]
         body = node.body[1] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body[0]
-        missing = " " * body.col_offset + f"raise NotImplementedError  # exercise {name}"
+        missing = " " * body.col_offset + f"{MISSING}{name}"
         if method in pieces:
             lines[node.lineno - 1 : node.end_lineno] = pieces[method].split("\n")
         else:
