@@ -32,6 +32,7 @@ NUM_RANDOM = 150  # random cases
 SEARCH_S = 1.2  # how long random cases are tried, in processor time like all limits: a busy machine tries as many
 SEARCH_WALL_S = 10.0  # how long random cases are tried if the code waits
 SHRINK_S = 0.4  # how long a failing case is made smaller
+MISTAKE_S = 1.0  # how long one known mistake is tried
 PAIRS_S = 0.5  # how long pairs of known mistakes are tried
 PAIR_S = 0.2  # how long one pair is tried
 NUM_COMPARED = 40  # cases in which an answer is compared with known mistakes
@@ -180,11 +181,12 @@ def find_mistakes(comparison: Comparison, case: Any) -> tuple[Mistake, ...]:
     tried = [case, *exercise.examples, *(one for one, _ in comparison.results.values())][:NUM_COMPARED]
     near = []  # mistakes that behave like the answer in the smallest case: they are probably one of two
     for mistake in exercise.mistakes:
-        wrong = comparison.with_answer(mistake.apply(exercise.solution))
-        if comparison.behaves_like(wrong, case):
-            if all(comparison.behaves_like(wrong, one) for one in tried):
-                return (mistake,)
-            near.append(mistake)
+        with at_most(MISTAKE_S):  # in a random case, a mistake can make a loop without an end
+            wrong = comparison.with_answer(mistake.apply(exercise.solution))
+            if comparison.behaves_like(wrong, case):
+                if all(comparison.behaves_like(wrong, one) for one in tried):
+                    return (mistake,)
+                near.append(mistake)
     return find_pair(comparison, tried, near)
 
 

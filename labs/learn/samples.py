@@ -85,7 +85,9 @@ class Run:
             self.write("C.0")
         for i in range(1, self.case.num_samples):
             child = self.add(f"C.{i}")
+            parent.token_ids.append(0)  # not computed yet
             self.blocks.fork(parent, child)
+            parent.token_ids.pop()
             yield self.see(same_text(f"fork(C.0, C.{i})"), NO_RESULT, self.copy())
         for number in range(1, self.case.num_steps + 1):
             yield self.step(number)

@@ -132,6 +132,7 @@ EXERCISES = (
             Arrivals(3, 4, ((13, 0), (5, 0), (8, 0))),
             Arrivals(4, 2, ((3, 2), (2, 0), (1, 3))),
             Arrivals(3, 2, ((4, 0), (2, 1))),
+            Arrivals(7, 4, ((5, 0), (2, 0))),
         ),
         cases=lambda: st.builds(
             Arrivals,
@@ -224,6 +225,91 @@ EXERCISES = (
                     "对空列表 `pop` 会抛出 IndexError：引擎停了，而且有些块已经被取走。",
                 ),
                 ((CHECK, ""),),
+            ),
+            Mistake(
+                Text("One block too many", "多了一个块"),
+                Text(
+                    "`len // block_size + 1` counts one block too many if the last block is full. Round up: "
+                    "`self.num_blocks_for(n)`.",
+                    "最后一块刚好填满时，`len // block_size + 1` 会多算一块。应向上取整：`self.num_blocks_for(n)`。",
+                ),
+                (
+                    (
+                        "        num_new = self.num_blocks_for(len(seq.token_ids))\n",
+                        "        num_new = len(seq.token_ids) // self.block_size + 1\n",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("A block for each token", "每个 token 一个块"),
+                Text(
+                    "A block has `block_size` slots. `self.num_blocks_for(n)` is the number of blocks for n tokens.",
+                    "一个块有 `block_size` 个槽位。`self.num_blocks_for(n)` 是 n 个 token 需要的块数。",
+                ),
+                (
+                    (
+                        "        num_new = self.num_blocks_for(len(seq.token_ids))\n",
+                        "        num_new = len(seq.token_ids)\n",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("Computed tokens get no blocks", "已计算的 token 没有块"),
+                Text(
+                    "A preempted sequence has lost its blocks, whatever `num_computed_tokens` still says. "
+                    "All of its tokens need slots.",
+                    "被抢占的序列已经没有块了，不管 `num_computed_tokens` 还是多少。它的所有 token 都需要位置。",
+                ),
+                (
+                    (
+                        "        num_new = self.num_blocks_for(len(seq.token_ids))\n",
+                        "        num_new = self.num_blocks_for(len(seq.token_ids) - seq.num_computed_tokens)\n",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("The first free blocks are taken", "取了最前面的空闲块"),
+                Text(
+                    "`self.free.pop()` takes the block that became free last. `pop(0)` also moves all other "
+                    "entries of the list.",
+                    "`self.free.pop()` 取最后变为空闲的块。`pop(0)` 还要移动列表里的其他各项。",
+                ),
+                (("self.free.pop()", "self.free.pop(0)"),),
+            ),
+            Mistake(
+                Text("The blocks are still free", "取走的块还是空闲的"),
+                Text(
+                    "A slice copies the numbers and leaves them in `self.free`. The next sequence gets the "
+                    "same blocks. `pop()` also removes them.",
+                    "切片只是复制了块号，块仍在 `self.free` 里，下一个序列会拿到同样的块。`pop()` 会把它们取走。",
+                ),
+                (("[self.free.pop() for _ in range(num_new)]", "self.free[::-1][:num_new]"),),
+            ),
+            Mistake(
+                Text("Tokens count as computed", "token 算作已计算"),
+                Text(
+                    "The sequence has slots now, but nothing in them: all tokens are still to be computed. "
+                    "Set `num_computed_tokens` to 0.",
+                    "序列现在有了槽位，但里面什么都没有：所有 token 都还要计算。应把 `num_computed_tokens` 设为 0。",
+                ),
+                (("seq.num_computed_tokens = 0", "seq.num_computed_tokens = len(seq.token_ids)"),),
+            ),
+            Mistake(
+                Text("The result is missing", "没有返回值"),
+                Text(
+                    "A function without `return` gives None, which counts as False: the caller believes that "
+                    "the sequence still waits.",
+                    "没有 `return` 的函数返回 None，等于 False：调用者会以为这个序列还在等待。",
+                ),
+                (("        return True\n", ""),),
+            ),
+            Mistake(
+                Text("Any free block suffices", "有一个空闲块就准入"),
+                Text(
+                    "The sequence needs `num_new` blocks, not one. Compare with the number of free blocks.",
+                    "序列需要 `num_new` 个块，不是一个。应与空闲块的个数比较。",
+                ),
+                (("num_new > len(self.free)", "not self.free"),),
             ),
         ),
     ),

@@ -278,6 +278,50 @@ MISTAKES = (
         ),
         (("return o / l, states", "return o, states"),),
     ),
+    Mistake(
+        Text("Powers of e", "用了 e 的幂"),
+        Text(
+            "This exercise works with powers of 2, like kernels: the scores are scaled for them. Use "
+            "`2 **` for the weights and for the factor.",
+            "这个练习和 kernel 一样用 2 的幂，分数已按此缩放。权重和缩放因子都用 `2 **`。",
+        ),
+        (
+            ("weights = 2 ** (scores - m_new)", "weights = torch.exp(scores - m_new)"),
+            ("2 ** (m - m_new)", "2.718281828459045 ** (m - m_new)"),
+        ),
+    ),
+    Mistake(
+        Text("m is not kept", "没有保存 m"),
+        Text(
+            "The next block needs the largest score so far. Set `m = m_new` at the end of the loop.",
+            "下一块需要目前为止的最大分数。循环末尾要 `m = m_new`。",
+        ),
+        (("        m = m_new\n", ""),),
+    ),
+    Mistake(
+        Text("Only the last block counts in o", "o 里只有最后一块"),
+        Text(
+            "`o` adds the blocks before, rescaled: `o * shrink + weights @ v`.",
+            "`o` 要加上前面各块的结果（缩放后）：`o * shrink + weights @ v`。",
+        ),
+        (("o = o * shrink + weights @ v", "o = weights @ v"),),
+    ),
+    Mistake(
+        Text("Only the last block counts in l", "l 里只有最后一块"),
+        Text(
+            "`l` is the sum of the weights of all blocks so far: `l * shrink` and the weights of this one.",
+            "`l` 是目前为止所有块的权重之和：`l * shrink` 加上这一块的权重。",
+        ),
+        (("l = l * shrink + weights.sum().item()", "l = weights.sum().item()"),),
+    ),
+    Mistake(
+        Text("Keys instead of values", "用了键而不是值"),
+        Text(
+            "The weights come from the keys. What is summed with them are the values, from `v_cache`.",
+            "权重由键算出，而用它们求和的是 `v_cache` 里的值。",
+        ),
+        (("v = v_cache[block_table[i], :num_used]", "v = k_cache[block_table[i], :num_used]"),),
+    ),
 )
 
 EXERCISES = (

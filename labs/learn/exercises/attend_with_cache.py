@@ -358,6 +358,80 @@ MISTAKES = (
             ("v_cache[start:end] = v", "v_cache[:num_tokens] = v"),
         ),
     ),
+    Mistake(
+        Text("The mask is inverted", "掩码反了"),
+        Text(
+            "`masked_fill` replaces the scores where the mask is True. Those are the tokens that "
+            "must not be read: `~is_seen`.",
+            "`masked_fill` 替换掩码为 True 的位置。那应该是不能读的 token：`~is_seen`。",
+        ),
+        (("masked_fill(~is_seen", "masked_fill(is_seen"),),
+    ),
+    Mistake(
+        Text("Scores are divided by √num_heads", "分数除以了 √num_heads"),
+        Text(
+            "A score is a sum over the head_dim products of one head, so it is divided by √head_dim. "
+            "The number of heads plays no part.",
+            "一个分数是一个头里 head_dim 个乘积之和，所以要除以 √head_dim，与头数无关。",
+        ),
+        (("head_dim**0.5", "num_heads**0.5"),),
+    ),
+    Mistake(
+        Text("The whole cache is read", "读了整个缓存"),
+        Text(
+            "The cache has rows for tokens that do not exist yet. Read the rows up to `start + num_tokens` only.",
+            "缓存里有还不存在的 token 的行。只能读到第 `start + num_tokens` 行之前。",
+        ),
+        (
+            ("k_cache[:end].repeat_interleave(group, dim=1)", "k_cache.repeat_interleave(group, dim=1)"),
+            ("v_cache[:end].repeat_interleave(group, dim=1)", "v_cache.repeat_interleave(group, dim=1)"),
+            ("torch.arange(end) <= positions[:, None]", "torch.ones(num_tokens, len(k_cache), dtype=torch.bool)"),
+        ),
+    ),
+    Mistake(
+        Text("K and V are not kept in the cache", "K 和 V 没有写入缓存"),
+        Text(
+            "This step is right, but the next one reads rows that nothing was written to. Assign to "
+            "the rows of `k_cache` and `v_cache`; a new tensor is lost when the function returns.",
+            "这一步是对的，但下一步会读到没有写过的行。要给 `k_cache` 和 `v_cache` 的行赋值；新建的张"
+            "量在函数返回时就丢了。",
+        ),
+        (
+            ("    k_cache[start:end] = k\n    v_cache[start:end] = v\n", ""),
+            (
+                "k_cache[:end].repeat_interleave(group, dim=1)",
+                "torch.cat([k_cache[:start], k]).repeat_interleave(group, dim=1)",
+            ),
+            (
+                "v_cache[:end].repeat_interleave(group, dim=1)",
+                "torch.cat([v_cache[:start], v]).repeat_interleave(group, dim=1)",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("K and V are exchanged", "K 和 V 写反了"),
+        Text(
+            "`k` goes to `k_cache`, and `v` to `v_cache`. Keys are compared with queries; values are summed.",
+            "`k` 写入 `k_cache`，`v` 写入 `v_cache`。键用来和查询比较，值用来求和。",
+        ),
+        (
+            (
+                "    k_cache[start:end] = k\n    v_cache[start:end] = v\n",
+                "    k_cache[start:end] = v\n    v_cache[start:end] = k\n",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("All query heads read KV head 0", "所有查询头都读第 0 个 KV 头"),
+        Text(
+            "Each KV head has its own group of query heads: with 4 and 2, query heads 2 and 3 read KV head 1.",
+            "每个 KV 头有自己的一组查询头：4 个和 2 个时，查询头 2 和 3 读 KV 头 1。",
+        ),
+        (
+            ("k_cache[:end].repeat_interleave(group, dim=1)", "k_cache[:end, :1].repeat_interleave(num_heads, dim=1)"),
+            ("v_cache[:end].repeat_interleave(group, dim=1)", "v_cache[:end, :1].repeat_interleave(num_heads, dim=1)"),
+        ),
+    ),
 )
 
 

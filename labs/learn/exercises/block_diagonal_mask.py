@@ -214,6 +214,71 @@ MISTAKES = (
         ),
         (("sum(start + num_new_tokens for start, num_new_tokens in chunks)", "sum(num for _, num in chunks)"),),
     ),
+    Mistake(
+        Text("Rows for computed tokens", "已计算的 token 也有行"),
+        Text(
+            "A row is a token that this step computes. Computed tokens are only read: they have columns, and no rows.",
+            "一行是这一步要算的一个 token。已计算的 token 只是被读：它们有列，没有行。",
+        ),
+        (
+            (
+                "        for position in range(start, start + num_new_tokens):\n",
+                "        for position in range(start + num_new_tokens):\n",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("A token reads the next one", "token 读了下一个"),
+        Text(
+            "The last column that a token reads is its own: `first + position`. Here it also reads the token after it.",
+            "token 读的最后一列是它自己：`first + position`。这里它还读了后面的一个。",
+        ),
+        (("<= first + position for", "<= first + position + 1 for"),),
+    ),
+    Mistake(
+        Text("Rows of different lengths", "各行长度不同"),
+        Text(
+            "All rows have a column for each token of all sequences. Fill the columns of other sequences with False.",
+            "每一行都要包含所有序列的每个 token 的列。别的序列的列填 False。",
+        ),
+        (
+            (
+                "[first <= column <= first + position for column in range(num_columns)]",
+                "[column <= position for column in range(start + num_new_tokens)]",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("Everything is read", "全部都读了"),
+        Text(
+            "A token reads only its own sequence, and only up to its own position. Here every token "
+            "reads every other one.",
+            "token 只读自己的序列，而且只读到自己的位置。这里每个 token 都读了全部。",
+        ),
+        (
+            (
+                "[first <= column <= first + position for column in range(num_columns)]",
+                "[True for column in range(num_columns)]",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("The block begins in column `start`", "块从第 `start` 列开始"),
+        Text(
+            "`start` is a number of computed tokens, not a column. The columns of a sequence begin "
+            "at `first`, with its token 0.",
+            "`start` 是已计算的 token 数，不是列号。一个序列的列从 `first`（它的第 0 个 token）开始。",
+        ),
+        (("first <= column <= first + position", "start <= column <= first + position"),),
+    ),
+    Mistake(
+        Text("A token reads only itself", "token 只读了自己"),
+        Text(
+            "A token reads all tokens of its sequence up to its own position, not only its own.",
+            "token 要读本序列里到自己位置为止的所有 token，不只是自己。",
+        ),
+        (("first <= column <= first + position", "column == first + position"),),
+    ),
 )
 
 EXERCISES = (

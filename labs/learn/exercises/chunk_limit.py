@@ -223,6 +223,169 @@ MISTAKES = (
             ),
         ),
     ),
+    Mistake(
+        Text("The larger of budget and limit", "取了预算和上限中较大的"),
+        Text(
+            "A chunk may exceed neither the budget that is left nor `chunk_limit`: take the smallest "
+            "of all three numbers.",
+            "一个 chunk 既不能超过剩余预算，也不能超过 `chunk_limit`：取三个数中最小的。",
+        ),
+        (
+            (
+                "        for seq in self.running:\n            if budget == 0:\n"
+                "                break\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "self.chunk_limit)\n",
+                "        for seq in self.running:\n            if budget == 0:\n"
+                "                break\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, max(budget, "
+                "self.chunk_limit))\n",
+            ),
+            (
+                "        while budget > 0 and self.waiting:\n"
+                "            seq = self.waiting.popleft()\n"
+                "            self.running.append(seq)\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "self.chunk_limit)\n",
+                "        while budget > 0 and self.waiting:\n"
+                "            seq = self.waiting.popleft()\n"
+                "            self.running.append(seq)\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, max(budget, "
+                "self.chunk_limit))\n",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("The limit counts the whole prompt", "上限算的是整个提示词"),
+        Text(
+            "`chunk_limit` is for one step. Each step may compute that many tokens of a sequence again.",
+            "`chunk_limit` 是一步的上限。每一步都可以再算一个序列的这么多 token。",
+        ),
+        (
+            (
+                "        for seq in self.running:\n            if budget == 0:\n"
+                "                break\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "self.chunk_limit)\n",
+                "        for seq in self.running:\n            if budget == 0:\n"
+                "                break\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "max(1, self.chunk_limit - seq.num_computed_tokens))\n",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("The budget pays for the whole prompt", "预算付了整个提示词"),
+        Text(
+            "A limited chunk costs only its own tokens. The rest of the budget goes to the sequences behind it.",
+            "受限的 chunk 只花自己的 token 数，剩下的预算留给后面的序列。",
+        ),
+        (
+            (
+                "        for seq in self.running:\n            if budget == 0:\n"
+                "                break\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "self.chunk_limit)\n            chunks.append((seq, num_new_tokens))\n"
+                "            budget -= num_new_tokens\n",
+                "        for seq in self.running:\n            if budget == 0:\n"
+                "                break\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "self.chunk_limit)\n            chunks.append((seq, num_new_tokens))\n"
+                "            budget = max(0, budget - (seq.num_tokens - seq.num_computed_tokens))\n",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("The limit is one too small", "上限小了一个"),
+        Text("A chunk may have exactly `chunk_limit` tokens.", "一个 chunk 可以恰好有 `chunk_limit` 个 token。"),
+        (
+            (
+                "        for seq in self.running:\n            if budget == 0:\n"
+                "                break\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "self.chunk_limit)\n",
+                "        for seq in self.running:\n            if budget == 0:\n"
+                "                break\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "max(1, self.chunk_limit - 1))\n",
+            ),
+            (
+                "        while budget > 0 and self.waiting:\n"
+                "            seq = self.waiting.popleft()\n"
+                "            self.running.append(seq)\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "self.chunk_limit)\n",
+                "        while budget > 0 and self.waiting:\n"
+                "            seq = self.waiting.popleft()\n"
+                "            self.running.append(seq)\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "max(1, self.chunk_limit - 1))\n",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("One prompt in a step", "一步只准入一个提示词"),
+        Text(
+            "Admit waiting sequences as long as there is budget: that is what the limit leaves it for.",
+            "只要还有预算就继续准入：上限省下的预算正是为此。",
+        ),
+        (
+            (
+                "        while budget > 0 and self.waiting:\n"
+                "            seq = self.waiting.popleft()\n"
+                "            self.running.append(seq)\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "self.chunk_limit)\n",
+                "        if budget > 0 and self.waiting:\n"
+                "            seq = self.waiting.popleft()\n"
+                "            self.running.append(seq)\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "self.chunk_limit)\n",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("Nothing is admitted after a limited chunk", "受限的 chunk 之后不再准入"),
+        Text(
+            "A sequence that reaches the limit does not end the step. The budget that it leaves is for the next ones.",
+            "一个序列达到上限，这一步并没有结束。它剩下的预算留给后面的序列。",
+        ),
+        (
+            (
+                "        while budget > 0 and self.waiting:\n"
+                "            seq = self.waiting.popleft()\n"
+                "            self.running.append(seq)\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "self.chunk_limit)\n            chunks.append((seq, num_new_tokens))\n"
+                "            budget -= num_new_tokens\n",
+                "        while budget > 0 and self.waiting:\n"
+                "            seq = self.waiting.popleft()\n"
+                "            self.running.append(seq)\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "self.chunk_limit)\n            chunks.append((seq, num_new_tokens))\n"
+                "            budget -= num_new_tokens\n"
+                "            if num_new_tokens == self.chunk_limit:\n                break\n",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("One token of each running sequence", "每个运行中的序列只有一个 token"),
+        Text(
+            "A running sequence may still be in its prompt, and then gets up to `chunk_limit` tokens.",
+            "运行中的序列可能还在计算提示词，这时最多可得 `chunk_limit` 个 token。",
+        ),
+        (
+            (
+                "        for seq in self.running:\n            if budget == 0:\n"
+                "                break\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, "
+                "self.chunk_limit)\n",
+                "        for seq in self.running:\n            if budget == 0:\n"
+                "                break\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, 1)\n",
+            ),
+        ),
+    ),
 )
 
 EXERCISES = (
@@ -273,6 +436,7 @@ EXERCISES = (
             Case(5, 3, (Request(9, 2), Request(2, 3, 1), Request(4, 1, 1))),
             Case(3, 5, (Request(7, 2), Request(2, 1))),
             Case(5, 3, (Request(3, 1), Request(12, 1))),
+            Case(8, 3, (Request(2, 2), Request(2, 2), Request(4, 1))),
         ),
         cases=cases,
         describe=describe,

@@ -173,6 +173,59 @@ EXERCISES = (
                 ),
                 (("[seq.block_table[i]] > 1", "[seq.block_table[i]] > 2"),),
             ),
+            Mistake(
+                Text("A table that is full does not grow", "满的块表没有增长"),
+                Text(
+                    "There are two reasons to take a block: the block to write to is shared, or there is "
+                    "none for the newest token.",
+                    "取块有两个理由：要写的块是共享的，或者最新的 token 没有块。",
+                ),
+                (("if is_shared or self.num_blocks_for(len(seq.token_ids)) > len(seq.block_table):", "if is_shared:"),),
+            ),
+            Mistake(
+                Text("The wrong block is replaced", "替换错了块"),
+                Text(
+                    "The next token is written to the last block of the table, so that block is replaced by its copy.",
+                    "下一个 token 写在块表的最后一块里，所以用副本替换的是那一块。",
+                ),
+                (("seq.block_table.pop()", "seq.block_table.pop(0)"),),
+            ),
+            Mistake(
+                Text("The old block becomes free", "旧的块变成了空闲"),
+                Text(
+                    "The other owner still reads the old block. It only loses one owner.",
+                    "另一个所有者还在读旧的块，它只是少了一个所有者。",
+                ),
+                (
+                    (
+                        "                self.copies.append((source, block_id))\n",
+                        "                self.copies.append((source, block_id))\n"
+                        "                self.free[source] = None\n",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("The old block has one owner", "旧的块只剩一个所有者"),
+                Text(
+                    "With three samples, two owners are left. Subtract 1; do not set the count to 1.",
+                    "有三个样本时还剩两个所有者。要减 1，不能设为 1。",
+                ),
+                (("self.num_owners[source] -= 1", "self.num_owners[source] = 1"),),
+            ),
+            Mistake(
+                Text("The new block has too many owners", "新块的所有者太多"),
+                Text(
+                    "`take` has already counted one owner of the new block. With two, it is never free again.",
+                    "`take` 已经给新块计了一个所有者。计成两个，它就再也不会变空闲。",
+                ),
+                (
+                    (
+                        "                self.copies.append((source, block_id))\n",
+                        "                self.copies.append((source, block_id))\n"
+                        "                self.num_owners[block_id] += 1\n",
+                    ),
+                ),
+            ),
         ),
     ),
 )

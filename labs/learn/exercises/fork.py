@@ -156,6 +156,69 @@ EXERCISES = (
                     ),
                 ),
             ),
+            Mistake(
+                Text("Only the last block gets an owner", "只有最后一块多了所有者"),
+                Text(
+                    "The child reads all blocks of the table, so each of them gets one more owner.",
+                    "`child` 要读块表里所有的块，所以每一块都多一个所有者。",
+                ),
+                (("in parent.block_table:", "in parent.block_table[-1:]:"),),
+            ),
+            Mistake(
+                Text("The last block gets no owner", "最后一块没有多出所有者"),
+                Text(
+                    "The child's table has the last block, too. Without a second owner, both write to it, "
+                    "and the first that ends frees it.",
+                    "`child` 的块表里也有最后一块。不多记一个所有者，两者都会写它，先结束的那个就把它释放了。",
+                ),
+                (("in parent.block_table:", "in parent.block_table[:-1]:"),),
+            ),
+            Mistake(
+                Text("The newest token counts as computed", "最新的 token 算作已计算"),
+                Text(
+                    "Only tokens with K and V in the cache are computed. The newest token of the parent is "
+                    "not: take its `num_computed_tokens`.",
+                    "只有 K 和 V 在缓存里的 token 才算已计算。`parent` 最新的 token 还不是，应取它的 "
+                    "`num_computed_tokens`。",
+                ),
+                (("= parent.num_computed_tokens", "= len(parent.token_ids)"),),
+            ),
+            Mistake(
+                Text("Slots count as computed", "槽位算作已计算"),
+                Text(
+                    "The last block may be partly filled. Its empty slots are not computed: take the "
+                    "`num_computed_tokens` of the parent.",
+                    "最后一块可能没填满，空的槽位不算已计算。应取 `parent` 的 `num_computed_tokens`。",
+                ),
+                (("= parent.num_computed_tokens", "= len(parent.block_table) * self.block_size"),),
+            ),
+            Mistake(
+                Text("The child gets no table", "child 没有块表"),
+                Text(
+                    "The owners are counted, but the child does not know the blocks. It needs a table of its "
+                    "own with the same entries.",
+                    "所有者已经计了，但 `child` 不知道有哪些块。它需要一张内容相同的、自己的块表。",
+                ),
+                (("        child.block_table = parent.block_table.copy()\n", ""),),
+            ),
+            Mistake(
+                Text("Only full blocks are shared", "只共享了满的块"),
+                Text(
+                    "The last block may be partly filled, and is shared, too. It is copied only when one of "
+                    "both writes to it.",
+                    "没填满的最后一块也要共享，等到其中一个要写它时才复制。",
+                ),
+                (
+                    (
+                        "in parent.block_table:",
+                        "in parent.block_table[: parent.num_computed_tokens // self.block_size]:",
+                    ),
+                    (
+                        "parent.block_table.copy()",
+                        "parent.block_table[: parent.num_computed_tokens // self.block_size]",
+                    ),
+                ),
+            ),
         ),
     ),
 )

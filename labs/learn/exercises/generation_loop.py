@@ -208,6 +208,35 @@ MISTAKES = (
         ),
         (("tokens = list(prompt)", "tokens = prompt"),),
     ),
+    Mistake(
+        Text("Only the last end token is checked", "只检查了最后一个结束 token"),
+        Text(
+            "A model can have several end tokens. Any one of them ends the answer: `token in end_tokens`.",
+            "模型可以有几个结束 token，遇到任何一个都要结束：`token in end_tokens`。",
+        ),
+        (("token in end_tokens:", "token == end_tokens[-1]:"),),
+    ),
+    Mistake(
+        Text("The model is called once too often", "多调用了一次模型"),
+        Text(
+            "Each call is a pass over all weights. Look at the end tokens and at `max_tokens` before "
+            "the next call, not after it.",
+            "每次调用都要把全部权重算一遍。应在下一次调用之前检查结束 token 和 `max_tokens`，而不是之后。",
+        ),
+        (
+            ("        token = next_token(tokens)\n", "        token = following if output else next_token(tokens)\n"),
+            ("            break\n", "            break\n        following = next_token(tokens)\n"),
+        ),
+    ),
+    Mistake(
+        Text("The model does not see the prompt", "模型看不到提示词"),
+        Text(
+            "From the second call on, the model sees only its own output. It must see the prompt and "
+            "all new tokens in each call.",
+            "从第二次调用起，模型只看到自己的输出。每次调用都必须看到提示词和所有新 token。",
+        ),
+        (("next_token(tokens)\n        tokens", "next_token(output or tokens)\n        tokens"),),
+    ),
 )
 
 

@@ -98,10 +98,9 @@ EXERCISES = (
                 Text("A block too late", "晚了一个块"),
                 Text(
                     "The new token is already in `token_ids`, so its slot must exist now: 4 tokens need one block of "
-                    "4, and 5 need two. `len(seq.token_ids) // self.block_size` rounds down and has the same effect.",
+                    "4, and 5 need two.",
                     "新 token 已经在 `token_ids` 里，现在就要有它的槽位：每块 4 个槽位时，4 个 token 需要一块，5 "
-                    "个需要两块。"
-                    "`len(seq.token_ids) // self.block_size` 向下取整，结果也是晚了一块。",
+                    "个需要两块。",
                 ),
                 ((NEEDED, "self.num_blocks_for(len(seq.token_ids) - 1)"),),
             ),
@@ -128,11 +127,13 @@ EXERCISES = (
             Mistake(
                 Text("A block when `len % block_size == 0`", "`len % block_size == 0` 时取块"),
                 Text(
-                    "The new token is already in `token_ids`. With 4 tokens in blocks of 4 it has just filled the "
-                    "last slot, and needs no block; the first token of all, which needs one, gets none. Compare the "
-                    "number of blocks that the tokens need with the length of the table.",
-                    "新 token 已经在 `token_ids` 里。每块 4 个槽位、有 4 个 token 时，它刚好占了最后一个空位，"
-                    "不需要新块；而需要块的第一个 token 却没有得到。应比较这些 token 需要的块数和块表的长度。",
+                    "The new token is already in `token_ids`. In blocks of 4, `len % block_size == 0` holds for token "
+                    "number 4, which has just filled the last slot, and not for the first token, which needs a block. "
+                    "`len // block_size` blocks mean the same: rounded down, a started block does not count. Compare "
+                    "the number of blocks that the tokens need with the length of the table.",
+                    "新 token 已经在 `token_ids` 里。每块 4 个槽位时，`len % block_size == 0` 对第 4 个 token 成立，"
+                    "而它刚好占了最后一个空位；对需要块的第一个 token 却不成立。取 `len // block_size` 个块也是一样："
+                    "向下取整，开了头的块没有算。应比较这些 token 需要的块数和块表的长度。",
                 ),
                 ((f"{NEEDED} > len(seq.block_table)", "len(seq.token_ids) % self.block_size == 0"),),
             ),
@@ -207,6 +208,47 @@ EXERCISES = (
                     "每个 token 都会去别的 token 的位置上找。",
                 ),
                 (("seq.block_table.append(self.free.pop())", "seq.block_table.insert(0, self.free.pop())"),),
+            ),
+            Mistake(
+                Text("The first free block is taken", "取了第一个空闲块"),
+                Text(
+                    "`self.free.pop()` takes the block that became free last. `pop(0)` also moves all other "
+                    "entries of the list.",
+                    "`self.free.pop()` 取最后变为空闲的块。`pop(0)` 还要移动列表里的其他各项。",
+                ),
+                (("self.free.pop()", "self.free.pop(0)"),),
+            ),
+            Mistake(
+                Text("The result is missing", "没有返回值"),
+                Text(
+                    "A function without `return` gives None, which counts as False: the caller believes that "
+                    "the token has no slot.",
+                    "没有 `return` 的函数返回 None，等于 False：调用者会以为这个 token 没有位置。",
+                ),
+                (("        return True\n", ""),),
+            ),
+            Mistake(
+                Text("The old blocks are lost", "原来的块丢了"),
+                Text(
+                    "The new block continues the table; the blocks before it still hold the older tokens. "
+                    "Append to the list.",
+                    "新块接在块表后面，前面的块里还有更早的 token。应该追加到列表里。",
+                ),
+                (("seq.block_table.append(self.free.pop())", "seq.block_table = [self.free.pop()]"),),
+            ),
+            Mistake(
+                Text("The token is removed", "删掉了 token"),
+                Text(
+                    "If no block is free, change nothing and return False. The caller decides what happens "
+                    "to the token.",
+                    "没有空闲块时什么都不要改，返回 False。这个 token 怎么办由调用者决定。",
+                ),
+                (
+                    (
+                        "                return False\n",
+                        "                seq.token_ids.pop()\n                return False\n",
+                    ),
+                ),
             ),
         ),
     ),

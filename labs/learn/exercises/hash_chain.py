@@ -64,6 +64,8 @@ EXERCISES = (
         run=run_texts,
         examples=(
             Texts(2, ((0, 1, 2, 3, 4), (2, 3, 9))),
+            Texts(2, ((0, 1, 9), (0, 1, 9))),
+            Texts(3, ((1, 2, 3, 9), (1, 5, 3, 9))),
             Texts(2, ((0, 0, 1, 1, 9), (5, 5, 1, 1, 2, 2, 9), (0, 0, 1, 1, 2, 2, 9))),
             Texts(2, ((0, 0, 1, 1, 2, 2, 9), (0, 0, 3, 3, 4, 4, 9), (0, 0, 3, 3, 2, 2, 9))),
             Texts(2, ((0, 0, 1, 1, 9), (3, 3, 2, 2, 9), (0, 0, 2, 2, 9))),
@@ -162,6 +164,80 @@ EXERCISES = (
                     "否则列表会越来越长，第 i 项就属于别的块了。",
                 ),
                 ((RANGE, "range(i + 1)"),),
+            ),
+            Mistake(
+                Text("Only the first token of the block", "只有块的第一个 token"),
+                Text(
+                    "All tokens of the block belong into the hash. Otherwise blocks with the same first "
+                    "token are taken for equal.",
+                    "块里的所有 token 都要进哈希，否则第一个 token 相同的块会被当成一样的。",
+                ),
+                (
+                    (
+                        "[j * self.block_size : (j + 1) * self.block_size]",
+                        "[j * self.block_size : j * self.block_size + 1]",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("The next block's tokens", "用了下一块的 token"),
+                Text(
+                    "Block j has the tokens j × block_size … (j + 1) × block_size - 1.",
+                    "第 j 块的 token 是第 j × block_size 到 (j + 1) × block_size - 1 个。",
+                ),
+                (
+                    (
+                        "[j * self.block_size : (j + 1) * self.block_size]",
+                        "[(j + 1) * self.block_size : (j + 2) * self.block_size]",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("The number of a block is no position", "块号不是位置"),
+                Text(
+                    "Block j begins with token j × block_size, not with token j.",
+                    "第 j 块从第 j × block_size 个 token 开始，不是第 j 个。",
+                ),
+                (("[j * self.block_size : (j + 1) * self.block_size]", "[j : j + self.block_size]"),),
+            ),
+            Mistake(
+                Text("Only the sum of the tokens", "只有 token 之和"),
+                Text(
+                    "Different tokens can have the same sum: 1 2 and 2 1. Hash the tokens themselves, in their order.",
+                    "不同的 token 可以有相同的和：1 2 和 2 1。要对 token 本身按顺序做哈希。",
+                ),
+                (("repr((seq.block_hashes[-1:], tokens))", "repr((seq.block_hashes[-1:], sum(tokens)))"),),
+            ),
+            Mistake(
+                Text("The length is in the hash", "长度进了哈希"),
+                Text(
+                    "A longer text that begins in the same way has the same block. Only the tokens up to the "
+                    "end of the block may count.",
+                    "开头相同的更长文本有同样的块。只有到块末为止的 token 才能算进去。",
+                ),
+                (
+                    (
+                        "repr((seq.block_hashes[-1:], tokens))",
+                        "repr((seq.block_hashes[-1:], tokens, len(seq.token_ids)))",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("The hash depends on the object", "哈希取决于对象"),
+                Text(
+                    "Two sequences with the same tokens must have the same hashes, or nothing is ever found. "
+                    "Hash the tokens, not the sequence.",
+                    "token 相同的两个序列必须有相同的哈希值，否则永远找不到。要对 token 做哈希，而不是对序列。",
+                ),
+                (("repr((seq.block_hashes[-1:], tokens))", "repr((seq.block_hashes[-1:], tokens, id(seq)))"),),
+            ),
+            Mistake(
+                Text("The newest hash is returned", "返回了最新的哈希值"),
+                Text(
+                    "`seq.block_hashes` can have hashes of later blocks already. Return that of block `i`.",
+                    "`seq.block_hashes` 里可能已经有后面各块的哈希值。要返回第 `i` 块的。",
+                ),
+                (("return seq.block_hashes[i]", "return seq.block_hashes[-1]"),),
             ),
         ),
     ),

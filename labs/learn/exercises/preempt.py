@@ -285,6 +285,80 @@ EXERCISES = (
                 ),
                 (("return num_preempted == 0", "return self.num_preemptions == 0"),),
             ),
+            Mistake(
+                Text("The victim is lost", "被抢占的序列丢了"),
+                Text(
+                    "A preempted sequence must be served later: put it at the front of `self.waiting`.",
+                    "被抢占的序列以后还要继续：把它放到 `self.waiting` 的最前面。",
+                ),
+                (("            self.waiting.appendleft(last)\n", ""),),
+            ),
+            Mistake(
+                Text("The victim stays in `running`", "被抢占的序列还在 `running` 里"),
+                Text(
+                    "It has no blocks any more, so it may not stay in `running`: `pop()` removes it, `[-1]` "
+                    "only reads it.",
+                    "它已经没有块了，不能留在 `running` 里：`pop()` 会取走它，`[-1]` 只是读。",
+                ),
+                (
+                    ("            last = self.running.pop()\n", "            last = self.running[-1]\n"),
+                    ("            if last is seq:\n", "            if last is seq or len(self.waiting) > 8:\n"),
+                ),
+            ),
+            Mistake(
+                Text("The wrong blocks are released", "释放错了块"),
+                Text(
+                    "The victim gives up its blocks, not the sequence that needs one.",
+                    "让出块的是被抢占的序列，而不是需要块的序列。",
+                ),
+                (("self.block_manager.release(last)", "self.block_manager.release(seq)"),),
+            ),
+            Mistake(
+                Text("The wrong counter is reset", "重置错了计数"),
+                Text(
+                    "The victim has lost its K and V, so its `num_computed_tokens` becomes 0. Those of `seq` "
+                    "are still there.",
+                    "丢了 K 和 V 的是被抢占的序列，所以是它的 `num_computed_tokens` 变成 0。`seq` 的还在。",
+                ),
+                (("last.num_computed_tokens = 0", "seq.num_computed_tokens = 0"),),
+            ),
+            Mistake(
+                Text("The condition is inverted", "条件反了"),
+                Text(
+                    "A step admits only if it has preempted none: `num_preempted == 0`.",
+                    "没有抢占过任何序列的一步才能准入：`num_preempted == 0`。",
+                ),
+                (("return num_preempted == 0 and", "return num_preempted > 0 and"),),
+            ),
+            Mistake(
+                Text("The prompt counts as computed", "提示词算作已计算"),
+                Text(
+                    "With the blocks, all K and V are gone, those of the prompt, too. Blocks that are still "
+                    "in the prefix cache are found at admission.",
+                    "块没有了，所有的 K 和 V 也就没有了，提示词的也一样。仍在前缀缓存里的块，准入时会再找到。",
+                ),
+                (
+                    (
+                        "last.num_computed_tokens = 0",
+                        "last.num_computed_tokens = min(last.num_computed_tokens, last.num_prompt_tokens)",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("Preemptions are counted once for each call", "每次调用只记一次抢占"),
+                Text(
+                    "Several sequences can be preempted for one block. Each of them counts.",
+                    "为了一个块可能要抢占好几个序列，每一个都要计数。",
+                ),
+                (
+                    ("            self.num_preemptions += 1\n", ""),
+                    (
+                        "        while not self.block_manager.try_grow(seq):\n",
+                        "        is_first = True\n        while not self.block_manager.try_grow(seq):\n"
+                        "            self.num_preemptions += is_first\n            is_first = False\n",
+                    ),
+                ),
+            ),
         ),
     ),
 )

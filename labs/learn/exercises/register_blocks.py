@@ -204,6 +204,112 @@ EXERCISES = (
                     ),
                 ),
             ),
+            Mistake(
+                Text("The taken block stays free", "取走的块还是空闲的"),
+                Text(
+                    "`next(iter(self.free))` only reads the block. Delete it from `self.free`, or the next "
+                    "call takes it again.",
+                    "`next(iter(self.free))` 只是读。要从 `self.free` 里删掉，否则下一次会再取到它。",
+                ),
+                (("        del self.free[block_id]\n", ""),),
+            ),
+            Mistake(
+                Text("The hash still names the block", "哈希仍然指向这个块"),
+                Text(
+                    "Both dicts must forget the block. `block_of_hash` still finds it, although it will hold "
+                    "other tokens.",
+                    "两个字典都要忘掉这个块。否则 `block_of_hash` 还会找到它，而里面将是别的 token。",
+                ),
+                (
+                    (
+                        "            del self.block_of_hash[self.hash_of_block.pop(block_id)]\n",
+                        "            self.hash_of_block.pop(block_id)\n",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("The whole prefix cache is forgotten", "忘掉了整个前缀缓存"),
+                Text(
+                    "Only the content of the taken block is lost. The other blocks can still be found.",
+                    "丢掉的只是取走的那个块的内容，其他的块仍然可以找到。",
+                ),
+                (
+                    (
+                        "            del self.block_of_hash[self.hash_of_block.pop(block_id)]\n",
+                        "            self.hash_of_block.clear()\n            self.block_of_hash.clear()\n",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("Nothing is registered", "什么都没有登记"),
+                Text(
+                    "Register each block that has become full since `num_before`.",
+                    "从 `num_before` 起填满的每个块都要登记。",
+                ),
+                (("range(num_before // self.block_size, seq.num_computed_tokens // self.block_size)", "range(0)"),),
+            ),
+            Mistake(
+                Text("Only the first block is registered", "只登记了第一块"),
+                Text(
+                    "All full blocks are registered: a long prompt fills several in one step.",
+                    "所有满的块都要登记：长提示词一步就会填满好几块。",
+                ),
+                (
+                    (
+                        "range(num_before // self.block_size, seq.num_computed_tokens // self.block_size)",
+                        "range(num_before // self.block_size, min(1, seq.num_computed_tokens // self.block_size))",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("The last full block is left out", "漏了最后一个满块"),
+                Text(
+                    "The end of `range` is not included, so `num_computed_tokens // block_size` is right: it "
+                    "is the number of full blocks.",
+                    "`range` 不含终点，所以 `num_computed_tokens // block_size` 就对了：它是满块的个数。",
+                ),
+                (
+                    (
+                        "range(num_before // self.block_size, seq.num_computed_tokens // self.block_size)",
+                        "range(num_before // self.block_size, seq.num_computed_tokens // self.block_size - 1)",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("The wrong block is registered", "登记错了块"),
+                Text(
+                    "Hash `i` belongs to block `i` of the table, not to its last block.",
+                    "第 `i` 个哈希对应块表的第 `i` 块，而不是最后一块。",
+                ),
+                (("self.hash_block(seq, i), seq.block_table[i]", "self.hash_block(seq, i), seq.block_table[-1]"),),
+            ),
+            Mistake(
+                Text("The two dicts are exchanged", "两个字典写反了"),
+                Text(
+                    "`block_of_hash` has hashes as keys and blocks as values; `hash_of_block` is the other way round.",
+                    "`block_of_hash` 的键是哈希、值是块；`hash_of_block` 正相反。",
+                ),
+                (
+                    (
+                        "self.block_of_hash[block_hash], self.hash_of_block[block_id] = block_id, block_hash",
+                        "self.hash_of_block[block_hash], self.block_of_hash[block_id] = block_id, block_hash",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("The block does not know its hash", "块不知道自己的哈希"),
+                Text(
+                    "Without an entry in `hash_of_block`, `take` cannot evict the block: the prefix cache "
+                    "finds it after it was overwritten.",
+                    "`hash_of_block` 里没有这一项，`take` 就无法清除它：块被覆盖之后，前缀缓存还会找到它。",
+                ),
+                (
+                    (
+                        "self.block_of_hash[block_hash], self.hash_of_block[block_id] = block_id, block_hash",
+                        "self.block_of_hash[block_hash] = block_id",
+                    ),
+                ),
+            ),
         ),
     ),
 )

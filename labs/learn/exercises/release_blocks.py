@@ -19,6 +19,8 @@ class Released(NamedTuple):
     free: list[int]
     num_owners: list[int]
     tables: dict[str, list[int]]
+    cached: list[int]
+    """Blocks whose content can be found: releasing a block does not change that."""
 
     def compare(self, other: "Released") -> tuple[str, str]:
         return compare_fields(self, other)
@@ -46,6 +48,8 @@ def run(answer: ModuleType, case: Pool) -> Iterator[Seen]:
         seq.block_table = before + [one_file.BlockManager.take(blocks) for _ in range(more)]
         seq.token_ids = [0] * (4 * len(seq.block_table))
         seqs[name] = seq
+    blocks.block_of_hash = {bytes([block_id]): block_id for block_id in range(blocks.num_blocks)}
+    blocks.hash_of_block = {block_id: bytes([block_id]) for block_id in range(blocks.num_blocks)}
     remaining = list(seqs)
     for number in case.order[: len(seqs)]:
         name = remaining.pop(number % len(remaining))
@@ -53,7 +57,9 @@ def run(answer: ModuleType, case: Pool) -> Iterator[Seen]:
         blocks.release(seqs[name])
         tables = {name: list(seq.block_table) for name, seq in seqs.items()}
         label = Text(f"release({name}), whose table was {before}", f"release({name})，它的块表是 {before}")
-        yield Seen(label, Released(list(blocks.free), list(blocks.num_owners), tables), draw_account(blocks, seqs))
+        cached = sorted(blocks.block_of_hash.values())
+        state = Released(list(blocks.free), list(blocks.num_owners), tables, cached)
+        yield Seen(label, state, draw_account(blocks, seqs))
 
 
 def describe(case: Pool) -> Text:
@@ -206,6 +212,63 @@ EXERCISES = (
                     "遍历列表时删掉前面的元素，就会跳过后一个。每隔一个块就丢一个：既没有所有者，也不空闲。",
                 ),
                 ((LOOP, "        for block_id in seq.block_table:\n            seq.block_table.remove(block_id)\n"),),
+            ),
+            Mistake(
+                Text("The last owner does not free the block", "最后一个所有者没有释放块"),
+                Text(
+                    "Count the owner down first, and then look whether none is left. In this order, the "
+                    "count is still 1 for the last owner.",
+                    "先减去所有者，再看是不是没有了。按这里的顺序，最后一个所有者检查时个数还是 1。",
+                ),
+                (
+                    (
+                        "            self.num_owners[block_id] -= 1\n"
+                        "            if not self.num_owners[block_id]:\n"
+                        "                self.free[block_id] = None\n",
+                        "            if not self.num_owners[block_id]:\n"
+                        "                self.free[block_id] = None\n"
+                        "            self.num_owners[block_id] -= 1\n",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("All owners are removed", "去掉了所有的所有者"),
+                Text(
+                    "Only one sequence leaves. Another owner still reads the block, so subtract 1.",
+                    "离开的只是一个序列，别的所有者还在读这个块，所以只减 1。",
+                ),
+                (("            self.num_owners[block_id] -= 1\n", "            self.num_owners[block_id] = 0\n"),),
+            ),
+            Mistake(
+                Text("Only the last block is released", "只释放了最后一块"),
+                Text(
+                    "All blocks of the table lose an owner, from the last to the first.",
+                    "块表里所有的块都少一个所有者，从最后一块到第一块。",
+                ),
+                (("reversed(seq.block_table)", "seq.block_table[-1:]"),),
+            ),
+            Mistake(
+                Text("Blocks that were free are lost", "原来空闲的块丢了"),
+                Text(
+                    "Other blocks are free already. Add to `self.free`; a new dict forgets them.",
+                    "已经有别的空闲块。应该加到 `self.free` 里；新建一个字典会把它们忘掉。",
+                ),
+                (("        for block_id in reversed", "        self.free = {}\n        for block_id in reversed"),),
+            ),
+            Mistake(
+                Text("The content is forgotten", "忘掉了块的内容"),
+                Text(
+                    "A free block keeps its content and its hash until another sequence takes it. Until then "
+                    "a later prompt can find it, so leave the prefix cache alone.",
+                    "空闲块在被别的序列取走之前，保留它的内容和哈希值，后来的提示词还能找到它。所以不要动前缀缓存。",
+                ),
+                (
+                    (
+                        "                self.free[block_id] = None\n",
+                        "                self.free[block_id] = None\n"
+                        "                self.block_of_hash.pop(self.hash_of_block.pop(block_id, None), None)\n",
+                    ),
+                ),
             ),
         ),
     ),

@@ -202,6 +202,104 @@ EXERCISES = (
                 ),
                 ((BREAK, "                continue\n"),),
             ),
+            Mistake(
+                Text("Nothing is found", "什么都没有找到"),
+                Text(
+                    "`find` returns the blocks of all hashes that are in `block_of_hash`, up to the first "
+                    "that is missing.",
+                    "`find` 返回所有在 `block_of_hash` 里的哈希对应的块，直到第一个缺失的为止。",
+                ),
+                (("            hits.append(block_id)\n", "            break\n"),),
+            ),
+            Mistake(
+                Text("Only the first block is found", "只找到了第一块"),
+                Text(
+                    "After a hit, look for the next block. Only a missing block ends the search.",
+                    "命中之后要继续找下一块，只有找不到时才停止。",
+                ),
+                (("            hits.append(block_id)\n", "            hits.append(block_id)\n            break\n"),),
+            ),
+            Mistake(
+                Text("One block too few is found", "少找了一块"),
+                Text(
+                    "Only the last token must be computed. With 5 tokens in blocks of 2, both full blocks "
+                    "can be found: `(len(seq.token_ids) - 1) // block_size`.",
+                    "只有最后一个 token 必须计算。每块 2 个、共 5 个 token 时，两个满块都可以找："
+                    "`(len(seq.token_ids) - 1) // block_size`。",
+                ),
+                (("(len(seq.token_ids) - 1) // self.block_size", "len(seq.token_ids) // self.block_size - 1"),),
+            ),
+            Mistake(
+                Text("Found blocks get new ones, too", "找到的块又取了新块"),
+                Text(
+                    "A found block holds its tokens already. Take new blocks only for the rest: subtract `len(hits)`.",
+                    "找到的块里已经有那些 token。只为其余的取新块：要减去 `len(hits)`。",
+                ),
+                ((" - len(hits)\n", "\n"),),
+            ),
+            Mistake(
+                Text("New blocks come first in the table", "新块排在块表前面"),
+                Text(
+                    "The table is in the order of the tokens: the found blocks hold the beginning of the prompt.",
+                    "块表按 token 的顺序排列：找到的块里是提示词的开头。",
+                ),
+                (("hits + [self.take() for _ in range(num_new)]", "[self.take() for _ in range(num_new)] + hits"),),
+            ),
+            Mistake(
+                Text("Only free blocks are shared", "只共享空闲的块"),
+                Text(
+                    "A block that another sequence reads can be shared, too: full blocks are never written to.",
+                    "别的序列正在读的块也可以共享：满的块不会再被写。",
+                ),
+                (
+                    (
+                        "            if block_id is None:\n",
+                        "            if block_id is None or block_id not in self.free:\n",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("Free blocks are not found", "没有找空闲的块"),
+                Text(
+                    "A free block still holds its content until it is taken. Take it out of `self.free` and share it.",
+                    "空闲块在被取走之前还保留着内容。把它从 `self.free` 里取出来共享。",
+                ),
+                (
+                    (
+                        "            if block_id is None:\n",
+                        "            if block_id is None or block_id in self.free:\n",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("Blocks are shared before the check", "检查之前就共享了"),
+                Text(
+                    "If too few blocks are free, nothing may have changed. Check first, and only then count "
+                    "owners and take blocks out of `self.free`.",
+                    "空闲块太少时，什么都不能改变。先检查，再计所有者、从 `self.free` 里取块。",
+                ),
+                (
+                    (
+                        "        for block_id in hits:\n            self.free.pop(block_id, None)\n"
+                        "            self.num_owners[block_id] += 1\n",
+                        "",
+                    ),
+                    (
+                        "        if num_new > len(self.free) - num_free_hits:\n",
+                        "        for block_id in hits:\n            self.free.pop(block_id, None)\n"
+                        "            self.num_owners[block_id] += 1\n"
+                        "        if num_new > len(self.free):\n",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("A request that fits exactly is refused", "恰好放得下的请求被拒绝了"),
+                Text(
+                    "The number of new blocks may be equal to the number of free ones: use `>`, not `>=`.",
+                    "新块数可以等于空闲块数：用 `>`，不用 `>=`。",
+                ),
+                (("num_new > len(self.free)", "num_new >= len(self.free)"),),
+            ),
         ),
     ),
 )

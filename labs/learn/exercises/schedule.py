@@ -243,6 +243,100 @@ MISTAKES = (
             ),
         ),
     ),
+    Mistake(
+        Text("An admitted sequence stays in the queue", "已准入的序列还在队列里"),
+        Text(
+            "The sequence is in `running` and in `waiting`, so the next step admits it again. "
+            "`popleft` also removes it from the queue.",
+            "这个序列既在 `running` 又在 `waiting` 里，下一步会再次准入它。`popleft` 会把它从队列里取走。",
+        ),
+        (
+            (
+                "        while budget > 0 and self.waiting:\n            seq = self.waiting.popleft()\n",
+                "        for seq in list(self.waiting):\n            if budget == 0:\n                break\n",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("An admitted sequence is lost", "已准入的序列丢了"),
+        Text(
+            "It has left `waiting` and is not in `running`: after its first chunk it never gets another token.",
+            "它离开了 `waiting`，又不在 `running` 里：第一个 chunk 之后再也得不到 token。",
+        ),
+        (("            self.running.append(seq)\n", ""),),
+    ),
+    Mistake(
+        Text("Computed tokens are not counted", "没有记已计算的 token"),
+        Text(
+            "`update` must add the chunk to `num_computed_tokens`. Otherwise each step computes the same tokens again.",
+            "`update` 必须把 chunk 加到 `num_computed_tokens` 上，否则每一步都重算同样的 token。",
+        ),
+        (("            seq.num_computed_tokens += num_new_tokens\n", ""),),
+    ),
+    Mistake(
+        Text("The prompt counts as output", "提示词算成了输出"),
+        Text(
+            "`max_tokens` counts output tokens: `num_tokens - num_prompt_tokens`. `num_tokens` also has the prompt.",
+            "`max_tokens` 只数输出的 token：`num_tokens - num_prompt_tokens`。`num_tokens` 里还有提示词。",
+        ),
+        (("if seq.num_tokens - seq.num_prompt_tokens == seq.max_tokens:", "if seq.num_tokens >= seq.max_tokens:"),),
+    ),
+    Mistake(
+        Text("One token of each running sequence", "每个运行中的序列只有一个 token"),
+        Text(
+            "A running sequence may still be in its prompt. It gets min(work, budget left) tokens; "
+            "only for a decode is that 1.",
+            "运行中的序列可能还在计算提示词。它应得 min(剩余工作量, 剩余预算) 个 token，只有解码时才是 1。",
+        ),
+        (
+            (
+                "        for seq in self.running:\n            if budget == 0:\n"
+                "                break\n"
+                "            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)\n",
+                "        for seq in self.running:\n            if budget == 0:\n"
+                "                break\n            num_new_tokens = 1\n",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("Waiting sequences get a budget of their own", "等待的序列另有一份预算"),
+        Text(
+            "The budget limits the whole step. What running sequences have used is not there for the waiting ones.",
+            "预算限制的是整个一步。运行中的序列用掉的部分，等待的序列就不能再用。",
+        ),
+        (
+            (
+                "        while budget > 0 and self.waiting:\n",
+                "        budget = self.budget\n        while budget > 0 and self.waiting:\n",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("The budget is never refilled", "预算没有恢复"),
+        Text(
+            "`self.budget` is the limit of each step. Count down a local variable, so that the next "
+            "step has all of it.",
+            "`self.budget` 是每一步的上限。应该递减一个局部变量，这样下一步又有完整的预算。",
+        ),
+        (("        return chunks\n", "        self.budget = budget\n        return chunks\n"),),
+    ),
+    Mistake(
+        Text("A sequence ends one token early", "序列早一个 token 结束"),
+        Text(
+            "A sequence leaves `running` when it has `max_tokens` output tokens, the new one included.",
+            "序列有了 `max_tokens` 个输出 token（包括新的这个）才离开 `running`。",
+        ),
+        (("== seq.max_tokens:", "== seq.max_tokens - 1:"),),
+    ),
+    Mistake(
+        Text("Only the prompt gives a token", "只有提示词得到一个 token"),
+        Text(
+            "A sequence gets a new token whenever all of its tokens are computed: after the prompt, "
+            "and after each decode.",
+            "只要一个序列的 token 全部算完，就得到一个新 token：提示词之后有，每次解码之后也有。",
+        ),
+        (("if seq.num_computed_tokens == seq.num_tokens:", "if seq.num_computed_tokens == seq.num_prompt_tokens:"),),
+    ),
 )
 
 EXERCISES = (

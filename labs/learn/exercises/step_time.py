@@ -278,6 +278,83 @@ MISTAKES = (
         ),
         (("max(memory, arithmetic)", "min(memory, arithmetic)"),),
     ),
+    Mistake(
+        Text("Sequences are counted, not their tokens", "数的是序列，不是 token"),
+        Text(
+            "Each sequence reads K and V of all of its tokens. Sum the lengths in `seq_lens`; do not "
+            "count the sequences.",
+            "每个序列要读自己所有 token 的 K 和 V。要把 `seq_lens` 里的长度加起来，而不是数序列的个数。",
+        ),
+        (("num_weights + sum(seq_lens) *", "num_weights + len(seq_lens) *"),),
+    ),
+    Mistake(
+        Text("head_dim is forgotten", "忘了 head_dim"),
+        Text(
+            "K of one token is a vector of head_dim values in each layer and KV head, and so is V.",
+            "在每一层、每个 KV 头里，一个 token 的 K 是有 head_dim 个值的向量，V 也是。",
+        ),
+        (("2 * model.num_layers * model.num_kv_heads * model.head_dim", "2 * model.num_layers * model.num_kv_heads"),),
+    ),
+    Mistake(
+        Text("The KV cache is counted in values", "KV cache 数的是值的个数"),
+        Text(
+            "The weights are counted in bytes, but K and V in values. Both have `bytes_per_value` bytes a value.",
+            "权重按字节算了，K 和 V 却按值的个数算。两者每个值都占 `bytes_per_value` 字节。",
+        ),
+        (
+            (
+                "(model.num_weights + sum(seq_lens) * kv_values_per_token) * model.bytes_per_value",
+                "model.num_weights * model.bytes_per_value + sum(seq_lens) * kv_values_per_token",
+            ),
+        ),
+    ),
+    Mistake(
+        Text("Two FLOP in attention", "注意力只算了 2 FLOP"),
+        Text(
+            "For each token that is read, a head multiplies and adds head_dim values twice: once for "
+            "the score, and once for the weighted sum of V. That is 4 · head_dim FLOP.",
+            "每读一个 token，一个头要做两次 head_dim 个乘加：一次算分数，一次对 V 加权求和。一共 4 · head_dim FLOP。",
+        ),
+        (("4 * model.num_layers", "2 * model.num_layers"),),
+    ),
+    Mistake(
+        Text("All tokens are computed again", "所有 token 都重算了"),
+        Text(
+            "A decode step computes one token of each sequence: `len(seq_lens)` tokens. The others "
+            "are only read from the KV cache.",
+            "一个解码步对每个序列只算一个 token，共 `len(seq_lens)` 个。其余的只是从 KV cache 里读。",
+        ),
+        (("2 * model.num_weights * num_tokens", "2 * model.num_weights * sum(seq_lens)"),),
+    ),
+    Mistake(
+        Text("Attention in one layer", "注意力只算了一层"),
+        Text(
+            "Each layer has attention of its own, so its arithmetic counts `num_layers` times.",
+            "每一层都有自己的注意力，所以计算量要乘以 `num_layers`。",
+        ),
+        (("4 * model.num_layers * model.num_heads", "4 * model.num_heads"),),
+    ),
+    Mistake(
+        Text("The machine's two speeds are exchanged", "机器的两个速度用反了"),
+        Text(
+            "Bytes are divided by bytes per second, and FLOP by FLOP per second.",
+            "字节数要除以每秒字节数，FLOP 要除以每秒 FLOP 数。",
+        ),
+        (
+            ("/ machine.bytes_per_s", "/ machine.flops_per_second"),
+            ("/ machine.flops_per_s\n", "/ machine.bytes_per_s\n"),
+            ("machine.flops_per_second", "machine.flops_per_s"),
+        ),
+    ),
+    Mistake(
+        Text("Only the memory is counted", "只算了内存"),
+        Text(
+            "With many sequences, the arithmetic can take longer than reading. The step takes at "
+            "least the longer of both times.",
+            "序列很多时，计算可能比读取更久。一步至少要两者中较长的时间。",
+        ),
+        (("max(memory, arithmetic)", "memory"),),
+    ),
 )
 
 
@@ -336,6 +413,7 @@ EXERCISES = (
             Case(QWEN3_06B, H100, (1,) * 1024),
             Case((100, 2, 4, 2, 8, 2), (100, 50), (3, 5)),
             Case((1000, 1, 2, 1, 4, 2), (50, 2000), (1, 2, 3)),
+            Case((100, 2, 6, 2, 8, 4), (100, 50), (3, 5)),
         ),
         cases=cases,
         describe=describe,
