@@ -201,6 +201,54 @@ MISTAKES = (
         ),
         (("(prompt_len + num_steps * num_decodes) * token_us", "num_steps * budget * token_us"),),
     ),
+    Mistake(
+        Text("The fixed time is added", "加上了固定时间"),
+        Text(
+            ("The fixed time is a part of each step. What is left for tokens is `target_us - fixed_us`."),
+            "固定时间是每一步的一部分，留给 token 的是 `target_us - fixed_us`。",
+        ),
+        (("budget = (target_us - fixed_us) // token_us", "budget = (target_us + fixed_us) // token_us"),),
+    ),
+    Mistake(
+        Text("The fixed time for each token", "每个 token 都算了固定时间"),
+        Text(
+            ("A step pays `fixed_us` once, however many tokens it has. Subtract it from the target, then divide."),
+            "不论有多少 token，一步只付一次 `fixed_us`。先从目标里减去它，再做除法。",
+        ),
+        (("budget = (target_us - fixed_us) // token_us", "budget = target_us // (fixed_us + token_us)"),),
+    ),
+    Mistake(
+        Text("0 instead of None", "返回 0 而不是 None"),
+        Text(
+            "If no budget leaves a token for a prompt, the answer is None: 0 would be a budget.",
+            "如果没有预算能给提示词留出 token，应返回 None：0 也会被当成预算。",
+        ),
+        (("else None", "else 0"),),
+    ),
+    Mistake(
+        Text("The steps are not a whole number", "步数不是整数"),
+        Text(
+            "The last step may have a smaller chunk, but it is a step. Round up: `-(-a // b)`.",
+            "最后一步的 chunk 可能更小，但也是一步。要向上取整：`-(-a // b)`。",
+        ),
+        (("return -(-prompt_len // room)", "return prompt_len / room"),),
+    ),
+    Mistake(
+        Text("The decodes are counted once", "解码只算了一次"),
+        Text(
+            "Each of these steps computes `num_decodes` tokens for the decodes, too.",
+            "这些步骤中的每一步都还要为解码计算 `num_decodes` 个 token。",
+        ),
+        (("num_steps * num_decodes", "num_decodes"),),
+    ),
+    Mistake(
+        Text("TTFT without the fixed time", "TTFT 里没有固定时间"),
+        Text(
+            "Each step of the prompt has the fixed time, too: `num_steps * fixed_us`.",
+            "计算提示词的每一步都有固定时间：`num_steps * fixed_us`。",
+        ),
+        (("num_steps * fixed_us + (", "("),),
+    ),
 )
 
 EXERCISES = (

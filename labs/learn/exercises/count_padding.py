@@ -166,6 +166,43 @@ MISTAKES = (
             ),
         ),
     ),
+    Mistake(
+        Text("The last request counts as the longest", "把最后一个请求当成了最长的"),
+        Text(
+            "A batch ends with its longest request, which may be any of them: `max(batch)`.",
+            "一个 batch 到它最长的请求结束为止，最长的可以是任何一个：`max(batch)`。",
+        ),
+        (("wasted += max(batch) * batch_size - sum(batch)", "wasted += batch[-1] * batch_size - sum(batch)"),),
+    ),
+    Mistake(
+        Text("Only the last batch is counted", "只算了最后一个 batch"),
+        Text("Add up the wasted places of all batches.", "要把所有 batch 浪费的位置加起来。"),
+        (("wasted += max(batch) * batch_size - sum(batch)", "wasted = max(batch) * batch_size - sum(batch)"),),
+    ),
+    Mistake(
+        Text("Batches overlap", "batch 重叠了"),
+        Text(
+            ("The next batch begins after the `batch_size` requests of this one, not one request later."),
+            "下一个 batch 从这 `batch_size` 个请求之后开始，而不是往后一个请求。",
+        ),
+        (("range(0, len(num_steps), batch_size)", "range(len(num_steps))"),),
+    ),
+    Mistake(
+        Text("Used places count as wasted", "用到的位置也算成浪费"),
+        Text(
+            ("The places of a batch are rows times steps. Those that are used, `sum(batch)`, are not wasted."),
+            "一个 batch 的位置数是行数乘以步数。其中用到的 `sum(batch)` 个不算浪费。",
+        ),
+        (("wasted += max(batch) * batch_size - sum(batch)", "wasted += max(batch) * batch_size"),),
+    ),
+    Mistake(
+        Text("The share is rounded down", "比例被向下取整"),
+        Text(
+            "`//` gives a whole number, here nearly always 0. A share is a fraction: `/`.",
+            "`//` 得到整数，这里几乎总是 0。比例是小数：用 `/`。",
+        ),
+        (("return used / (used", "return used // (used"),),
+    ),
 )
 
 EXERCISES = (

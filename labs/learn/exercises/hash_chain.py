@@ -193,7 +193,7 @@ EXERCISES = (
                 ),
             ),
             Mistake(
-                Text("The number of a block is no position", "块号不是位置"),
+                Text("The number of a block is not a position", "块号不是位置"),
                 Text(
                     "Block j begins with token j × block_size, not with token j.",
                     "第 j 块从第 j × block_size 个 token 开始，不是第 j 个。",

@@ -186,6 +186,54 @@ MISTAKES = (
         ),
         ((KEPT, ""),),
     ),
+    Mistake(
+        Text("Only the last part counts in the output", "输出里只有最后一部分"),
+        Text("The output is the sum over all parts: `+=`, not `=`.", "输出是各部分之和：用 `+=`，不用 `=`。"),
+        (("output[i] += ", "output[i] = "),),
+    ),
+    Mistake(
+        Text("The parts are added without weights", "各部分没有加权就相加"),
+        Text(
+            (
+                "Each part is an average already, so their sum is too large. Weigh each one by its share "
+                "of the sum of all weights."
+            ),
+            "每一部分已经是平均值，直接相加就太大了。要按各自占总权重的比例加权。",
+        ),
+        (("weight / total * value", "value"),),
+    ),
+    Mistake(
+        Text("The smallest s is subtracted", "减去了最小的 s"),
+        Text(
+            (
+                "Then the weight of the largest part is a huge number, and overflows if the parts differ "
+                "much. Subtract the largest s: all weights are at most 1."
+            ),
+            "这样最大的部分权重非常大，各部分相差大时会溢出。应减去最大的 s：所有权重都不超过 1。",
+        ),
+        (("largest = max(", "largest = min("),),
+    ),
+    Mistake(
+        Text("The natural logarithm", "用了自然对数"),
+        Text(
+            "s belongs to powers of 2: `math.log2`, not `math.log`.",
+            "s 对应的是 2 的幂：用 `math.log2`，不用 `math.log`。",
+        ),
+        (("math.log2(total)", "math.log(total)"),),
+    ),
+    Mistake(
+        Text("The exponent has the wrong sign", "指数的符号反了"),
+        Text(
+            "The part with the largest s has the largest weight: `2 ** (s - largest)`.",
+            "s 最大的部分权重最大：`2 ** (s - largest)`。",
+        ),
+        (("2 ** (s - largest) for", "2 ** (largest - s) for"),),
+    ),
+    Mistake(
+        Text("The sum instead of its logarithm", "用了和，而不是它的对数"),
+        Text("s is a logarithm: `largest + math.log2(total)`.", "s 是对数：`largest + math.log2(total)`。"),
+        (("largest + math.log2(total)", "largest + total"),),
+    ),
 )
 
 EXERCISES = (
@@ -240,6 +288,7 @@ EXERCISES = (
             Case(((1, 1), (0,), (-1, 2)), 2000),
             Case(((0,), (-2, -3)), -2000),
             Case(((), (), (1, 0)), 0),
+            Case(((1500,), (-1500,)), 0),
         ),
         cases=cases,
         describe=describe,

@@ -196,6 +196,7 @@ EXERCISES = (
             Case(4, Traffic(6, 2, 2, (Request((1, 2), 6), Request((0, 1, 2, 0, 1, 2, 1, 1), 1)))),
             Case(2, Traffic(5, 2, 6, (Request((1, 2), 6), Request((0, 1), 6), Request((2,), 6)))),
             Case(3, Traffic(5, 2, 8, (Request((1, 2, 0), 6), Request((0, 1, 2), 6)))),
+            Case(5, Traffic(3, 1, 4, (Request((1,), 3), Request((2,), 5), Request((0,), 3)))),  # two in one step
         ),
         cases=lambda: st.builds(Case, st.sampled_from((4, 3, 2, 1, 0)), traffics()),
         describe=describe,
@@ -310,6 +311,85 @@ EXERCISES = (
                     "空闲块不够时，序列要继续等：在改动之前返回 False。对空列表 `pop` 会抛出 IndexError。",
                 ),
                 (("        if num_new > len(self.free):\n            return False\n", ""),),
+            ),
+            Mistake(
+                Text("Host memory that suffices exactly is refused", "恰好够用的主机内存被拒绝了"),
+                Text(
+                    "`num_host` may be equal to the number of free host blocks: use `>`, not `>=`.",
+                    "`num_host` 可以等于空闲主机块的个数：用 `>`，不用 `>=`。",
+                ),
+                (("num_host > len(self.host_free)", "num_host >= len(self.host_free)"),),
+            ),
+            Mistake(
+                Text("The wrong memory is checked", "检查错了内存"),
+                Text(
+                    "Swapping out needs free blocks in host memory: look at `self.host_free`.",
+                    "换出需要主机内存里有空闲块：要看 `self.host_free`。",
+                ),
+                (("num_host > len(self.host_free)", "num_host > len(self.free)"),),
+            ),
+            Mistake(
+                Text("Nothing is copied back", "没有复制回来"),
+                Text(
+                    (
+                        "The new blocks of the sequence hold something else. Note a copy for each host block in "
+                        "`self.swap_ins`."
+                    ),
+                    "序列的新块里是别的内容。要为每个主机块在 `self.swap_ins` 里记下一次复制。",
+                ),
+                (("        self.swap_ins += zip(host_table, seq.block_table)\n", ""),),
+            ),
+            Mistake(
+                Text("The host table is lost", "主机块表丢了"),
+                Text(
+                    ("`self.host_tables[seq]` must be the list of host blocks, or nothing is known to copy back."),
+                    "`self.host_tables[seq]` 必须是主机块的列表，否则不知道该把什么复制回来。",
+                ),
+                (("        self.host_tables[seq] = host_table\n", "        self.host_tables[seq] = []\n"),),
+            ),
+            Mistake(
+                Text("The way back is swapped", "换入的方向反了"),
+                Text(
+                    "A pair of `swap_ins` is (host block, block): from host memory to the pool.",
+                    "`swap_ins` 的一对是 (主机块, 块)：从主机内存到块池。",
+                ),
+                (("zip(host_table, seq.block_table)", "zip(seq.block_table, host_table)"),),
+            ),
+            Mistake(
+                Text("Earlier copies are lost", "之前的复制丢了"),
+                Text(
+                    (
+                        "A step can swap out several sequences. Append to `self.swap_outs`; a new list forgets "
+                        "the copies of the sequence before."
+                    ),
+                    "一步可能换出好几个序列。要追加到 `self.swap_outs`；新建列表会忘掉前一个序列的复制。",
+                ),
+                (
+                    (
+                        "        self.swap_outs += zip(seq.block_table, host_table)\n",
+                        "        self.swap_outs = list(zip(seq.block_table, host_table))\n",
+                    ),
+                ),
+            ),
+            Mistake(
+                Text("The host table is lost when blocks are short", "块不够时丢了主机块表"),
+                Text(
+                    (
+                        "If too few blocks are free, change nothing: check before `pop`. The sequence needs its "
+                        "host blocks when it is tried again."
+                    ),
+                    "空闲块不够时什么都不要改：先检查，再 `pop`。下次再试时，序列还需要它的主机块。",
+                ),
+                (
+                    (
+                        "        if num_new > len(self.free):\n            return False\n",
+                        (
+                            "        host_table = self.host_tables.pop(seq)\n"
+                            "        if num_new > len(self.free):\n            return False\n"
+                        ),
+                    ),
+                    ("        host_table = self.host_tables.pop(seq)\n        self.swap_ins", "        self.swap_ins"),
+                ),
             ),
         ),
     ),

@@ -1,7 +1,7 @@
-"""Ten mistakes for each core exercise that learners often make, with the feedback that they need.
+"""Ten mistakes that learners often make, for each exercise of chapters 1 to 9 with functions to write.
 
-The feedback was written before the checker had seen the mistakes. `named` is the known mistake whose explanation says
-the same, or None where the first difference of the smallest run has to suffice.
+Each has the feedback that a learner needs, written down before the checker had seen the mistake. `named` is the known
+mistake whose explanation says the same. It is None if the first difference of the smallest run has to suffice.
 """
 
 from typing import NamedTuple
@@ -687,7 +687,7 @@ HASH_CHAIN = (
     ),
     plant(
         "The number of a block is not the position of its first token.",
-        "The number of a block is no position",
+        "The number of a block is not a position",
         (TOKENS, "[j : j + self.block_size]"),
     ),
     plant(
@@ -974,6 +974,195 @@ PREEMPT = (
     ),
 )
 
+PADDED, WASTED = "max(lens) * len(lens) - sum(lens)", "wasted += max(batch) * batch_size - sum(batch)"
+COUNT_PADDING = (
+    plant("The tokens are counted, not the places without one.", None, (PADDED, "sum(lens)")),
+    plant("Each row is padded, not one row of mean length.", None, (PADDED, "max(lens) - sum(lens) // len(lens)")),
+    plant(
+        "The longest row has places, too: all rows count.", None, (PADDED, "max(lens) * (len(lens) - 1) - sum(lens)")
+    ),
+    plant("Every row is padded to the sum.", None, (PADDED, "sum(lens) * (len(lens) - 1)")),
+    plant(
+        "The batch takes as long as its longest request, not as its last one.",
+        "The last request counts as the longest",
+        (WASTED, "wasted += batch[-1] * batch_size - sum(batch)"),
+    ),
+    plant(
+        "The waste of the last batch only: add up all batches.",
+        "Only the last batch is counted",
+        (WASTED, "wasted = max(batch) * batch_size - sum(batch)"),
+    ),
+    plant(
+        "A batch begins after the one before it, not one request later.",
+        "Batches overlap",
+        ("range(0, len(num_steps), batch_size)", "range(len(num_steps))"),
+    ),
+    plant(
+        "All places are counted, also those that are used.",
+        "Used places count as wasted",
+        (WASTED, "wasted += max(batch) * batch_size"),
+    ),
+    plant(
+        "The used places are divided by the requests, not by all places.",
+        None,
+        (
+            "return used / (used + count_wasted_places(num_steps, batch_size))",
+            "return used / (len(num_steps) * batch_size)",
+        ),
+    ),
+    plant(
+        "The share is a fraction from 0 to 1, not a whole number.",
+        "The share is rounded down",
+        ("return used / (used", "return used // (used"),
+    ),
+)
+
+MERGED = "weight / total * value"
+MERGE_PARTIALS = (
+    plant(
+        "The last part overwrites the others: add.",
+        "Only the last part counts in the output",
+        ("output[i] += ", "output[i] = "),
+    ),
+    plant("Each part is divided by its own weight.", None, (MERGED, "value / weight")),
+    plant("The parts are added without weights.", "The parts are added without weights", (MERGED, "value")),
+    plant(
+        "The smallest s is subtracted: large differences overflow.",
+        "The smallest s is subtracted",
+        ("largest = max(", "largest = min("),
+    ),
+    plant(
+        "The natural logarithm in place of that to base 2.",
+        "The natural logarithm",
+        ("math.log2(total)", "math.log(total)"),
+    ),
+    plant(
+        "The sign of the exponent is wrong: the largest part gets the least.",
+        "The exponent has the wrong sign",
+        ("2 ** (s - largest) for", "2 ** (largest - s) for"),
+    ),
+    plant(
+        "The sum is returned, not its logarithm.",
+        "The sum instead of its logarithm",
+        ("largest + math.log2(total)", "largest + total"),
+    ),
+    plant("The weights are divided by the number of parts.", None, (MERGED, "weight / len(parts) * value")),
+    plant("Only the first two parts are merged.", None, ("if s > -math.inf]", "if s > -math.inf][:2]")),
+    plant("The logarithm of a product is a sum: add the maximum.", None, ("largest + math", "largest * math")),
+)
+
+BUDGET = "budget = (target_us - fixed_us) // token_us"
+BUDGET_FROM_ITL = (
+    plant("A budget is a whole number of tokens: round down.", None, (BUDGET, BUDGET.replace("//", "/"))),
+    plant("The fixed time is added to the target.", "The fixed time is added", (BUDGET, BUDGET.replace("-", "+"))),
+    plant(
+        "The fixed time is paid once for each step, not for each token.",
+        "The fixed time for each token",
+        (BUDGET, "budget = target_us // (fixed_us + token_us)"),
+    ),
+    plant(
+        "The time of the decodes is subtracted: they are part of the budget.",
+        "The chunk instead of the budget",
+        (BUDGET, "budget = (target_us - fixed_us - num_decodes * token_us) // token_us"),
+        ("budget if budget > num_decodes else", "budget if budget > 0 else"),
+    ),
+    plant("The answer without room is 0 in place of None.", "0 instead of None", ("else None", "else 0")),
+    plant(
+        "The room is the budget with the decodes added.",
+        "Decodes take no budget",
+        ("room = budget - num_decodes", "room = budget + num_decodes"),
+    ),
+    plant(
+        "A part of a step does not exist: round up.",
+        "The steps are not a whole number",
+        ("return -(-prompt_len // room)", "return prompt_len / room"),
+    ),
+    plant(
+        "The decodes are counted once, not in each step.",
+        "The decodes are counted once",
+        ("num_steps * num_decodes", "num_decodes"),
+    ),
+    plant("The fixed time is forgotten.", "TTFT without the fixed time", ("num_steps * fixed_us + (", "(")),
+    plant(
+        "Each step computes the decodes: multiply the steps by them.",
+        None,
+        ("(prompt_len + num_steps * num_decodes)", "(prompt_len + num_steps + num_decodes)"),
+    ),
+)
+
+HOST_CHECK = "        if num_host > len(self.host_free):\n            return False\n"
+SWAP = (
+    plant(
+        "A sequence that fits exactly is refused.",
+        "Host memory that suffices exactly is refused",
+        ("num_host > len(self.host_free)", "num_host >= len(self.host_free)"),
+    ),
+    plant(
+        "The free blocks of the device are compared.",
+        "The wrong memory is checked",
+        ("num_host > len(self.host_free)", "num_host > len(self.free)"),
+    ),
+    plant(
+        "The copies are not noted.",
+        "The blocks are released before they are noted",
+        ("        self.swap_outs += zip(seq.block_table, host_table)\n", ""),
+    ),
+    plant(
+        "The copies back are not noted.",
+        "Nothing is copied back",
+        ("        self.swap_ins += zip(host_table, seq.block_table)\n", ""),
+    ),
+    plant(
+        "The sequence does not know its host blocks.",
+        "The host table is lost",
+        ("        self.host_tables[seq] = host_table\n", "        self.host_tables[seq] = []\n"),
+    ),
+    plant(
+        "The computed tokens are forgotten when they come back.",
+        "The counter is reset",
+        (
+            "        self.host_free += host_table\n",
+            "        self.host_free += host_table\n        seq.num_computed_tokens = 0\n",
+        ),
+    ),
+    plant(
+        "Source and destination of the way back are swapped.",
+        "The way back is swapped",
+        ("zip(host_table, seq.block_table)", "zip(seq.block_table, host_table)"),
+    ),
+    plant(
+        "The copies of earlier sequences are lost.",
+        "Earlier copies are lost",
+        (
+            "        self.swap_outs += zip(seq.block_table, host_table)\n",
+            "        self.swap_outs = list(zip(seq.block_table, host_table))\n",
+        ),
+    ),
+    plant(
+        "A sequence without enough blocks has lost its host table.",
+        "The host table is lost when blocks are short",
+        (
+            "        if num_new > len(self.free):\n            return False\n",
+            "        host_table = self.host_tables.pop(seq)\n"
+            "        if num_new > len(self.free):\n            return False\n",
+        ),
+        ("        host_table = self.host_tables.pop(seq)\n        self.swap_ins", "        self.swap_ins"),
+    ),
+    plant(
+        "The host blocks are taken although they do not suffice.",
+        None,
+        (HOST_CHECK, ""),
+        (
+            "[self.host_free.pop() for _ in range(num_host)]",
+            "[self.host_free.pop() for _ in range(num_host) if self.host_free]",
+        ),
+        (
+            "        self.swap_outs +=",
+            "        if len(host_table) < num_host:\n            return False\n        self.swap_outs +=",
+        ),
+    ),
+)
+
 CLASSIC: dict[str, tuple[Planted, ...]] = {
     "generation_loop": GENERATION_LOOP,
     "attend_with_cache": ATTEND_WITH_CACHE,
@@ -991,4 +1180,8 @@ CLASSIC: dict[str, tuple[Planted, ...]] = {
     "register_blocks": REGISTER_BLOCKS,
     "chunk_limit": CHUNK_LIMIT,
     "preempt": PREEMPT,
+    "count_padding": COUNT_PADDING,
+    "merge_partials": MERGE_PARTIALS,
+    "budget_from_itl": BUDGET_FROM_ITL,
+    "swap": SWAP,
 }
