@@ -25,7 +25,8 @@ from labs.learn.texts import Language, Text
 PROCESSOR_S = 5.0  # of processor time for the learner's code: ten times what right answers need
 WALL_S = 60.0  # for code that waits. Beside ten busy programs on two cores, a right answer needs up to ten seconds
 END_S = 5.0  # more until the process has ended itself
-START_S = 20.0  # more for the process: a new interpreter imports everything on a slow machine
+START_S = 60.0  # until a new interpreter has imported everything, on a slow machine
+STARTED = b"started"  # the process has imported everything, and its limits begin
 ERROR_FILE = "checker_error.txt"
 NOT_IN_TIME = Text("The code did not end in time and was stopped.", "代码没有按时结束，已被停止。")
 
@@ -39,7 +40,7 @@ def check_in_process(name: str, file: Path, language: Language) -> Report:
     process.start()
     sender.close()
     try:
-        if receiver.poll(WALL_S + END_S + (0 if context.get_start_method() == "fork" else START_S)):
+        if receiver.poll(START_S) and receiver.recv_bytes() == STARTED and receiver.poll(WALL_S + END_S):
             return Report.from_json(json.loads(receiver.recv_bytes()))
         return stopped(NOT_IN_TIME, language)
     except (EOFError, OSError):
@@ -63,14 +64,14 @@ def work(sender: Connection, name: str, file: str, language: Language, limits: t
         os._exit(0)
 
     find_exercise(name)  # importing the exercises does not count as the learner's time
-    printed = limit(file, *limits, give_up=lambda why: end(stopped(why, language)))
-
-    def read_printed() -> str:
-        """Return what was printed in the run that was stopped, or outside of runs."""
-        now = sys.stdout
-        return (now.getvalue() if isinstance(now, Printed) else "") or printed.getvalue()
-
+    sender.send_bytes(STARTED)
+    limit(file, *limits, give_up=lambda why: end(stopped(why, language)))
     end(check(name, Path(file), language))
+
+
+def read_printed() -> str:
+    """Return what was printed in the run that was stopped, or outside of runs."""
+    return sys.stdout.getvalue() if isinstance(sys.stdout, Printed) else ""
 
 
 def check(name: str, file: Path, language: Language) -> Report:

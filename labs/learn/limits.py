@@ -53,22 +53,20 @@ def capture() -> Iterator[Printed]:
         raise
 
 
-def limit(file: str, processor_s: float, wall_s: float, give_up: Callable[[Text], None]) -> Printed:
-    """Apply all limits to this process, for good. Return what the code prints from now on.
+def limit(file: str, processor_s: float, wall_s: float, give_up: Callable[[Text], None]) -> None:
+    """Apply all limits to this process, for good. What the code prints from now on is kept in `sys.stdout`.
 
     file: the learner's file, so that the line that runs too long can be named
     give_up: called by another thread when the time is over. It reports why, and ends the process.
     """
     faulthandler.disable()  # a crash is described by the process that waits for this one
-    printed = Printed()
-    sys.stdout = sys.stderr = printed
+    sys.stdout = sys.stderr = Printed()
     sys.stdin = io.StringIO()
     hide_tracebacks(file)
     use_one_thread()
     limit_time(file, processor_s, wall_s, give_up)
     limit_memory()
     forbid_processes()
-    return printed
 
 
 def hide_tracebacks(file: str) -> None:
