@@ -20,6 +20,7 @@ from labs.learn.traffic import Traffic
 
 VIEWS = "views"  # recordings and pages in the learner's folder; each `view` of an exercise replaces the one before
 
+
 def main(arguments: list[str]) -> int:
     """Run the command, and return its exit status: 1 if a check has failed."""
     args = make_parser().parse_args(arguments)
