@@ -1,7 +1,8 @@
 """Ten mistakes that learners often make, for each exercise of chapters 1 to 9 with functions to write.
 
-Each has the feedback that a learner needs, written down before the checker had seen the mistake. `named` is the known
-mistake whose explanation says the same. It is None if the first difference of the smallest run has to suffice.
+Each has the feedback that a learner needs. `named` is the known mistake whose explanation says the same. It is None if
+the first difference of the smallest run has to suffice. Many known mistakes were added to the exercises for these
+answers, so the table guards their names, and does not estimate how many unseen mistakes get one.
 """
 
 from typing import NamedTuple
