@@ -1,8 +1,9 @@
-"""A request for the embedding of a prompt: one vector, pooled from the hidden states of its tokens.
+"""A request that reads the hidden states of a prompt, and generates nothing that anybody sees.
 
 The prompt is scheduled, cached and preempted as any other, in chunks and beside sequences that decode. The step that
-computes its last token draws a token too, as every step does; this token ends the sequence, and nobody sees it.
-`PoolingParams.make_request` calls `make_request`.
+computes its last token samples a token too, as every step does; this token ends the sequence, and nobody sees it.
+`PoolingParams.make_request` calls `make_request` for an embedding: one vector, pooled from the hidden states.
+`reading_params.py` has the other uses.
 """
 
 import numpy as np
@@ -11,16 +12,30 @@ from nanovllm_extras.embedding.embedding_outputs import EmbeddingOutput, Embeddi
 from nanovllm_extras.embedding.pooling import Pooling
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.records.full_sequence import Sequence
-from nanovllm_extras.requests.full_request import Completion, Request
+from nanovllm_extras.requests.full_request import Answer, Completion, Request
+from nanovllm_extras.sampling.logits_processors import PromptReader
 
 
 def make_request(
     request_id: str, prompt: str | None, prompt_token_ids: list[int], pooling: str, is_normalized: bool, priority: int
 ) -> Request:
     """Return the request for one prompt's embedding. pooling, is_normalized: as in `PoolingParams`"""
-    params, pooled = SamplingParams(temperature=0, max_tokens=1, detokenize=False), Pooling(pooling)
-    seq = Sequence(request_id, prompt_token_ids, params, priority=priority, readers=(pooled,))
-    completions, answer = [Completion(seq, None, prompt_token_ids)], Embedding(pooled, is_normalized)
+    pooled = Pooling(pooling)
+    return reading_request(request_id, prompt, prompt_token_ids, pooled, Embedding(pooled, is_normalized), priority)
+
+
+def reading_request(
+    request_id: str,
+    prompt: str | None,
+    prompt_token_ids: list[int],
+    reader: PromptReader,
+    answer: Answer,
+    priority: int,
+) -> Request:
+    """Return a request whose only result is what `reader` reads of its prompt."""
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    seq = Sequence(request_id, prompt_token_ids, params, priority=priority, readers=(reader,))
+    completions = [Completion(seq, None, prompt_token_ids)]
     return Request(prompt, prompt_token_ids, [seq], False, completions, answer=answer)
 
 

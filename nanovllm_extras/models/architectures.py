@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.checks import check_list
+from nanovllm_extras.models.classifier import decoder_fields
 from nanovllm_extras.models.decoder import CausalLM
 from nanovllm_extras.models.network_config import NetworkConfig
 
@@ -44,7 +45,7 @@ def find_architecture(raw: dict[str, Any], max_model_len: int | None = None) -> 
     `max_position_embeddings` of the shape is the longest sequence that the network takes, with what rotary positions
     for longer contexts add. `max_model_len` is the engine's option of this name.
     """
-    raw = text_fields(raw)
+    raw = decoder_fields(text_fields(raw))
     check_kinds(raw)
     model_class = find_class(raw)
     if model_class is None:

@@ -177,7 +177,7 @@ ENGINE_OPTIONS = (
     Refused(
         "the model generates text; LLM.embed computes embeddings with any model",
         {
-            "runner": (None, "auto", "generate"),
+            "runner": (None, "auto", "generate", "pooling"),
             "task": (None, "auto", "generate"),
             "convert": (None, "auto", "none"),
             **off("pooler_config override_pooler_config"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from nanovllm.loader import read_json
 from nanovllm_extras.models.architectures import check_kinds, find_class, text_fields
+from nanovllm_extras.models.classifier import decoder_fields
 from nanovllm_extras.models.rope_overrides import DICTS, POSITIONS, override_positions
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.option_checks import check_dict
@@ -26,7 +27,7 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     merged = text_fields({**raw, "text_config": None} if is_dropped else dict(raw))
     flat = {name: value for name, value in overrides.items() if name != "text_config"}
     given = {**(overrides.get("text_config") or {}), **flat}
-    merged |= {name: value for name, value in given.items() if name not in POSITIONS}
+    merged = decoder_fields(merged | {name: value for name, value in given.items() if name not in POSITIONS})
     positions = {name: value for name, value in given.items() if name in POSITIONS}
     model_class = find_class(merged) if positions else None
     if model_class is None:  # an architecture that is not supported is refused later, by its name

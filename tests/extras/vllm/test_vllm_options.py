@@ -47,7 +47,7 @@ REFUSED = [
     ("swap_space", 4, "swap_space_bytes"),
     ("cpu_offload_gb", 10, "gpu_memory_utilization"),
     ("limit_mm_per_prompt", {"image": 2}, "text or token ids"),
-    ("runner", "pooling", "LLM.embed"),
+    ("runner", "draft", "LLM.embed"),
     ("enable_chunked_prefill", False, "max_num_batched_tokens"),
     ("compilation_config", {"mode": 3}, "enforce_eager"),
     ("rope_scaling", {"rope_type": "yarn"}, "hf_overrides"),
