@@ -81,7 +81,11 @@ class Bounds:
 
     def of_prompts(self, body: GenerationRequest) -> "Bounds":
         """Return the limits for the prompts of a request. If it truncates its prompts, they may be longer."""
-        return self if body.truncate_prompt_tokens is None else replace(self, max_prompt_len=self.max_values)
+        return self if body.truncate_prompt_tokens is None else self.of_truncated()
+
+    def of_truncated(self) -> "Bounds":
+        """Return the limits for prompts that will be truncated."""
+        return replace(self, max_prompt_len=self.max_values)
 
     @property
     def max_chars(self) -> int:
@@ -230,7 +234,7 @@ class BoundedTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises TooLong, or ClientGone if the client has gone."""
         self._check()
-        self._bounds.check_text(len(text))
+        self.check_text(text)
         if len(text) > PIECE:
             self._count(text)
         token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -241,6 +245,10 @@ class BoundedTokenizer:
                 f"a request's prompts may have {self._bounds.max_values} tokens together (--max-request-values)",
             )
         return token_ids
+
+    def check_text(self, text: str) -> None:
+        """Raise TooLong if a text has too many characters."""
+        self._bounds.check_text(len(text))
 
     def _count(self, text: str) -> None:
         num_tokens, most = 0, 2 * self._bounds.max_prompt_len

@@ -38,7 +38,10 @@ from nanovllm_extras.serve.workers import ClientGone, unless_client_leaves
 logger = logging.getLogger(__name__)
 
 PASSED = ("/health", "/v1/models")
-POSTED = ("/v1/messages/count_tokens",)
+POSTED = (
+    *("/v1/messages/count_tokens", "/v1/embeddings", "/pooling", "/score", "/v1/score"),
+    *("/rerank", "/v1/rerank", "/v2/rerank"),
+)
 """Paths of requests with a body that generate nothing."""
 RESPONSES = (  # what is asked of the engine that stores a response
     ("/v1/responses/input_tokens", ["POST"]),

@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.bounds import Bounds
+from nanovllm_extras.serve.classifier import Classifier
 from nanovllm_extras.serve.errors import APIError
 from nanovllm_extras.serve.ignored_fields import IgnoredFields
 from nanovllm_extras.serve.metrics_route import Metrics
@@ -35,6 +36,8 @@ class Server:
     """The limits of requests to this model. Set when the model is loaded."""
     token_bytes: TokenBytes = field(init=False)
     """The bytes of the tokens of this model's tokenizer. Set when the model is loaded."""
+    classifier: Classifier | None = None
+    """The tokens whose probability is the score of a pair; None for the cosine of embeddings. Set with the model."""
     workers: Workers = field(default_factory=Workers)
     is_draining: bool = False
     num_in_progress: int = 0

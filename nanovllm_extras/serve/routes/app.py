@@ -13,6 +13,7 @@ from nanovllm_extras.answer_parts.token_bytes import TokenBytes
 from nanovllm_extras.serve.access import AccessControl
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.bounds import Bounds
+from nanovllm_extras.serve.classifier import find_classifier
 from nanovllm_extras.serve.errors import install_error_handlers
 from nanovllm_extras.serve.http_metrics import HTTPMetrics
 from nanovllm_extras.serve.messages.protocol import ErrorBody
@@ -20,7 +21,16 @@ from nanovllm_extras.serve.metrics_route import Metrics
 from nanovllm_extras.serve.request_ids import RequestIds
 from nanovllm_extras.serve.request_paths import RequestPaths
 from nanovllm_extras.serve.routes import chat_route as chat
-from nanovllm_extras.serve.routes import completions, embeddings, info, slots_route, stored_responses, ui
+from nanovllm_extras.serve.routes import (
+    completions,
+    embeddings,
+    info,
+    pooling_route,
+    rerank_route,
+    slots_route,
+    stored_responses,
+    ui,
+)
 from nanovllm_extras.serve.routes import messages_route as messages
 from nanovllm_extras.serve.routes import responses_route as responses
 from nanovllm_extras.serve.routes.ui import LiveLines
@@ -44,7 +54,17 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
     )
     app.root_path = options.root_path
     app.state.server = Server(options, Metrics(options.model_names[0]))
-    for routes in (chat, completions, responses, stored_responses, messages, embeddings, info):
+    for routes in (
+        chat,
+        completions,
+        responses,
+        stored_responses,
+        messages,
+        embeddings,
+        rerank_route,
+        pooling_route,
+        info,
+    ):
         app.include_router(routes.router)
     if options.enable_tokenizer_info:
         app.include_router(info.tokenizer_router)
@@ -70,10 +90,14 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
 
 
 def set_engine(app: FastAPI, llm: AsyncLLM) -> None:
-    """Set the engine. From now on the application serves requests."""
+    """Set the engine. From now on the application serves requests.
+
+    Raises ValueError or TypeError if the tokens of `classifier_from_token` cannot be used.
+    """
     server: Server = app.state.server
     server.bounds = Bounds.of(llm.engine, server.options.max_request_values, server.options.max_choices)
     server.token_bytes = TokenBytes(llm.engine.tokenizer)
+    server.classifier = find_classifier(llm.engine)
     server.llm = llm
     engine = llm.engine
     info = {"description": engine.description, "tensor_parallel_size": str(engine.config.tensor_parallel_size)}

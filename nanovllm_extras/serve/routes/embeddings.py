@@ -1,41 +1,31 @@
 """Handle `POST /v1/embeddings`: return a vector for each text, as a list of numbers or in base64.
 
-https://platform.openai.com/docs/api-reference/embeddings. Each prompt logs a line when it ends:
-
-    embd-5f2…-0 stop: 24 tokens in (16 cached), embedded after 3.1 ms
+https://platform.openai.com/docs/api-reference/embeddings
 """
 
 import base64
-import logging
-import time
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from nanovllm.loader import read_json
 from nanovllm.prompts import Prompt
 from nanovllm_extras.embedding.pooling_params import EmbeddingRequestOutput, PoolingParams
-from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.serve.body import JSONRoute
-from nanovllm_extras.serve.engine_thread import NewRequest
+from nanovllm_extras.serve.classifier import read_raw_config
 from nanovllm_extras.serve.errors import refuse
-from nanovllm_extras.serve.generation import engine_ids, told_name
+from nanovllm_extras.serve.messages.pooling_protocol import MAX_INPUTS
 from nanovllm_extras.serve.messages.protocol import Name, Salt, StrictModel, Text, Texts, TokenIds, Whole
-from nanovllm_extras.serve.prompts import are_many, check_lengths, encode_prompts, salted
+from nanovllm_extras.serve.prompts import are_many, check_lengths, encode_prompts
+from nanovllm_extras.serve.readings import read_prompts, usage_of_prompts
 from nanovllm_extras.serve.request_ids import new_id
 from nanovllm_extras.serve.state import ReadyServer, Server
 from nanovllm_extras.serve.streaming import encode
 from nanovllm_extras.serve.workers import Check, unless_client_leaves
-from nanovllm_extras.weights.checkpoint import resolve_model
-from nanovllm_extras.weights.checkpoint_options import overridden
 
-logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JSONRoute)
-
-MAX_INPUTS = 2048  # OpenAI's limit
 
 
 class EmbeddingRequest(StrictModel):
@@ -89,13 +79,7 @@ def write_answer(
     server: Server, body: EmbeddingRequest, embedding_id: str, outputs: list[EmbeddingRequestOutput], check: Check
 ) -> bytes:
     """Return the JSON of the answer. `check` is called before each vector."""
-    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    usage = {
-        "prompt_tokens": num_tokens,
-        "total_tokens": num_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-    }
+    usage = usage_of_prompts(outputs)
     whole = encode({"id": embedding_id, "object": "list", "model": server.model_name, "usage": usage})
     vectors = []
     for i, one in enumerate(outputs):
@@ -108,37 +92,9 @@ async def embed(
     server: Server, request: Request, body: EmbeddingRequest, embedding_id: str, prompts: list[Prompt]
 ) -> list[EmbeddingRequestOutput]:
     """Return the embeddings of all prompts, in their order. If cancelled, it aborts the unfinished requests."""
-    arrival_time, llm = time.monotonic(), server.check_ready()
     params = PoolingParams(body.pooling or "last", True if body.normalize is None else body.normalize)
-    requests = [
-        NewRequest(name, salted(prompt, body.cache_salt), params, body.priority or 0, False)
-        for name, prompt in zip(engine_ids(embedding_id, len(prompts)), prompts, strict=True)
-    ]
     check_lengths(prompts, "input", server.bounds)
-    with refuse("input"):
-        inbox = await llm.submit(requests, partial(server.workers.run_long, request))
-    server.num_in_progress += 1
-    outputs: dict[str, Any] = {}
-    try:
-        while inbox.unfinished:
-            for output in await inbox.take():
-                outputs[output.request_id] = output
-                note_end(server, output, arrival_time)
-    finally:
-        llm.close(inbox)
-        server.num_in_progress -= 1
-        for request_id in sorted(inbox.unfinished):
-            server.metrics.note_abort()
-            if server.options.log_requests:
-                logger.info("%s abort: before it was embedded", told_name(request_id))
-    return [outputs[request.request_id] for request in requests]
-
-
-def read_raw_config(engine: LLMEngine) -> dict[str, object]:
-    """Return the values of config.json, with the engine's overrides."""
-    config = engine.config
-    folder = resolve_model(config.model, with_weights=False, revision=config.revision)
-    return overridden(read_json(folder / "config.json"), config.hf_overrides or {})
+    return await read_prompts(server, request, params, embedding_id, prompts, "input", body.priority, body.cache_salt)
 
 
 def check_dimensions(dimensions: int, size: int, raw: dict[str, object]) -> None:
@@ -154,17 +110,6 @@ def check_dimensions(dimensions: int, size: int, raw: dict[str, object]) -> None
         )
     elif dimensions > size:
         raise ValueError(f"dimensions must be at most {size}, got {dimensions}")
-
-
-def note_end(server: Server, output: Any, arrival_time: float) -> None:
-    """Count and log the end of a request."""
-    num_tokens, reason = len(output.prompt_token_ids), "stop" if output.outputs.embedding else "abort"
-    server.metrics.note_end(output.metrics, arrival_time, num_tokens, [], reason)
-    after = 1000 * (output.metrics.finished_time - arrival_time)
-    if not server.options.log_requests:
-        return
-    message = "%s %s: %d tokens in (%d cached), embedded after %.1f ms"
-    logger.info(message, told_name(output.request_id), reason, num_tokens, output.num_cached_tokens, after)
 
 
 def describe(index: int, output: EmbeddingRequestOutput, body: EmbeddingRequest) -> dict[str, object]:
