@@ -4,7 +4,7 @@ Called by `Workers.run`: for a long body in a thread, so the event loop goes on 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.prompts import ChatPrompt, Prompt
 from nanovllm_extras.options.chat_options import ChatOptions, render_chat, text_of
@@ -13,6 +13,7 @@ from nanovllm_extras.serve.errors import APIError, refuse
 from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest, SlotRequest, TokenizeRequest
 
 MANY = 16  # prompts
+Tokenizer = TypeVar("Tokenizer")
 
 
 def chat_prompt(
@@ -121,3 +122,10 @@ def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
     if cache_salt is None:
         return prompt
     return {**(prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt}), "cache_salt": cache_salt}
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer. Raises APIError 400 if it is None."""
+    if tokenizer is None:
+        raise APIError(400, "this model has no tokenizer")
+    return tokenizer

@@ -24,9 +24,8 @@ from nanovllm_extras.serve.bounds import BoundedTokenizer
 from nanovllm_extras.serve.classifier import Classifier
 from nanovllm_extras.serve.errors import APIError, refuse
 from nanovllm_extras.serve.messages.pooling_protocol import PairFields, Sides
-from nanovllm_extras.serve.prompts import MANY, check_lengths, encode_text
+from nanovllm_extras.serve.prompts import MANY, check_lengths, encode_text, require_tokenizer
 from nanovllm_extras.serve.readings import check_all_read, read_prompts, usage_of_prompts
-from nanovllm_extras.serve.routes.info import require_tokenizer
 from nanovllm_extras.serve.state import Server
 from nanovllm_extras.serve.truncation import cut_to_fit, token_limit
 from nanovllm_extras.serve.workers import Check

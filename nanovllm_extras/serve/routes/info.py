@@ -2,7 +2,6 @@
 
 import math
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 
@@ -10,7 +9,7 @@ from nanovllm.prompts import ChatPrompt
 from nanovllm_extras.serve.body import JSONRoute
 from nanovllm_extras.serve.errors import APIError, refuse
 from nanovllm_extras.serve.messages.protocol import DetokenizeRequest, TokenizeRequest
-from nanovllm_extras.serve.prompts import chat_prompt, encode_text
+from nanovllm_extras.serve.prompts import chat_prompt, encode_text, require_tokenizer
 from nanovllm_extras.serve.state import AnyServer, ReadyServer, Server
 from nanovllm_extras.serve.streaming import JSON
 from nanovllm_extras.serve.workers import Check
@@ -18,8 +17,6 @@ from nanovllm_extras.serve.workers import Check
 router = APIRouter(route_class=JSONRoute)
 tokenizer_router = APIRouter(route_class=JSONRoute)
 """The route that an operator must enable, because chat templates may be private."""
-
-Tokenizer = TypeVar("Tokenizer")
 
 
 @router.get("/health")
@@ -138,10 +135,3 @@ def describe(server: Server, name: str) -> dict[str, object]:
         "parent": None,
         "max_model_len": engine.parts.max_model_len,
     }
-
-
-def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    """Return the tokenizer. Raises APIError 400 if it is None."""
-    if tokenizer is None:
-        raise APIError(400, "this model has no tokenizer")
-    return tokenizer

@@ -27,7 +27,7 @@ from nanovllm_extras.serve.workers import Check, unless_client_leaves
 
 router = APIRouter(route_class=JSONRoute)
 MAX_NUMBERS = 2**21
-"""The maximum number of numbers of an answer with one vector for each token: 8 MiB as float32, and about 25 MB of JSON,
+"""The maximum number of numbers of an answer with one vector for each token: 8 MiB as float32, and about 45 MB of JSON,
 for 2,048 tokens of a model with 1,024 numbers in a vector."""
 ROWS = 64  # vectors that are encoded at a time
 

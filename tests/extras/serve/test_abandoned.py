@@ -80,6 +80,8 @@ ROUTES = [
     ("/v1/chat/completions", {"messages": MESSAGES, "n": 120, "max_tokens": 50}),
     ("/v1/chat/completions", {"messages": MESSAGES, "n": 16, "max_tokens": 200, "stream": True}),
     ("/v1/embeddings", {"input": PROMPTS}),
+    ("/rerank", {"query": "x", "documents": ["x" * 200] * MANY}),
+    ("/pooling", {"input": PROMPTS[:60], "task": "token_embed"}),
     ("/v1/responses", {"input": "x" * 200, "max_output_tokens": 200}),
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 200}),
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 200, "stream": True}),

@@ -260,6 +260,7 @@ REQUESTS = [
     ("POST", "/v1/messages/count_tokens", chat(QUESTIONS[2])),
     ("POST", "/v1/messages", chat("Hi", max_tokens=1, tools=[{"type": "bash_20250124", "name": "bash"}])),
     ("POST", "/v1/embeddings", {"input": ["one text", "another"]}),
+    ("POST", "/v2/rerank", {"query": "What?", "documents": ["one text", "another"]}),
     ("POST", "/tokenize", {"prompt": "Paged attention"}),
     ("GET", "/v1/models", None),
     ("GET", "/v1/models/unknown", None),

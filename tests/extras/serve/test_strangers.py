@@ -278,6 +278,7 @@ def test_each_bound_holds_to_the_last(new_client, llm):
     assert client.ask(PATH, prompt=["a"] * 3, **few)
     refused(client, PATH, "prompt", ["3", "4"], prompt=["a"] * 4, **few)
     refused(client, "/v1/embeddings", "input", ["2048", "2049"], input=["a"] * 2049)
+    refused(client, "/rerank", "documents", ["2048", "2049"], query="a", documents=["a"] * 2049)
     assert client.ask(PATH, prompt="a", allowed_token_ids=[5] * vocab_size, **few)
     refused(client, PATH, "allowed_token_ids", [str(vocab_size)], prompt="a", allowed_token_ids=[5] * (vocab_size + 1))
     assert client.ask("/detokenize", tokens=[5] * most)

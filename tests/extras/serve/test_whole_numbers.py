@@ -16,6 +16,7 @@ from nanovllm_extras.serve.messages.protocol import (
     SlotRequest,
     TokenizeRequest,
 )
+from nanovllm_extras.serve.messages.pooling_protocol import PoolingRequest, RerankRequest, ScoreRequest
 from nanovllm_extras.serve.messages.responses_protocol import ResponsesRequest
 from nanovllm_extras.serve.routes.embeddings import EmbeddingRequest
 
@@ -27,6 +28,9 @@ ROUTES = {  # path: (the class of its body, fields that it needs)
     "/v1/responses": (ResponsesRequest, {"input": "Hi", "temperature": 0, "max_output_tokens": 3}),
     "/v1/messages": (MessagesRequest, {"messages": MESSAGES, **GREEDY}),
     "/v1/embeddings": (EmbeddingRequest, {"input": "Hi"}),
+    "/rerank": (RerankRequest, {"query": "Hi", "documents": ["a", "b"]}),
+    "/score": (ScoreRequest, {"text_1": "Hi", "text_2": "a"}),
+    "/pooling": (PoolingRequest, {"input": "Hi"}),
     "/tokenize": (TokenizeRequest, {"prompt": "Hi"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [70]}),
     "/slots/{name}": (SlotRequest, {"prompt": "Hi"}),
@@ -38,6 +42,7 @@ VALUES = {  # integer field: values that are accepted
     "stop_token_ids": [[72]],
     **dict.fromkeys(["max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"], [2]),
     **dict.fromkeys(["logprobs", "top_logprobs", "priority", "top_k", "truncate_prompt_tokens"], [2]),
+    **dict.fromkeys(["top_n", "max_tokens_per_doc"], [1]),
     "seed": [7],
     "dimensions": [64],
     "thinking": [{"budget_tokens": 5, "type": "adaptive"}],
