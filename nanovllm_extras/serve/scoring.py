@@ -93,7 +93,8 @@ def check_fields(body: PairFields, classifier: Classifier | None) -> None:
 
 def cosines(outputs: Sequence[Any], sides: Sides) -> list[float]:
     """Return the cosines of embeddings. outputs: of the first side, then of the second"""
-    vectors = np.array([output.outputs.embedding for output in outputs])  # [num_texts, hidden_size] float64
+    # one by one, because the conversion of a list blocks other threads
+    vectors = np.stack([np.array(output.outputs.embedding) for output in outputs])  # [num_texts, hidden_size] float64
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     first, second = vectors[: len(sides.first)], vectors[len(sides.first) :]
     products = (first * second).sum(axis=1)  # [1 or num_pairs, hidden_size] * [num_pairs, hidden_size]

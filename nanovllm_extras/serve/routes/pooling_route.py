@@ -21,7 +21,7 @@ from nanovllm_extras.serve.prompts import are_many, check_lengths, encode_prompt
 from nanovllm_extras.serve.readings import check_all_read, read_prompts, usage_of_prompts
 from nanovllm_extras.serve.request_ids import new_id
 from nanovllm_extras.serve.state import ReadyServer, Server
-from nanovllm_extras.serve.streaming import encode
+from nanovllm_extras.serve.streaming import PIECE, encode
 from nanovllm_extras.serve.truncation import cut_to_fit, token_limit
 from nanovllm_extras.serve.workers import Check, unless_client_leaves
 
@@ -29,7 +29,6 @@ router = APIRouter(route_class=JSONRoute)
 MAX_NUMBERS = 2**21
 """The maximum number of numbers of an answer with one vector for each token: 8 MiB as float32, and about 45 MB of JSON,
 for 2,048 tokens of a model with 1,024 numbers in a vector."""
-ROWS = 64  # vectors that are encoded at a time
 
 
 @router.post("/pooling")
@@ -97,14 +96,14 @@ def check_numbers(server: Server, prompts: list[Prompt]) -> None:
 def write(server: Server, body: PoolingRequest, pooling_id: str, outputs: list[Any], check: Check) -> bytes:
     """Return the JSON of the answer. `check` is called before each piece."""
     head = {"id": pooling_id, "object": "list", "created": int(time.time()), "model": server.model_name}
-    parts = []
+    pieces = [encode(head | {"usage": usage_of_prompts(outputs)})[:-1], b',"data":[']
     for i, output in enumerate(outputs):
         check()
         values = output.outputs.embedding if body.task != "token_embed" else output.data
-        data = b"".join(json_of(np.array(values, dtype="<f4"), body.encoding_format == "base64", check))
-        parts.append(encode({"index": i, "object": "pooling"})[:-1] + b',"data":' + data + b"}")
-    whole = encode(head | {"usage": usage_of_prompts(outputs)})
-    return whole[:-1] + b',"data":[' + b",".join(parts) + b"]}"
+        pieces += [b"," if i else b"", encode({"index": i, "object": "pooling"})[:-1], b',"data":']
+        pieces += json_of(np.array(values, dtype="<f4"), body.encoding_format == "base64", check)
+        pieces.append(b"}")
+    return b"".join([*pieces, b"]}"])
 
 
 def json_of(values: np.ndarray, in_base64: bool, check: Check) -> Iterator[bytes]:
@@ -114,7 +113,8 @@ def json_of(values: np.ndarray, in_base64: bool, check: Check) -> Iterator[bytes
     elif values.ndim == 1:
         yield encode(values.tolist())
     else:
-        for start in range(0, len(values), ROWS):
+        num_rows = max(PIECE // values.shape[1], 1)  # the encoder blocks other threads
+        for start in range(0, len(values), num_rows):
             check()
-            yield (b"," if start else b"[") + encode(values[start : start + ROWS].tolist())[1:-1]
+            yield (b"," if start else b"[") + encode(values[start : start + num_rows].tolist())[1:-1]
         yield b"]"
