@@ -190,7 +190,7 @@ class Judged:
 
 
 def cut_text(tokenizer: BoundedTokenizer, text: str, most: int | None) -> str:
-    """Return the beginning of a document that has at most `most` tokens; None or 0 is no limit."""
+    """Return the beginning of a document that has at most `most` tokens; None or 0 does not cut it."""
     if not most:
         return text
     return cut_to_fit(tokenizer, text, lambda cut: len(tokenizer.encode(cut, add_special_tokens=False)), most)

@@ -61,7 +61,7 @@ class PairFields(PoolingFields):
     instruction: Text | None = None
     """The task that the reranker's template states, for decoders."""
     max_tokens_per_doc: Whole | None = Field(None, ge=0)
-    """The number of tokens after which a document is cut; 0 is no limit."""
+    """The number of tokens after which a document is cut; 0 does not cut it."""
     use_activation: bool | None = None
     """False returns the difference of the two logits, of which the probability is made, for decoders."""
 

@@ -288,6 +288,22 @@ def test_an_engine_that_dies_in_the_middle_of_a_stream_ends_it_with_an_error_eve
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_died"
 
 
+def test_requests_that_generate_nothing_are_those_of_a_decode_engine(engines):
+    prefill, decode = engines
+    pairs = [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/pooling", {"input": "a"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+    ]
+    pairs += [(path, {"query": "a", "documents": ["b", "c"]}) for path in ("/rerank", "/v1/rerank", "/v2/rerank")]
+    answers = ask(FrontOptions(prefill.url, (decode.url,)), *[("POST", path, body) for path, body in pairs])
+    for (path, body), answer in zip(pairs, answers, strict=True):
+        found, expected = answer.json(), direct(decode, path, body).json()
+        for name in ("data", "results", "meta"):
+            assert found.get(name) == expected.get(name), path
+        assert answer.status_code == 200
+
+
 def test_messages_come_from_the_store_and_fail_in_their_own_form(engines):
     prefill, decode = engines
     body = unique({key: CHAT[key] for key in ("messages", "max_tokens", "temperature", "ignore_eos")}, "message")
