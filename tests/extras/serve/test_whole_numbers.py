@@ -9,6 +9,7 @@ import pydantic
 import pytest
 
 from nanovllm_extras.serve.messages.anthropic_protocol import MessagesRequest
+from nanovllm_extras.serve.messages.pooling_protocol import PoolingRequest, RerankRequest, ScoreRequest
 from nanovllm_extras.serve.messages.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -16,7 +17,6 @@ from nanovllm_extras.serve.messages.protocol import (
     SlotRequest,
     TokenizeRequest,
 )
-from nanovllm_extras.serve.messages.pooling_protocol import PoolingRequest, RerankRequest, ScoreRequest
 from nanovllm_extras.serve.messages.responses_protocol import ResponsesRequest
 from nanovllm_extras.serve.routes.embeddings import EmbeddingRequest
 
