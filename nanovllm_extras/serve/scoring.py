@@ -155,6 +155,8 @@ class Judged:
         """Return the prompt of each pair."""
         tokenizer, sides = bounded_tokenizer(self.server, self.body, check), self.sides
         most = token_limit(self.body.truncate_prompt_tokens, self.server.bounds)
+        with refuse("instruction"):
+            tokenizer.check_text(self.body.instruction or "")
         with refuse(sides.first_name):
             for query in sides.first:
                 tokenizer.check_text(query)

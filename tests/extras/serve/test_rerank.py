@@ -255,6 +255,7 @@ def test_bad_requests_are_named(client, decoder):
         decoder.refuse(path, body, param, word)
     for path, body in ((RERANK, DOCS), (SCORE, PAIR)):
         client.refuse(path, {**body, "instruction": "x"}, "instruction", "classifier_from_token")
+        decoder.refuse(path, {**body, "instruction": "x" * 9999}, "instruction", "at most")
         decoder.refuse(path, {**body, "pooling": "mean"}, "pooling", "classifier_from_token")
         assert client.post(path, {**body, "model": "gpt"}).status_code == 404
 
