@@ -1,4 +1,4 @@
-"""The exercises in their order."""
+"""The exercises in the order of the book: no exercise comes before one whose solution its file shows."""
 
 from importlib import import_module
 
@@ -8,8 +8,8 @@ from labs.learn.texts import Text
 MODULES = (
     "remove_one_line",
     "generation_loop",
-    "attend_with_cache",
     "predict_numbers",
+    "attend_with_cache",
     "step_time",
     "schedule",
     "count_padding",
@@ -29,6 +29,8 @@ MODULES = (
     "preempt",
     "swap",
     "my_policy",
+    "whole_engine",
+    "find_the_bug",
     "top_p",
     "draw_token",
     "streaming_detokenizer",
@@ -36,16 +38,14 @@ MODULES = (
     "placeholders",
     "graph_padding",
     "prefix_router",
-    "hand_over",
-    "predict_hand_over",
     "verify_draft",
     "rejection_sampling",
     "predict_speculation",
+    "hand_over",
+    "predict_hand_over",
     "predict_states",
-    "find_the_bug",
-    "whole_engine",
 )
-"""Modules of `exercises/`. Each has a tuple `EXERCISES`."""
+"""Modules of `exercises/`. Each has a tuple `EXERCISES`. Within a chapter, this is the order of the exercises."""
 
 CHAPTERS = {
     "01_one_token": Text("1. One token", "1. 一个 token"),
@@ -72,11 +72,11 @@ CHAPTERS = {
 
 
 def list_exercises() -> list[Exercise]:
-    """Return all exercises in their order."""
+    """Return all exercises in the order of the book's chapters, and within a chapter in the order of `MODULES`."""
     found: list[Exercise] = []
     for name in MODULES:
         found += import_module(f"labs.learn.exercises.{name}").EXERCISES
-    return found
+    return sorted(found, key=lambda exercise: exercise.chapter)
 
 
 def find_exercise(which: str) -> Exercise:

@@ -159,6 +159,11 @@ class Folder:
         kept = self.read().get("settings", "language", fallback="")
         return next((one for one in LANGUAGES if one == kept), None)
 
+    @property
+    def route_name(self) -> str:
+        """Return the name of the route that was chosen last, or an empty string."""
+        return self.read().get("settings", "route", fallback="")
+
 
 def number_of(exercise: Exercise) -> int:
     return [one.name for one in list_exercises()].index(exercise.name) + 1

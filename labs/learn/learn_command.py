@@ -15,6 +15,7 @@ from labs.learn.folder import Folder, number_of
 from labs.learn.learn_options import make_parser
 from labs.learn.predict import Predict
 from labs.learn.report_printing import print_list, print_report, print_solution, print_status
+from labs.learn.routes import ROUTES, WEEKEND, Route
 from labs.learn.texts import Language, Text
 from labs.learn.traffic import Traffic
 
@@ -28,7 +29,13 @@ def main(arguments: list[str]) -> int:
     try:
         if args.lang:
             folder.write("settings", language=args.lang)
-        lesson = Lesson(folder, args.lang or folder.language or guess_language(), Console(highlight=False))
+        if args.route:
+            folder.write("settings", route=args.route)
+        route = ROUTES.get(folder.route_name, WEEKEND)
+        language = args.lang or folder.language or guess_language()
+        lesson = Lesson(folder, language, Console(highlight=False), route)
+        if args.all and args.action == "status":
+            return lesson.list()
         if args.action in ("list", "status", "watch"):
             return getattr(lesson, args.action)()
         exercise = find_exercise(args.exercise) if args.exercise else lesson.next_exercise()
@@ -50,8 +57,9 @@ def guess_language() -> Language:
 class Lesson:
     """What the commands do, for one learner."""
 
-    def __init__(self, folder: Folder, language: Language, console: Console) -> None:
+    def __init__(self, folder: Folder, language: Language, console: Console, route: Route = WEEKEND) -> None:
         self.folder = folder
+        self.route = route
         self.language = language
         self.console = console
 
@@ -59,10 +67,15 @@ class Lesson:
         self.console.print(text.show(self.language), markup=False, soft_wrap=True)
 
     def next_exercise(self, after: Exercise | None = None) -> Exercise:
-        """Return the first exercise that has not been passed, of those `after` another one if there are any."""
+        """Return the first exercise that has not been passed, of those `after` another one if there are any.
+
+        The exercises of the route come first, then all others.
+        """
         exercises = list_exercises()
         start = 0 if after is None else number_of(after)
         in_order = exercises[start:] + exercises[:start]
+        of_route = {one.name for one in self.route.list_exercises()}
+        in_order.sort(key=lambda one: one.name not in of_route)
         return next((one for one in in_order if not self.folder.has_passed(one)), in_order[-1])
 
     def list(self) -> int:
@@ -70,12 +83,24 @@ class Lesson:
         return 0
 
     def status(self) -> int:
-        exercises = list_exercises()
-        print_status(self.console, exercises, self.folder, self.language)
+        """Print the exercises of the route, and what is next: "7 of 16, next: share_blocks"."""
+        exercises = self.route.list_exercises()
         missing = [one for one in exercises if not self.folder.has_passed(one)]
-        for exercise in [one for one in missing if self.folder.file_of(one).exists()][:1] or missing[:1]:
-            self.suggest(exercise)
-        self.say(Text("All exercises: nanovllm learn list", "全部练习：nanovllm learn list"))
+        begun = [one for one in missing if self.folder.file_of(one).exists()]
+        following = (begun or missing or [None])[0]
+        print_status(self.console, self.route, following, self.folder, self.language)
+        if following is not None:
+            self.suggest(following)
+        elif (more := self.next_exercise()) and not self.folder.has_passed(more):
+            self.suggest(more)
+        others = ", ".join(name for name in ROUTES if name != self.route.name)
+        others_zh = "、".join(name for name in ROUTES if name != self.route.name)
+        self.say(
+            Text(
+                f"All {len(list_exercises())} exercises: nanovllm learn --all. Other routes: --route {others}.",
+                f"全部 {len(list_exercises())} 个练习：nanovllm learn --all。其他路线：--route {others_zh}。",
+            )
+        )
         self.say(Text("All commands: nanovllm learn --help", "全部命令：nanovllm learn --help"))
         return 0
 

@@ -12,7 +12,8 @@ from rich.text import Text as RichText
 from labs.learn.catalog import CHAPTERS
 from labs.learn.exercise import Exercise
 from labs.learn.findings import Drawing, Report
-from labs.learn.folder import Folder
+from labs.learn.folder import Folder, number_of
+from labs.learn.routes import Route
 from labs.learn.texts import Language, Text
 
 MAX_WIDTH = 100  # of a report
@@ -76,21 +77,28 @@ def draw_lines(drawing: Drawing, console: Console) -> list[RichText]:
 def print_list(console: Console, exercises: list[Exercise], folder: Folder, language: Language) -> None:
     """Print the exercises of each chapter, one per line, and what the learner has done."""
     progress = folder.read()
-    width = max(len(one.name) for one in exercises)
-    for chapter in sorted({one.chapter for one in exercises}):
-        console.print(RichText("\n" + CHAPTERS[chapter].show(language), style="bold"))
-        for number, exercise in enumerate(exercises, 1):
-            if exercise.chapter == chapter:
-                title = exercise.title.show(language)
-                state = state_of(exercise, folder, progress)
-                line = RichText(f"  {number:2} ") + state + f" {exercise.name:<{width}}  {title}"
-                console.print(line, soft_wrap=True)
+    print_lines(console, exercises, folder, language)
     legend = Text(
         "✓ passed, … started. Begin one with: nanovllm learn start NUMBER",
         "✓ 已通过，… 已开始。开始一个练习：nanovllm learn start 编号",
     )
     console.print("\n" + legend.show(language), markup=False, soft_wrap=True)
     console.print(count_passed(exercises, progress).show(language))
+
+
+def print_lines(console: Console, exercises: list[Exercise], folder: Folder, language: Language) -> None:
+    """Print the title of each chapter and a line for each of its exercises: number, state, name and title."""
+    progress = folder.read()
+    width = max(len(one.name) for one in exercises)
+    chapter = ""
+    for exercise in exercises:
+        if exercise.chapter != chapter:
+            chapter = exercise.chapter
+            console.print(RichText("\n" + CHAPTERS[chapter].show(language), style="bold"))
+        title = exercise.title.show(language)
+        state = state_of(exercise, folder, progress)
+        line = RichText(f"  {number_of(exercise):2} ") + state + f" {exercise.name:<{width}}  {title}"
+        console.print(line, soft_wrap=True)
 
 
 def state_of(exercise: Exercise, folder: Folder, progress: ConfigParser) -> RichText:
@@ -100,24 +108,34 @@ def state_of(exercise: Exercise, folder: Folder, progress: ConfigParser) -> Rich
     return RichText("…", "yellow") if folder.file_of(exercise).exists() else RichText(" ")
 
 
+def num_passed(exercises: list[Exercise], progress: ConfigParser) -> int:
+    return sum(progress.get(one.name, "passed", fallback="no") == "yes" for one in exercises)
+
+
 def count_passed(exercises: list[Exercise], progress: ConfigParser) -> Text:
-    passed = sum(progress.get(one.name, "passed", fallback="no") == "yes" for one in exercises)
+    passed = num_passed(exercises, progress)
     return Text(f"{passed} of {len(exercises)} passed", f"已通过 {passed} / {len(exercises)}")
 
 
-def print_status(console: Console, exercises: list[Exercise], folder: Folder, language: Language) -> None:
-    """Print what the learner has passed and started, in a few lines."""
+def print_status(
+    console: Console, route: Route, following: Exercise | None, folder: Folder, language: Language
+) -> None:
+    """Print the exercises of a route, and how far the learner is: "7 of 16, next: share_blocks".
+
+    following: the exercise to do next; None if all of the route are passed
+    """
+    exercises = route.list_exercises()
     progress = folder.read()
-    numbers = dict.fromkeys("✓…", "")
-    for number, exercise in enumerate(exercises, 1):
-        state = state_of(exercise, folder, progress).plain
-        if state in numbers:
-            numbers[state] += f"\n  {number:2} {exercise.name}: {exercise.title.show(language)}"
+    print_lines(console, exercises, folder, language)
+    passed, title = num_passed(exercises, progress), route.title
+    where = Text(f"\n{passed} of {len(exercises)}", f"\n已完成 {passed} / {len(exercises)}")
+    after = Text("all done", "全部完成")
+    if following is not None:
+        after = Text(f"next: {following.name}", f"下一个：{following.name}")
+    of_route = Text(f" (route: {title.en})", f"（路线：{title.zh}）")
+    line = Text(f"{where.en}, {after.en}{of_route.en}", f"{where.zh}，{after.zh}{of_route.zh}")
+    console.print(line.show(language), markup=False, soft_wrap=True)
     hints = sum(folder.count(one, "hints") for one in exercises)
-    console.print(count_passed(exercises, progress).show(language) + numbers["✓"], markup=False, soft_wrap=True)
-    if numbers["…"]:
-        started = Text("Started, not passed", "已开始，还未通过")
-        console.print(started.show(language) + numbers["…"], markup=False, soft_wrap=True)
     if hints:
         console.print(Text(f"Hints read: {hints}", f"看过的提示：{hints}").show(language))
 

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from nanovllm_extras.cli.checkout import describe_checkout
 from nanovllm_extras.machine.printing import escape_unprintable, flush_output, say
 
 
@@ -130,8 +131,8 @@ def run(name: str, command: Command, arguments: list[str]) -> int:
     """
     if command.module.startswith("labs.") and not find_labs():
         print(
-            f"nanovllm {name}: the exercises are part of a checkout, and not installed: `git clone` the repository, "
-            f"then run `nanovllm {name}` or `python -m labs.{name}` in its folder",
+            f"nanovllm {name}: the exercises are part of a checkout, and not installed. {describe_checkout()} Then run "
+            f"`nanovllm {name}` or `python -m labs.{name}` in its folder",
             file=sys.stderr,
         )
         return 1
