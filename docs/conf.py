@@ -33,6 +33,7 @@ extensions = ["myst_parser"]
 exclude_patterns = ["_build"]
 highlight_language = "text"  # of blocks that name no language: drawings and outputs
 smartquotes = False  # an option is --trace, with two hyphens
+myst_enable_extensions = ["tasklist"]  # the boxes of the routes
 myst_heading_anchors = 4  # as a code host makes them
 myst_url_schemes = ["http", "https", "mailto", "repository"]
 suppress_warnings = ["misc.highlighting_failure"]  # an ellipsis in shortened code
@@ -45,6 +46,7 @@ CHINESE_CONTENTS = """
 :hidden:
 :glob:
 
+route_*
 [01]*
 course_notes
 glossary

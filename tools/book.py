@@ -14,7 +14,7 @@ on the rendered page:
 on each machine. `sample` prints what a command printed on one machine, and is not checked. Each command runs once for
 all pages.
 
-`exercises` prints the exercises of a chapter.
+`exercises` prints the exercises of a chapter, and `route` the steps of a route through the book.
 
 A page folds an output, so that the reader predicts it first. The lines around the two comments are part of the page:
 
@@ -87,6 +87,15 @@ def exercises() -> None:
         if exercise.chapter == page.stem
     ]
     print("\n" + "\n".join(lines) + "\n")
+
+
+def route(name: str) -> None:
+    """Print the steps of a route of `nanovllm learn --route`, with a time for each, in the page's language."""
+    import cog
+
+    from tools.book_routes import list_steps
+
+    print("\n" + list_steps(name, "zh" if Path(cog.inFile).parent.name == "zh" else "en") + "\n")
 
 
 def excerpt(path: Path, symbol: str, docstring: bool = True) -> str:
@@ -162,7 +171,7 @@ def main() -> None:
         os.environ[REFRESH] = "1"
     how = ["--check", "--diff"] if args.check else ["-r"]
     names = [str(page) for page in args.page or pages()]
-    calls = "from tools.book import code, exercises, output, sample"
+    calls = "from tools.book import code, exercises, output, route, sample"
     sys.exit(Cog().main(["cog", "-P", "-p", calls, "--verbosity=1", *how, *names]))
 
 
