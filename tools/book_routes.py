@@ -41,7 +41,9 @@ def list_steps(name: str, language: Language) -> str:
         for one in exercises:
             if one.chapter == chapter:
                 start = f"`nanovllm learn start {one.name}`"
-                lines.append(f"  - [ ] {start}: {one.title.show(language)}, {round_to_five(exercise_minutes(one))} {unit}")
+                lines.append(
+                    f"  - [ ] {start}: {one.title.show(language)}, {round_to_five(exercise_minutes(one))} {unit}"
+                )
     return "\n".join(lines)
 
 

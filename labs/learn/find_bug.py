@@ -81,16 +81,16 @@ def make_bug(name: str, about: str, title: Text, task: Text, hints: Any, bug: An
     """Return the exercise for one bug. The check finds the smallest run in which a step is not as it should be.
 
     about: the page of the book that explains the code with the bug. The exercise is one of chapter 9 all the same,
-    because its file shows solutions of the exercises up to there. `NEAR_REPAIRS` has what people often write to mend it, and what is still wrong then.
+    because its file shows solutions of the exercises up to there.
+
+    `NEAR_REPAIRS` has what people often write to mend it, and what is still wrong then.
     """
     still = Text("The bug is still there", "bug 还在")
     why = Text(
         "This is the smallest run found in which a step differs from the right engine's.",
         "这是找到的最小的运行，其中有一步与正确的引擎不同。",
     )
-    page = Text(
-        f"The code with the bug belongs to docs/book/{about}.md.", f"出错的代码属于 docs/book/zh/{about}.md。"
-    )
+    page = Text(f"The code with the bug belongs to docs/book/{about}.md.", f"出错的代码属于 docs/book/zh/{about}.md。")
     return FindBug(
         name=name,
         chapter="09_when_memory_is_full",

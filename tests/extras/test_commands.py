@@ -13,6 +13,7 @@ import urllib.request
 import pytest
 
 from nanovllm_extras.cli import commands as entrance
+from nanovllm_extras.cli.checkout import describe_source
 from nanovllm_extras.machine.printing import say
 from tests.core_alone import ROOT
 
