@@ -76,7 +76,7 @@ class Lesson:
         in_order = exercises[start:] + exercises[:start]
         of_route = {one.name for one in self.route.list_exercises()}
         in_order.sort(key=lambda one: one.name not in of_route)
-        return next((one for one in in_order if not self.folder.has_passed(one)), in_order[-1])
+        return next((one for one in in_order if not self.folder.has_passed(one)), after or in_order[-1])
 
     def list(self) -> int:
         print_list(self.console, list_exercises(), self.folder, self.language)
@@ -87,7 +87,7 @@ class Lesson:
         exercises = self.route.list_exercises()
         missing = [one for one in exercises if not self.folder.has_passed(one)]
         begun = [one for one in missing if self.folder.file_of(one).exists()]
-        following = (begun or missing or [None])[0]
+        following = next(iter([*begun, *missing]), None)
         print_status(self.console, self.route, following, self.folder, self.language)
         if following is not None:
             self.suggest(following)

@@ -144,12 +144,25 @@ def test_exercises_are_found_beside_the_package_or_in_the_current_folder(monkeyp
     assert entrance.run_command(["learn", "list"]) == 1
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
-    assert "git clone" in printed.err
+    assert "Then run `nanovllm learn`" in printed.err
     assert str(ROOT) not in sys.path
     monkeypatch.chdir(ROOT)
     assert entrance.run_command(["learn", "list", "--folder", str(tmp_path)]) == 0
     assert "remove_one_line" in capsys.readouterr().out
     assert sys.path[0] == str(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ('{"url": "https://host/x.git", "vcs_info": {"vcs": "git", "commit_id": "1a2b"}}', "clone https://host/x.git"),
+        ('{"url": "file:///home/me/my%20code", "dir_info": {"editable": true}}', "the checkout /home/me/my code."),
+        ('{"url": "file:///tmp/nanovllm-1.0-py3-none-any.whl", "archive_info": {}}', "nanovllm-1.0.tar.gz"),
+        ("{}", "nanovllm-1.0.tar.gz"),
+    ],
+)
+def test_where_the_package_is_from_is_where_a_checkout_is(record, words):
+    assert words in describe_source(record, "1.0")
 
 
 def test_a_fault_of_our_own_is_not_taken_for_a_missing_package(monkeypatch):

@@ -38,7 +38,8 @@ CHAPTERS = [
     "15_state_beside_pages.md",
 ]
 PARTS = ["The idea", "Predict", "Measure", "The code", "See it", "Beyond", "Build it", "Three questions"]
-PAGES = ["README.md", *CHAPTERS, "course_notes.md", "glossary.md", "interview.md"]
+ROUTES = ["route_afternoon.md", "route_weekend.md", "route_everything.md"]
+PAGES = ["README.md", *CHAPTERS, *ROUTES, "course_notes.md", "glossary.md", "interview.md"]
 MAX_SECONDS = 60  # of a command that takes 10 on two idle cores
 
 

@@ -123,7 +123,7 @@ EXERCISES = (
     make_repair(
         "stale_prefix",
         "09_when_memory_is_full",
-        Text("Mend the fault: a preempted sequence with a stale prefix", "修故障：被抢占的序列，前缀已过时"),
+        Text("Mend the fault: a stale prefix after a preemption", "修故障：抢占之后，前缀已过时"),
         Text(
             "Under load, the engine stops with an IndexError when a sequence that was preempted is admitted again.\n"
             "With the prefix cache off, it never happens.",

@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from labs.learn import learn_command
 from labs.learn.catalog import CHAPTERS
 from labs.learn.folder import Folder
+from labs.learn.routes import CORE
 from nanovllm_extras.trace.recording import read_recording
 
 
@@ -118,7 +119,7 @@ def test_the_solution_is_shown(learn):
         (["check", "1"], "first run: nanovllm learn start 1"),
         (["check", "999"], "there is no exercise 999"),
         (["hint", "nothing"], "there is no exercise 'nothing'"),
-        (["view", "1"], "remove_one_line has no run of requests to show; these exercises have: preempt, "),
+        (["view", "1"], "remove_one_line has no run of requests to show; these exercises have: full_block, "),
         (["view", "bug_1"], "the last check of bug_1 found no run that failed"),
     ],
 )
@@ -152,35 +153,52 @@ def test_a_failing_run_opens_in_the_viewer(learn, monkeypatch):
 
 
 def test_next_follows_the_exercise_that_was_passed(learn):
-    learn("start", "4")
+    """First the core's exercises, then all others."""
+    learn("start", "3")
     assert "Next: nanovllm learn start 5 (" in predict(learn, 114_688)
-    names = [exercise.name for exercise in learn_command.list_exercises()]
     folder = Folder(learn.folder)
-    for name in names[4:]:
+    for name in CORE[2:]:
         folder.write(name, passed="yes")
-    assert "Next: nanovllm learn start 1 (" in predict(learn, 114_688)
-    for name in names[:3]:
-        folder.write(name, passed="yes")
+    assert "Next: nanovllm learn start 2 (" in predict(learn, 114_688)
+    folder.write(CORE[0], passed="yes")
+    assert "Next: nanovllm learn start 4 (" in predict(learn, 114_688)
+    for exercise in learn_command.list_exercises():
+        folder.write(exercise.name, passed="yes")
     assert "Next" not in predict(learn, 114_688)
 
 
+def test_where_one_is_on_a_route(learn):
+    """The core is the route by default. A route that is chosen is remembered."""
+    folder = Folder(learn.folder)
+    for name in CORE[:5]:
+        folder.write(name, passed="yes")
+    folder.write("stop_strings", passed="yes")
+    out = learn()[1]
+    assert "5 of 16, next: grow_table (route: a weekend)" in out
+    assert "Next: nanovllm learn start 11 (" in out
+    assert re.findall(r"^ +\d+ [ ✓…] (\w+) ", out, re.MULTILINE) == list(CORE)
+    assert "3 of 6, next: grow_table (route: an afternoon)" in learn("--route", "afternoon")[1]
+    assert "3 of 6" in learn()[1]
+    assert "已完成 3 / 6，下一个：grow_table（路线：一个下午）" in learn("--lang", "zh")[1]
+    assert "已通过 6 / " in learn("--all")[1]
+    for name in CORE[5:8]:
+        folder.write(name, passed="yes")
+    out = learn("--lang", "en")[1]
+    assert "6 of 6, all done (route: an afternoon)" in out
+    assert "Next: nanovllm learn start 1 (" in out
+
+
 def test_a_short_status_without_an_action(learn):
-    learn("start", "1")
-    learn("start", "2")
-    solve_first(learn.folder)
-    learn("check", "1")
-    learn("hint", "2")
+    learn("start", "8")
+    learn("hint", "8")
     status, out = learn()
     assert status == 0
-    passed, started = out.split("Started, not passed")
-    assert "1 of " in passed
-    assert "remove_one_line" in passed
-    assert "generation_loop" in started
-    assert "Hints read: 1" in started
-    assert "Next: nanovllm learn check 2 (" in started
-    assert len(out.splitlines()) < 10
-    (learn.folder / "02_generation_loop.py").rename(learn.folder / "05_predict_users.py")
-    assert "Next: nanovllm learn check 5 (" in learn("status")[1]
+    assert "   8 … schedule " in out
+    assert "0 of 16, next: schedule" in out, "what is started comes first"
+    assert "Hints read: 1" in out
+    assert "Next: nanovllm learn check 8 (" in out
+    (learn.folder / "08_schedule.py").rename(learn.folder / "05_fork.py")
+    assert "Next: nanovllm learn check 16 (" in learn("status")[1]
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -210,7 +228,7 @@ def test_numbers_and_paths_are_not_coloured(learn, monkeypatch):
 
 def predict(learn, answer):
     """Check a prediction, and return what is printed, on one line."""
-    (learn.folder / "04_predict_kv_bytes.py").write_text(f"ANSWER = {answer}\n")
+    (learn.folder / "03_predict_kv_bytes.py").write_text(f"ANSWER = {answer}\n")
     return " ".join(learn("check", "predict_kv_bytes")[1].replace("│", " ").split())
 
 
