@@ -1,12 +1,14 @@
 """Compute three prompts in a padded rectangle and packed into one row, and count the places that hold no token.
 
     python -m labs.demos.padding
+    python -m labs.demos.padding 2 5 10        # prompts of these lengths: the waste, and the mask of the packed row
 
 A rectangle has a row for each sequence, and each row is as long as the longest one: the rest is padding. A packed row
 has the tokens of all sequences end to end. Its mask is block-diagonal: a token sees only its own sequence. The hidden
 states of all tokens must be the same as those of each prompt by itself.
 """
 
+import argparse
 from functools import partial
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from labs.model import TINY_QWEN3, Model
 
 PROMPTS = ["block table", "a block table", "a block table is a"]
+MAX_DRAWN = 40  # tokens of a packed row whose mask is drawn
 CASES = {  # the new tokens of each sequence of a step
     "prompts of 2, 5 and 10": [2, 5, 10],
     "8 decodes, a prompt of 100": [1] * 8 + [100],
@@ -24,6 +27,38 @@ CASES = {  # the new tokens of each sequence of a step
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Count the places that hold no token if prompts of different lengths are padded."
+    )
+    parser.add_argument(
+        "lens", type=int, nargs="*", metavar="LENGTH", help="tokens of a prompt; without lengths, all steps are shown"
+    )
+    lens = parser.parse_args().lens
+    if any(n < 1 for n in lens):
+        parser.error(f"a prompt has at least 1 token, got the lengths {lens}")
+    if lens:
+        show_lengths(lens)
+    else:
+        show_all()
+
+
+def show_lengths(lens: list[int]) -> None:
+    """Print the mask of the packed row if it fits on a screen, and the waste of a padded rectangle."""
+    num_tokens, num_places = sum(lens), len(lens) * max(lens)
+    if num_tokens <= MAX_DRAWN:
+        print("the mask of the packed row: a row for each token, a column for each token that it may see\n")
+        for row in packed_mask(lens)[0]:
+            print(f"  {show(row)}")
+        print()
+    seen = sum(n * (n + 1) // 2 for n in lens)
+    print(f"rectangle   {len(lens)} rows of {max(lens)}: {num_places:,} places, {num_places - num_tokens:,} of padding")
+    print(f"used        {num_tokens:,} of {num_places:,} places, {num_tokens / num_places:.1%}")
+    print(f"packed      {num_tokens:,} places, no padding")
+    print(f"mask        {num_tokens:,} × {num_tokens:,}: {seen:,} of {num_tokens**2:,} are True")
+
+
+def show_all() -> None:
+    """Compute three prompts in both ways, and count the places of some steps."""
     model = Model(TINY_QWEN3)
     prompts = [model.tokenizer.encode(prompt).ids for prompt in PROMPTS]
     lens = [len(prompt) for prompt in prompts]

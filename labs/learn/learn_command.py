@@ -15,7 +15,7 @@ from labs.learn.folder import Folder, number_of
 from labs.learn.learn_options import make_parser
 from labs.learn.predict import Predict
 from labs.learn.report_printing import print_list, print_report, print_solution, print_status
-from labs.learn.routes import ROUTES, WEEKEND, Route
+from labs.learn.routes import CORE, ROUTES, WEEKEND, Route
 from labs.learn.texts import Language, Text
 from labs.learn.traffic import Traffic
 
@@ -69,13 +69,13 @@ class Lesson:
     def next_exercise(self, after: Exercise | None = None) -> Exercise:
         """Return the first exercise that has not been passed, of those `after` another one if there are any.
 
-        The exercises of the route come first, then all others.
+        The exercises of the route come first, then the core, then all others.
         """
         exercises = list_exercises()
         start = 0 if after is None else number_of(after)
         in_order = exercises[start:] + exercises[:start]
         of_route = {one.name for one in self.route.list_exercises()}
-        in_order.sort(key=lambda one: one.name not in of_route)
+        in_order.sort(key=lambda one: (one.name not in of_route, one.name not in CORE))
         return next((one for one in in_order if not self.folder.has_passed(one)), after or in_order[-1])
 
     def list(self) -> int:

@@ -185,7 +185,7 @@ def test_where_one_is_on_a_route(learn):
         folder.write(name, passed="yes")
     out = learn("--lang", "en")[1]
     assert "6 of 6, all done (route: an afternoon)" in out
-    assert "Next: nanovllm learn start 1 (" in out
+    assert "Next: nanovllm learn start 14 (" in out, "the core comes before all others"
 
 
 def test_a_short_status_without_an_action(learn):
