@@ -46,7 +46,9 @@ CHINESE_CONTENTS = """
 :hidden:
 :glob:
 
-route_*
+route_afternoon
+route_weekend
+route_everything
 [01]*
 course_notes
 glossary
