@@ -19,7 +19,7 @@ import argparse
 
 from labs.learn.texts import LANGUAGES
 
-ROUTES = ("afternoon", "weekend", "everything")
+ROUTES = ("afternoon", "weekend", "everything")  # `routes.py` has them, and imports what `--help` must not need
 ACTIONS = ("list", "start", "check", "watch", "hint", "view", "show", "reset", "status")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from labs.learn import learn_options
 from labs.learn.catalog import CHAPTERS, find_exercise, list_exercises
 from labs.learn.exercise import Build, find_functions
 from labs.learn.exercises.whole_engine import find_parts
@@ -53,6 +54,10 @@ def test_a_page_has_the_steps_of_its_route(name, folder):
     times = [int(found[1]) for box in boxes if (found := re.search(r"(\d+) (?:min|分钟)$", box))]
     steps = times[: len(chapters) + len(started)]  # after them, the extensions
     assert f"**{sum(steps) / 60:.1f} " in page
+
+
+def test_the_option_offers_all_routes():
+    assert tuple(ROUTES) == learn_options.ROUTES
 
 
 def test_the_weekend_continues_the_afternoon():
