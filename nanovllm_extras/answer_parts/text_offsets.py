@@ -93,6 +93,36 @@ class DecodedOffsets:
         return offset
 
 
+class TokenPieces:
+    """Cuts a growing text into pieces, each with the text of one token.
+
+    The pieces do not depend on how many tokens each output adds: a token is held back until all of its text is there.
+    prompt_token_ids: the prompt, which the text does not contain.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> None:
+        self._offsets = DecodedOffsets(token_bytes, skip_special_tokens)
+        self._offsets.skip_prompt(prompt_token_ids)
+        self._ends: list[int] = []  # where the text of each token ends
+        self._num_chars = self._num_tokens = 0  # of the pieces
+
+    def read(self, text: str, token_ids: Sequence[int], is_last: bool) -> list[tuple[str, int]]:
+        """Return the next pieces, each with the index of its token. text, token_ids: the whole output so far.
+
+        The last piece of all has the rest of the text, and an index behind the last token. A stop string may have cut
+        off the text of the last tokens.
+        """
+        for token_id in token_ids[len(self._ends) :]:
+            self._offsets.read_output([token_id])
+            self._ends.append(self._offsets.num_chars)
+        pieces = []
+        while self._num_tokens < len(token_ids) and (is_last or self._ends[self._num_tokens] <= len(text)):
+            end = self._ends[self._num_tokens]
+            pieces.append((text[self._num_chars : end], self._num_tokens))
+            self._num_chars, self._num_tokens = max(self._num_chars, end), self._num_tokens + 1
+        return pieces + ([(text[self._num_chars :], len(token_ids))] if is_last else [])
+
+
 def continues(incomplete: bytes, byte: bytes) -> bool:
     """Return whether `byte` is the next byte of an incomplete character in UTF-8."""
     try:

@@ -36,16 +36,21 @@ class OutputItems:
         self._logprobs: list[Written] = []  # log-probabilities of tokens that are in no event yet
 
     def feed(self, deltas: list[Delta], logprobs: list[Written]) -> list[Event]:
-        """Return the events for new deltas of an answer. logprobs: those of the new tokens."""
+        """Return the events for new deltas of an answer. logprobs: those of the new tokens.
+
+        Only messages have log-probabilities: those of the tokens since the last reasoning or call.
+        """
         self._logprobs += logprobs
         events: list[Event] = []
         for delta in deltas:
             if "reasoning" in delta:
                 events += self._grow("reasoning", delta["reasoning"])
+                self._logprobs = []
             elif delta.get("content"):
                 events += self._grow("message", delta["content"])
             for call in delta.get("tool_calls", []):
                 events += self._grow_call(call)
+                self._logprobs = []
         return events
 
     def finish(self, status: str) -> list[Event]:

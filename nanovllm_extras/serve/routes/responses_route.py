@@ -14,6 +14,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
+from nanovllm_extras.answer_parts.text_offsets import TokenPieces
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.requests.lazy_outputs import CompletionOutput, RequestOutput
 from nanovllm_extras.serve.answer import Answer
@@ -43,7 +44,6 @@ from nanovllm_extras.serve.streaming import (
     JSON,
     LONG_ANSWER,
     EventStream,
-    Written,
     answer_whole,
     encode,
     go_on,
@@ -150,6 +150,7 @@ class GrowingResponse:
         self._num_top = (body.top_logprobs or 0) if body.wants_logprobs else None
         self._token_bytes = server.token_bytes
         self._items = OutputItems({one.chat_name: one.names for one in body.functions}, self._store.new_id)
+        self._pieces: TokenPieces | None = None
         self._num_chars = self._num_tokens = 0
         self._is_cancelled = False
         self._has_ended = asyncio.Event()
@@ -185,7 +186,7 @@ class GrowingResponse:
     def whole(self) -> dict[str, object]:
         """Return the JSON of the whole response."""
         (output,) = self._generation.latest.values()
-        self._grow(output.outputs[0])
+        self._grow(output)
         return self._describe(output)
 
     async def events(self) -> AsyncIterator[Iterable[dict[str, object]]]:
@@ -194,7 +195,7 @@ class GrowingResponse:
         yield [{"type": f"response.{state}", "response": started} for state in ("created", "in_progress")]
         async for outputs in self._generation.outputs():
             for output in outputs:
-                events = self._grow(output.outputs[0])
+                events = self._grow(output)
                 if output.finished:
                     events.append(await self._end_event(output))
                 yield events
@@ -215,20 +216,34 @@ class GrowingResponse:
         failure = {"code": "server_error", "message": told.detail}
         return {"type": "response.failed", "response": self._describe(None, "failed") | {"error": failure}}
 
-    def _grow(self, completion: CompletionOutput) -> list[Event]:
+    def _grow(self, output: RequestOutput) -> list[Event]:
         """Add the new text and tokens to the items, and return the events for them."""
+        (completion,) = output.outputs
         reason = completion.finish_reason
-        token_ids = completion.token_ids[self._num_tokens :]
-        deltas = self._answer.feed(completion.text[self._num_chars :], token_ids, reason is not None)
-        logprobs: list[Written] = []
-        if self._num_top is not None and completion.logprobs is not None:
-            new = slice(self._num_tokens, None)
-            logprobs = chat_logprobs(completion.logprobs[new], token_ids, self._num_top, self._token_bytes)["content"]
+        if self._num_top is not None and completion.logprobs is not None and completion.token_ids:
+            events = self._grow_by_token(output, completion, self._num_top)
+        else:
+            token_ids = completion.token_ids[self._num_tokens :]
+            deltas = self._answer.feed(completion.text[self._num_chars :], token_ids, reason is not None)
+            events = self._items.feed(deltas, [])
         self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
-        events = self._items.feed(deltas, logprobs)
         if reason is not None:
             is_complete = reason == "stop" and not self._answer.is_cut_off
             events += self._items.finish("completed" if is_complete else "incomplete")
+        return events
+
+    def _grow_by_token(self, output: RequestOutput, completion: CompletionOutput, num_top: int) -> list[Event]:
+        """Add the new tokens one by one, so that each item gets the log-probabilities of its own tokens."""
+        if self._pieces is None:
+            skips = self._params.skip_special_tokens
+            self._pieces = TokenPieces(self._token_bytes, skips, output.prompt_token_ids)
+        is_last, positions = completion.finish_reason is not None, completion.logprobs or []
+        events: list[Event] = []
+        for text, i in self._pieces.read(completion.text, completion.token_ids, is_last):
+            token_ids = completion.token_ids[i : i + 1]
+            told = chat_logprobs(positions[i : i + 1], token_ids, num_top, self._token_bytes)["content"]
+            deltas = self._answer.feed(text, token_ids, is_last and i == len(completion.token_ids))
+            events += self._items.feed(deltas, told)
         return events
 
     def _describe(self, output: RequestOutput | None, status: str = "in_progress") -> dict[str, object]:
