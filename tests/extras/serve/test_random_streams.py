@@ -8,6 +8,7 @@ instead of `stop_sequence` in a stream of messages, and the usage of such a stre
 """
 
 import json
+import math
 import random
 from collections import Counter
 
@@ -97,7 +98,7 @@ class Case:
         return fields | self.maybe(0.2, parallel_tool_calls=False)
 
     def _completions(self):
-        prompts = self.chance.choices(QUESTIONS, k=self.chance.randint(1, 2))
+        prompts = self.chance.sample(QUESTIONS, k=self.chance.randint(1, 2))
         fields = {"prompt": prompts, **self.samples(), **self.maybe(stop=self.stops())}
         fields |= self.maybe(logprobs=self.chance.randint(0, 3)) | self.maybe(echo=True)
         return fields | self.maybe(return_token_ids=True)
@@ -214,6 +215,17 @@ def without(values, *names):
     return [{key: value for key, value in one.items() if key not in names} for one in values]
 
 
+def are_same(value, other):
+    """Log-probabilities may differ by rounding: two prompts may be computed in one step or in two."""
+    if isinstance(value, float) and isinstance(other, float):
+        return math.isclose(value, other, rel_tol=1e-3, abs_tol=1e-3)
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(are_same(value[name], other[name]) for name in value)
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(are_same, value, other))
+    return value == other
+
+
 READERS = {"messages": read_messages, "responses": read_responses, "chat": read_choices, "completions": read_choices}
 
 
@@ -235,7 +247,7 @@ def compare(client, seed):
         stored = client.get(f"{case.path}/{whole['id']}")
         assert (stored.json() == whole) if whole["store"] else (stored.status_code == 404)
     told, folded = READERS[case.kind](case, whole, events)
-    assert folded == told, (seed, fields)
+    assert are_same(folded, told), (seed, fields, folded, told)
     kinds = [one["type"] for one in told.get("content", told.get("output", []))]
     return case.path, str(told.get("stop_reason") or told.get("status")), *sorted({*kinds, "cached" * is_cached} - {""})
 
