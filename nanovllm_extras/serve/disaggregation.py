@@ -153,7 +153,7 @@ async def prefill_body(body: bytes, max_values: int = ServerOptions.max_request_
     if not isinstance(value, dict) or value.get("truncate_prompt_tokens") == -1 or value.get("truncation") == "auto":
         return None  # the prompt depends on max_tokens
     kept: dict[str, object] = {name: one for name, one in value.items() if name not in NOT_PREFILLED}
-    limits = {"max_output_tokens": 1, "store": False} if "input" in value else {"max_tokens": 1}
+    limits = {"max_output_tokens": 1, "store": False, "background": False} if "input" in value else {"max_tokens": 1}
     return json.dumps(kept | {**limits, "n": 1, "stream": False}).encode()
 
 

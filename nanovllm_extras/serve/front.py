@@ -197,7 +197,7 @@ class Relay(StreamingResponse):
         """Return the events that end a stream with an error, in the form of the request's API."""
         if is_messages_path(self._upstream.url.path):
             return named_event("error", error.anthropic_body(self._upstream.headers.get(REQUEST_ID)))
-        if self._upstream.url.path.endswith("/responses"):
+        if "/responses" in self._upstream.url.path:
             told = error.body()["error"]
             fields = {name: told[name] for name in ("code", "message", "param")}
             return named_event("error", {"type": "error", **fields, "sequence_number": self._num_events})

@@ -22,6 +22,8 @@ from uuid import uuid4
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
+from nanovllm_extras.serve.event_log import EventLog
+
 logger = logging.getLogger(__name__)
 
 ITEM_BYTES, RESPONSE_BYTES = 400, 1000  # of Python's objects for an item and for a response, besides its JSON
@@ -87,14 +89,24 @@ class StoredResponse:
     answer: bytes
     """The JSON of the response."""
     turn: Turn
+    is_background: bool = False
+    log: EventLog | None = None
+    """The events, which clients may read; the last one may still be missing."""
+    log_bytes: int = 0
+    """The memory of all events."""
 
     @property
     def num_bytes(self) -> int:
-        return len(self.answer) + RESPONSE_BYTES
+        return len(self.answer) + self.log_bytes + RESPONSE_BYTES
 
 
 class RunningResponse(Protocol):
     """A response that is being generated."""
+
+    @property
+    def log(self) -> EventLog | None:
+        """The events, which clients may read; None if they are only sent to the client of the request."""
+        ...
 
     def snapshot(self) -> dict[str, object]:
         """Return the JSON of the response in its current state."""

@@ -3,6 +3,7 @@
 There are no global variables: `make_app` puts one `Server` into the application's state, and the routes read it there.
 """
 
+import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ class Server:
     started: int = field(default_factory=lambda: int(time.time()))
     responses: ResponseStore = field(init=False)
     """The responses that later requests may continue."""
+    background: set[asyncio.Task[None]] = field(default_factory=set)
+    """The tasks that generate responses in the background. asyncio itself does not keep them alive."""
 
     def __post_init__(self) -> None:
         options = self.options

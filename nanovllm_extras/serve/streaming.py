@@ -16,12 +16,14 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from nanovllm_extras.serve.errors import as_api_error
+from nanovllm_extras.serve.event_log import EventLog
 from nanovllm_extras.serve.generation import Generation
 from nanovllm_extras.serve.workers import Check, ClientGone, unless_client_leaves
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 LONG_ANSWER = 4096  # tokens and log-probabilities, or JSON values of events; longer answers are encoded in a thread
 PIECE = 1000  # JSON values that are encoded at a time
 
@@ -81,7 +83,8 @@ class EventStream(StreamingResponse):
     """Whether events may repeat the contents of earlier events."""
 
     def __init__(self, generation: Generation, chunks: AsyncIterator[Iterable[dict[str, object]]]) -> None:
-        super().__init__(self._events(chunks), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._parts = self._events(chunks)
+        super().__init__(self._parts, headers=EVENT_HEADERS)
         self._generation = generation
         self._caller = ""
 
@@ -93,6 +96,11 @@ class EventStream(StreamingResponse):
             pass
         finally:
             self._generation.close()
+
+    def parts(self, caller: str) -> AsyncIterator[bytes]:
+        """Return the encoded events, for a reader that is not a client. Work in threads counts as that of `caller`."""
+        self._caller = caller
+        return self._parts
 
     def encode(self, value: dict[str, object], check: Check | None = None) -> bytes:
         """Return the event with a JSON value."""
@@ -123,6 +131,11 @@ class EventStream(StreamingResponse):
 
     def _encode_all(self, values: Iterable[dict[str, object]], check: Check | None) -> bytes:
         return b"".join([self.encode(value, check) for value in values])
+
+
+def read_log(log: EventLog, start: int = 0) -> Response:
+    """Return the response with the events of a log from number `start` on. The generation goes on without a client."""
+    return StreamingResponse(log.read(start), headers=EVENT_HEADERS, media_type=EventStream.media_type)
 
 
 def to_event(value: object, check: Check | None = None) -> bytes:

@@ -197,8 +197,9 @@ class ResponsesRequest(GenerationRequest):
     truncation: Literal["auto", "disabled"] | None = None
     """`auto` leaves out the oldest items of a conversation that is too long for the context."""
     chat_template_kwargs: dict[str, object] | None = None
+    background: bool | None = None
+    """Whether the request is answered at once, and the response is generated without a client that waits for it."""
     # accepted only with the value that has no effect
-    background: Literal[False] | None = None
     conversation: object = None
     prompt: object = None
 
@@ -208,6 +209,8 @@ class ResponsesRequest(GenerationRequest):
             raise conflict("conversation", f"conversation cannot be used: {NO_CONVERSATIONS}")
         if self.previous_response_id is None and self.input in (None, []):
             raise conflict("input", "input must have a text or at least one item, unless previous_response_id is given")
+        if self.background and self.store is False:
+            raise conflict("background", "background cannot be used with store=false: the response is read by its id")
         if self.prompt is not None:
             raise conflict("prompt", "prompt cannot be used: there are no stored prompts; give instructions and input")
         if self.n not in (None, 1):

@@ -202,7 +202,7 @@ class Answer:
     def _event(self, error: APIError) -> bytes:
         if is_messages_path(self._scope["path"]):
             return named_event("error", error.anthropic_body(request_id_of(self._scope)))
-        if not self._scope["path"].endswith("/responses"):
+        if "/responses" not in self._scope["path"]:
             return to_event(error.body()) + DONE
         told = error.body()["error"]
         failure = {"type": "error", "sequence_number": self._num_events, **{key: told[key] for key in KEYS}}

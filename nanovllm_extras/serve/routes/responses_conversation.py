@@ -48,6 +48,7 @@ def to_chat(body: ResponsesRequest, items: Iterable[Item]) -> ChatCompletionRequ
     system: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields: dict[str, object] = {name: getattr(body, name) for name in SHARED if getattr(body, name) is not None}
     fields |= {
+        "stream": body.stream or body.background,  # a client may read the output so far
         "messages": system + join(items),
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,

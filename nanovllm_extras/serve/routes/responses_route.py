@@ -5,59 +5,43 @@ https://platform.openai.com/docs/api-reference/responses
 """
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
 
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from nanovllm_extras.answer_parts.text_offsets import TokenPieces
-from nanovllm_extras.engine.full_engine import LLMEngine
-from nanovllm_extras.requests.lazy_outputs import CompletionOutput, RequestOutput
 from nanovllm_extras.serve.answer import Answer
 from nanovllm_extras.serve.body import JSONRoute
-from nanovllm_extras.serve.errors import as_api_error, renamed_fields
+from nanovllm_extras.serve.errors import APIError, renamed_fields
 from nanovllm_extras.serve.generation import Generation
 from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest
 from nanovllm_extras.serve.messages.responses_protocol import ResponsesRequest
-from nanovllm_extras.serve.miss_causes import misses_field
-from nanovllm_extras.serve.openai_logprobs import chat_logprobs
 from nanovllm_extras.serve.prompts import chat_prompt
 from nanovllm_extras.serve.request_ids import new_id
-from nanovllm_extras.serve.response_store import StoredItem, StoredResponse, Turn
 from nanovllm_extras.serve.routes.chat_route import prepare_chat
+from nanovllm_extras.serve.routes.growing_response import Destination, GrowingResponse
 from nanovllm_extras.serve.routes.responses_conversation import FIELDS, to_chat
 from nanovllm_extras.serve.routes.responses_history import (
     Conversation,
     History,
     find_history,
     read_conversation,
-    stored_output,
 )
-from nanovllm_extras.serve.routes.responses_items import Event, OutputItems
 from nanovllm_extras.serve.routes.responses_truncation import without_oldest
 from nanovllm_extras.serve.state import ReadyServer, Server
 from nanovllm_extras.serve.streaming import (
     JSON,
-    LONG_ANSWER,
     EventStream,
     answer_whole,
-    encode,
-    go_on,
     named_event,
+    read_log,
 )
 from nanovllm_extras.serve.workers import Check
 
 router = APIRouter(route_class=JSONRoute)
 
-TOLD = ("instructions", "max_output_tokens", "metadata", "text", "reasoning", "tool_choice", "previous_response_id")
-DEFAULTS = {"metadata": {}, "text": {"format": {"type": "text"}}, "tool_choice": "auto"}
-CUT_OFF = "max_output_tokens"
-"""The reason of a response that a stop string has ended within a call: OpenAI's schema has none that fits better."""
-ABORTED = "the request was aborted before its end"
+SOON = {"Retry-After": "1"}
 
 
 @router.post("/v1/responses")
@@ -65,6 +49,8 @@ async def create_response(body: ResponsesRequest, request: Request, server: Read
     """Answer a conversation of items."""
     server.check_model(body.model)
     is_stored = body.store is not False and server.responses.bounds.is_on
+    if body.background:
+        check_background(server)
     with renamed_fields(FIELDS):
         history, conversation, chat = await read_request(body, request, server)
         prompt, params = await prepare_chat(server, request, chat)
@@ -76,6 +62,8 @@ async def create_response(body: ResponsesRequest, request: Request, server: Read
     destination = Destination(server.owner_of(request), history.parent, conversation.input) if is_stored else None
     # a name that a client has chosen could be guessed
     growing = GrowingResponse(body, answer, generation, server, own_id if is_stored else name, destination)
+    if body.background:
+        return start_background(server, growing, ResponseStream(generation, growing), str(request.state.caller))
     if body.stream:
         return ResponseStream(generation, growing)
     with growing.listed():
@@ -116,199 +104,35 @@ async def read_request(
     return history, *(await server.workers.run(request, read))
 
 
-@dataclass(frozen=True)
-class Destination:
-    """How a response is stored. parent: the turn that it continues. input: its own items."""
+def check_background(server: Server) -> None:
+    """Raise APIError if a response cannot be generated in the background."""
+    most = server.responses.bounds.max_responses
+    if not server.responses.bounds.is_on:
+        raise APIError(400, "background cannot be used: this server stores no responses", "background")
+    if len(server.background) >= most:
+        message = f"{most} responses are already generated in the background; try again later"
+        raise APIError(429, message, code="queue_full", headers=SOON)
 
-    owner: str
-    parent: Turn | None
-    input: list[StoredItem]
+
+def start_background(server: Server, growing: GrowingResponse, stream: "ResponseStream", caller: str) -> Response:
+    """Start to generate a response, and return what the client gets: its events, or its first state."""
+    listing = ExitStack()
+    listing.enter_context(growing.listed())
+    task = asyncio.create_task(generate(growing, stream.parts(caller), listing))
+    server.background.add(task)
+    task.add_done_callback(server.background.discard)
+    return JSON(growing.snapshot()) if growing.log is None else read_log(growing.log)
 
 
-class GrowingResponse:
-    """One response while it is generated. destination: None if it is not stored."""
-
-    def __init__(
-        self,
-        body: ResponsesRequest,
-        answer: Answer,
-        generation: Generation,
-        server: Server,
-        response_id: str,
-        destination: Destination | None,
-    ) -> None:
-        engine = server.check_ready().engine
-        self._body = body
-        self._generation = generation
-        self._params = generation.params
-        self._model_name = server.model_name
-        self._engine = engine
-        self._id = response_id
-        self._destination = destination
-        self._store = server.responses
-        self._answer = answer
-        self._num_top = (body.top_logprobs or 0) if body.wants_logprobs else None
-        self._token_bytes = server.token_bytes
-        self._items = OutputItems({one.chat_name: one.names for one in body.functions}, self._store.new_id)
-        self._pieces: TokenPieces | None = None
-        self._num_chars = self._num_tokens = 0
-        self._is_cancelled = False
-        self._has_ended = asyncio.Event()
-
-    @contextmanager
-    def listed(self) -> Iterator[None]:
-        """While the block runs, the response can be read and cancelled."""
-        if self._destination is not None:
-            self._store.begin(self._destination.owner, self._id, self)
+async def generate(growing: GrowingResponse, events: AsyncIterator[bytes], listing: ExitStack) -> None:
+    """Generate a response to its end. listing: is closed at the end."""
+    with listing:
         try:
-            yield
+            async for part in events:
+                if growing.log is not None:
+                    growing.log.add(part)
         finally:
-            self._store.end(self._id)
-            self._has_ended.set()
-
-    def snapshot(self) -> dict[str, object]:
-        """Return the JSON of the response in its current state."""
-        return self._describe(None)
-
-    async def cancel(self) -> None:
-        """Abort the generation, and return when the response has ended."""
-        self._is_cancelled = True
-        await self._generation.cancel()
-        await self._has_ended.wait()
-
-    def keep(self, answer: bytes) -> None:
-        """Store the response, if it shall be stored. answer: its JSON."""
-        if self._destination is not None:
-            owner, parent, items = self._destination.owner, self._destination.parent, self._destination.input
-            turn = Turn(items, [stored_output(item) for item in self._items.items], parent)
-            self._store.put(StoredResponse(self._id, owner, answer, turn))
-
-    def whole(self) -> dict[str, object]:
-        """Return the JSON of the whole response."""
-        (output,) = self._generation.latest.values()
-        self._grow(output)
-        return self._describe(output)
-
-    async def events(self) -> AsyncIterator[Iterable[dict[str, object]]]:
-        """Yield the events of the stream, several at a time."""
-        started = self._describe(None)
-        yield [{"type": f"response.{state}", "response": started} for state in ("created", "in_progress")]
-        async for outputs in self._generation.outputs():
-            for output in outputs:
-                events = self._grow(output)
-                if output.finished:
-                    events.append(await self._end_event(output))
-                yield events
-
-    async def _end_event(self, output: RequestOutput) -> Event:
-        """Return the last event. It is sent when the response has been stored, so that it can be continued."""
-        response = self._describe(output)
-        if self._destination is not None:
-            is_long = self._num_tokens * (1 + (self._params.logprobs or 0)) > LONG_ANSWER
-            write, owner = self._generation.workers.write, self._destination.owner
-            self.keep(await write(owner, partial(encode, response)) if is_long else encode(response, go_on))
-        kind = "incomplete" if response["status"] == "cancelled" else response["status"]
-        return {"type": f"response.{kind}", "response": response}
-
-    def failed(self, error: Exception) -> dict[str, object]:
-        """Return the last event of a response that has failed."""
-        told = as_api_error(error)
-        failure = {"code": "server_error", "message": told.detail}
-        return {"type": "response.failed", "response": self._describe(None, "failed") | {"error": failure}}
-
-    def _grow(self, output: RequestOutput) -> list[Event]:
-        """Add the new text and tokens to the items, and return the events for them."""
-        (completion,) = output.outputs
-        reason = completion.finish_reason
-        if self._num_top is not None and completion.logprobs is not None and completion.token_ids:
-            events = self._grow_by_token(output, completion, self._num_top)
-        else:
-            token_ids = completion.token_ids[self._num_tokens :]
-            deltas = self._answer.feed(completion.text[self._num_chars :], token_ids, reason is not None)
-            events = self._items.feed(deltas, [])
-        self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
-        if reason is not None:
-            is_complete = reason == "stop" and not self._answer.is_cut_off
-            events += self._items.finish("completed" if is_complete else "incomplete")
-        return events
-
-    def _grow_by_token(self, output: RequestOutput, completion: CompletionOutput, num_top: int) -> list[Event]:
-        """Add the new tokens one by one, so that each item gets the log-probabilities of its own tokens."""
-        if self._pieces is None:
-            skips = self._params.skip_special_tokens
-            self._pieces = TokenPieces(self._token_bytes, skips, output.prompt_token_ids)
-        is_last, positions = completion.finish_reason is not None, completion.logprobs or []
-        events: list[Event] = []
-        for text, i in self._pieces.read(completion.text, completion.token_ids, is_last):
-            token_ids = completion.token_ids[i : i + 1]
-            told = chat_logprobs(positions[i : i + 1], token_ids, num_top, self._token_bytes)["content"]
-            deltas = self._answer.feed(text, token_ids, is_last and i == len(completion.token_ids))
-            events += self._items.feed(deltas, told)
-        return events
-
-    def _describe(self, output: RequestOutput | None, status: str = "in_progress") -> dict[str, object]:
-        """Return the JSON of the response in its current state. output: that of the finished request, else None."""
-        given = self._body.model_dump(include=set(TOLD), exclude_none=True, by_alias=True)
-        response = {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._generation.created,
-            "model": self._model_name,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "output": list(self._items.items),
-            "usage": None,
-            "parallel_tool_calls": self._body.parallel_tool_calls is not False,
-            "tools": self._body.usable_tools,
-            "temperature": self._params.temperature,
-            "top_p": self._params.top_p,
-            "store": self._destination is not None,
-            "truncation": self._body.truncation or "disabled",
-            "background": False,
-            "completed_at": None,
-            **{name: given.get(name, DEFAULTS.get(name)) for name in TOLD},
-        }
-        return response if output is None else response | self._end(output) | misses_field(self._body, output)
-
-    def _end(self, output: RequestOutput) -> dict[str, object]:
-        """Return the status and the usage of a finished request."""
-        (completion,) = output.outputs
-        usage = self._usage(output)
-        if completion.finish_reason == "stop" and self._answer.is_cut_off:
-            return {"status": "incomplete", "incomplete_details": {"reason": CUT_OFF}, "usage": usage}
-        if completion.finish_reason == "stop":
-            return {"status": "completed", "completed_at": int(time.time()), "usage": usage}
-        if completion.finish_reason == "length":
-            return {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}, "usage": usage}
-        if self._is_cancelled:
-            return {"status": "cancelled", "usage": usage}
-        message = str(completion.stop_reason or ABORTED)
-        return {"status": "failed", "error": {"code": "server_error", "message": message}, "usage": usage}
-
-    def _usage(self, output: RequestOutput) -> dict[str, object]:
-        num_input, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
-        thoughts = self._items.reasoning
-        num_thoughts = 0
-        if thoughts and self._engine.tokenizer is not None:
-            num_thoughts = len(self._engine.tokenizer.encode(thoughts, add_special_tokens=False))
-        return {
-            "input_tokens": num_input,
-            "input_tokens_details": {
-                "cached_tokens": output.num_cached_tokens,
-                "cache_write_tokens": num_cacheable(self._engine, num_input, output.num_cached_tokens),
-            },
-            "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": min(num_thoughts, num_output)},
-            "total_tokens": num_input + num_output,
-        }
-
-
-def num_cacheable(engine: LLMEngine, num_tokens: int, num_cached: int) -> int:
-    """Return the number of tokens of a prompt that were added to the prefix cache: those of its new full blocks."""
-    if not engine.config.enable_prefix_caching:
-        return 0
-    return max(0, num_tokens - num_tokens % engine.parts.block_size - num_cached)
+            growing.close()
 
 
 class ResponseStream(EventStream):

@@ -11,24 +11,40 @@ from nanovllm_extras.serve.body import JSONRoute
 from nanovllm_extras.serve.errors import APIError
 from nanovllm_extras.serve.response_store import StoredResponse
 from nanovllm_extras.serve.state import ReadyServer, Server
-from nanovllm_extras.serve.streaming import JSON, encode, go_on
+from nanovllm_extras.serve.streaming import JSON, encode, go_on, read_log
 
 router = APIRouter(route_class=JSONRoute)
 
 NOT_RUNNING = "Cannot cancel a response that has ended."
-NO_STREAM = "stream must be false: only a response that is being created has a stream"
+NO_STREAM = "stream must be false: only a response that was created with background and stream has its events"
+NO_START = "starting_after must be absent unless stream is true"
 
 
 @router.get("/v1/responses/{response_id}")
 @router.head("/v1/responses/{response_id}", include_in_schema=False)
-async def get_response(response_id: str, request: Request, server: ReadyServer, stream: bool = False) -> Response:
-    """Return a stored response, or the current state of one that is being generated."""
-    if stream:
-        raise APIError(400, NO_STREAM, "stream")
+async def get_response(
+    response_id: str,
+    request: Request,
+    server: ReadyServer,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0)] = None,
+) -> Response:
+    """Return a stored response, or the current state of one that is being generated.
+
+    With `stream`, return the events of a response in the background, those to come included.
+    starting_after: the number of the event before the first one.
+    """
     running = server.responses.running(server.owner_of(request), response_id)
-    if running is not None:
-        return Response(encode(running.snapshot(), go_on), media_type="application/json")
-    return Response(find(server, request, response_id).answer, media_type="application/json")
+    stored = find(server, request, response_id) if running is None else None
+    if stream:
+        log = running.log if running is not None else stored.log if stored is not None else None
+        if log is None:
+            raise APIError(400, NO_STREAM, "stream")
+        return read_log(log, 0 if starting_after is None else starting_after + 1)
+    if starting_after is not None:
+        raise APIError(400, NO_START, "starting_after")
+    answer = encode(running.snapshot(), go_on) if running is not None else stored.answer if stored is not None else b""
+    return Response(answer, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -44,7 +60,9 @@ async def cancel_response(response_id: str, request: Request, server: ReadyServe
     """End the generation of a response, and return the response."""
     running = server.responses.running(server.owner_of(request), response_id)
     if running is None:
-        find(server, request, response_id)
+        ended = find(server, request, response_id)
+        if ended.is_background:  # cancelling is idempotent: the response may have ended just now
+            return Response(ended.answer, media_type="application/json")
         raise APIError(400, NOT_RUNNING, "response_id")
     await running.cancel()
     return Response(find(server, request, response_id).answer, media_type="application/json")

@@ -193,7 +193,6 @@ REFUSED = [  # (body, the field that is named, a word of the message)
     ({"previous_response_id": "resp_1"}, "previous_response_id", "not found"),
     ({"conversation": "c"}, "conversation", "whole conversation"),
     ({"prompt": {"id": "p"}}, "prompt", "instructions"),
-    ({"background": True}, "background", ""),
     ({"truncation": "always"}, "truncation", ""),
     ({"n": 2}, "n", ""),
     ({"response_format": FORMAT}, "response_format", "text.format"),

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
-from test_responses import FLAT_ADD, PATH, ask, scripted, stream, without_ids
+from test_responses import FLAT_ADD, PATH, add_up, ask, scripted, stream, without_ids
 from test_structured import CALL, TEMPLATE
 
 from nanovllm_extras.serve.response_store import ResponseStore, StoreBounds, StoredItem, StoredResponse, Turn
+from tests.extras.serve.real_server import in_thread
 
 FIELDS = {"temperature": 0, "ignore_eos": True, "max_output_tokens": 6}
 
@@ -312,6 +313,110 @@ def test_a_client_that_leaves_stores_nothing(client, llm):
     while llm.get_stats().num_running:  # its thread ends the sequence before the next step
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+# ---- responses in the background
+
+
+@pytest.fixture(scope="module")
+def server(llm):
+    with in_thread(llm, model_names=("tiny",)) as made:
+        yield made
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=30) as one:
+        yield one
+
+
+LONG = {"input": "What?", "max_output_tokens": 60, "ignore_eos": True, "background": True, "temperature": 0}
+
+
+def poll(http, response_id):
+    """The states of a response until it has ended."""
+    states, deadline = [], time.monotonic() + 30
+    while not states or states[-1]["status"] in ("queued", "in_progress"):
+        assert time.monotonic() < deadline
+        states.append(http.get(f"{PATH}/{response_id}").json())
+    return states
+
+
+def events_of(text):
+    return [json.loads(event.split("data: ")[1]) for event in text.split("\n\n")[:-1]]
+
+
+def test_a_response_in_the_background_is_polled(http, types):
+    whole = http.post(PATH, json=LONG | {"background": False}).json()
+    first = http.post(PATH, json=LONG).json()
+    assert (first["status"], first["background"], first["output"], first["usage"]) == ("queued", True, [], None)
+    states = poll(http, first["id"])
+    assert {state["status"] for state in states} <= {"queued", "in_progress", "incomplete"}
+    assert all(types["Response"](one) for one in (first, *states))
+    text, *shown = [one["output"][0]["content"][0]["text"] for one in (whole, *states) if one["output"]]
+    assert all(text.startswith(one) for one in shown)
+    assert without_ids(states[-1]["output"]) == without_ids(whole["output"])
+    assert states[-1]["usage"]["output_tokens"] == 60
+    assert http.post(f"{PATH}/{first['id']}/cancel").json() == states[-1], "it has ended, which is no error"
+    more = http.post(PATH, json=LONG | {"previous_response_id": first["id"], "background": False}).json()
+    assert more["usage"]["input_tokens"] > whole["usage"]["input_tokens"]
+
+
+def test_events_in_the_background_are_read_again_from_any_number_on(http, types):
+    with http.stream("POST", PATH, json=LONG | {"stream": True}) as response:
+        begun = next(response.iter_text())  # and the client leaves
+    name = events_of(begun)[0]["response"]["id"]
+    assert events_of(begun)[0]["response"]["status"] == "queued"
+    running = http.get(f"{PATH}/{name}", params={"stream": True}).text
+    response = poll(http, name)[-1]
+    ended = http.get(f"{PATH}/{name}", params={"stream": True})
+    assert ended.headers["content-type"].startswith("text/event-stream")
+    assert running == ended.text
+    assert running.startswith(begun)
+    events = events_of(running)
+    assert all(types["ResponseStreamEvent"](event) for event in events)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"].removeprefix("response.") for event in events[:3]] == ["created", "queued", "in_progress"]
+    assert add_up(events_of(running)) == response["output"] == events[-1]["response"]["output"]
+    for after in (0, 4, len(events) - 1, len(events) + 9):
+        params = {"stream": True, "starting_after": after}
+        assert events_of(http.get(f"{PATH}/{name}", params=params).text) == events[after + 1 :]
+    assert refused(http.get(f"{PATH}/{name}", params={"starting_after": 1})) == (400, "starting_after", None)
+
+
+def test_a_response_in_the_background_is_cancelled_or_fails(http, llm, server, types, monkeypatch):
+    step = llm.engine.runner.run
+    monkeypatch.setattr(llm.engine.runner, "run", lambda *given: time.sleep(0.01) or step(*given))
+    for is_stream in (False, True):
+        with http.stream("POST", PATH, json=LONG | {"stream": is_stream}) as response:
+            text = next(response.iter_text())
+        name = (events_of(text)[0]["response"] if is_stream else json.loads(text))["id"]
+        cancelled = http.post(f"{PATH}/{name}/cancel").json()
+        assert (cancelled["status"], cancelled["usage"]["output_tokens"] < 60) == ("cancelled", True)
+        assert http.post(f"{PATH}/{name}/cancel").json() == http.get(f"{PATH}/{name}").json() == cancelled
+    name = http.post(PATH, json=LONG).json()["id"]
+    assert refused(http.get(f"{PATH}/{name}?stream=true")) == (400, "stream", None)
+    poll(http, name)
+
+    def fail(*given):
+        raise RuntimeError("told to fail")
+
+    monkeypatch.setattr(llm.engine.runner, "run", fail)
+    failed = poll(http, http.post(PATH, json=LONG).json()["id"])[-1]
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+    assert types["Response"](failed)
+    assert http.get("/load").json() == {"server_load": 0}
+
+
+def test_what_the_background_refuses(new_client):
+    new_client().refuse(PATH, LONG | {"store": False}, "background", "store=false")
+    new_client(max_stored_responses=0).refuse(PATH, LONG, "background", "stores no responses")
+
+    async def work(one):
+        return [await one.post(PATH, json=LONG) for _ in range(2)]
+
+    first, second = in_one_loop(new_client(max_stored_responses=1), work)
+    assert (first.status_code, refused(second)) == (200, (429, None, "queue_full"))
 
 
 # ---- the store
