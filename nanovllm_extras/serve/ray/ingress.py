@@ -31,7 +31,7 @@ from nanovllm_extras.serve.response_holder import replica_of
 from nanovllm_extras.serve.serve_settings import log_to_stderr
 from nanovllm_extras.serve.server_options import PREFILL_TIMEOUT_S, ServerOptions
 from nanovllm_extras.serve.state import RETRY_LATER, Server
-from nanovllm_extras.serve.streaming import DONE, named_event, to_event
+from nanovllm_extras.serve.streaming import DONE, JSON, named_event, to_event
 from nanovllm_extras.serve.workers import ClientGone, unless_client_leaves
 
 logger = logging.getLogger(__name__)
@@ -123,6 +123,9 @@ class Ingress:
             texts = [text for one in self._deployments for text in await one.ask_all("metrics")]
             text = Response(merge_texts(texts), media_type="text/plain; version=0.0.4; charset=utf-8")
             await answer.send_whole(text, scope)
+        elif path == "/load":
+            loads = [load for one in self._deployments for load in await one.ask_all("load")]
+            await answer.send_whole(JSON({"server_load": sum(loads)}), scope)
         else:
             await relay(await self._begin(path, Call.of(scope, scope["path"], body)), answer)
 

@@ -67,6 +67,11 @@ class Engine:
         labels = {"deployment": context.deployment, "replica": context.replica_id.unique_id}
         return labels, server.metrics.as_text()
 
+    async def load(self) -> int:
+        """Return the number of requests in progress."""
+        server: Server = self._app.state.server
+        return server.num_in_progress
+
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine is dead. Serve calls this regularly."""
         await self._llm.check_health()

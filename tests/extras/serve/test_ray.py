@@ -354,8 +354,30 @@ def test_a_client_that_leaves_frees_its_sequence(server):
         connection.sendall(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + body)
         while not server.metric("num_requests_running"):
             time.sleep(0.02)
+        assert [load_of(server) for _ in range(8)] == [1] * 8, "that of all replicas"
     server.wait_until_idle(2)  # by itself the request would take longer than this
+    assert load_of(server) == 0
     assert ended_by(server, "abort") == aborted + 1
+
+
+def load_of(server):
+    return httpx.get(server.url + "/load", timeout=10).json()["server_load"]
+
+
+def test_a_response_in_the_background_is_polled_at_its_replica(client):
+    body = {"input": QUESTIONS[0], "temperature": 0, "max_output_tokens": 20}
+    expected = client.post("/v1/responses", json=body).json()["output"][0]["content"]
+    for is_stream in (False, True):
+        with client.stream("POST", "/v1/responses", json=body | {"background": True, "stream": is_stream}) as begun:
+            text = next(begun.iter_text())
+        path = "/v1/responses/" + re.search(r'"id":"(resp_\w+)"', text)[1]
+        while (response := client.get(path).json())["status"] in ("queued", "in_progress"):
+            time.sleep(0.02)
+        assert response["output"][0]["content"] == expected
+        events = client.get(path, params={"stream": True, "starting_after": 1})
+        assert (events.status_code, '"sequence_number":2}' in events.text) == (
+            (200, True) if is_stream else (400, False)
+        )
 
 
 def ended_by(server, reason):
