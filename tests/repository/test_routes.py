@@ -28,7 +28,7 @@ def routes_of(row):
 def test_the_table_has_each_route():
     from nanovllm_extras.serve.routes.app import make_app
     from nanovllm_extras.serve.routes.ui import LiveLines
-    from nanovllm_extras.serve.state import ServerOptions
+    from nanovllm_extras.serve.server_options import ServerOptions
 
     app = make_app(ServerOptions(("m",), enable_kv_slots=True, enable_tokenizer_info=True), live=LiveLines())
     served = {(method.upper(), path) for path, one in app.openapi_schema["paths"].items() for method in one}

@@ -176,6 +176,25 @@ def test_responses_add_up_parse_and_call(client, model, offline):
     assert "".join(arguments) == call.arguments
 
 
+def test_responses_in_the_background_are_polled_and_their_events_read_again(client, model, offline):
+    expected = offline.chat(QUESTIONS[1], max_tokens=200).outputs[0].text
+    options = response_options(model, QUESTIONS[1], max_output_tokens=200, background=True)
+    response = client.responses.create(**options)
+    assert response.status == "queued"
+    while response.status in ("queued", "in_progress"):
+        assert expected.startswith(response.output_text)
+        response = client.responses.retrieve(response.id)
+    assert (response.output_text, client.responses.cancel(response.id)) == (expected, response)
+    with client.responses.create(**options, stream=True) as stream:
+        begun = [next(stream) for _ in range(6)]  # then the connection ends
+    name, last = begun[0].response.id, begun[-1].sequence_number
+    with client.responses.retrieve(name, stream=True, starting_after=last) as stream:
+        events = [*begun, *stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
+    assert events[-1].response == client.responses.retrieve(name)
+
+
 # ---- langchain
 
 
