@@ -28,7 +28,7 @@ class EventLog:
         self._wake()
 
     async def read(self, start: int) -> AsyncIterator[bytes]:
-        """Yield the events from number `start` on, and wait for those to come."""
+        """Yield the events from number `start` on, and wait for later ones."""
         while True:
             has_news = self._has_news
             if start < len(self._events):

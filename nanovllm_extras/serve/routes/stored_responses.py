@@ -31,7 +31,7 @@ async def get_response(
 ) -> Response:
     """Return a stored response, or the current state of one that is being generated.
 
-    With `stream`, return the events of a response in the background, those to come included.
+    With `stream`, return the events of a response in the background, later ones included.
     starting_after: the number of the event before the first one.
     """
     running = server.responses.running(server.owner_of(request), response_id)
