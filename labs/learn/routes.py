@@ -1,4 +1,4 @@
-"""Three routes through the book and its exercises. `docs/routes/` has a page for each, and a test compares them.
+"""Three routes through the book and its exercises. `docs/book/route_….md` are their pages, and a test compares them.
 
 The weekend's exercises are the core: `whole_engine` puts exactly these functions together, and `nanovllm learn` shows
 them if no other route is chosen.
