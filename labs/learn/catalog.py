@@ -70,7 +70,7 @@ CHAPTERS = {
     "12_beyond_one_engine": Text("12. Beyond one engine", "12. 走出单个引擎"),
     "13_speculation": Text("13. Speculation: several tokens from one pass", "13. 投机解码：一次前向计算得到几个 token"),
     "14_kv_beyond_the_pool": Text("14. K and V beyond the pool", "14. 块池之外的 K 和 V"),
-    "15_state_beside_pages": Text("15. Recurrent states: slots and snapshots", "15. 递归状态：槽位与快照"),
+    "15_state_beside_pages": Text("15. Recurrent states: slots and snapshots", "15. 循环状态：槽位与快照"),
 }
 """The titles of the book's chapters, which an installed package does not have."""
 

@@ -1,0 +1,54 @@
+"""One word for one thing: the glossary and the viewer's terms come from one list, and Chinese texts use its words."""
+
+import json
+import re
+
+import pytest
+
+from tools import terms
+
+WORDS = terms.read_terms()["words"]
+TEXT = r'"(?:[^"\\]|\\.)*"'
+
+
+@pytest.mark.parametrize("path", sorted(terms.generated()), ids=lambda path: str(path.relative_to(terms.ROOT)))
+def test_a_file_is_made_from_the_list(path):
+    assert path.read_text(encoding="utf-8") == terms.generated()[path], "python -m tools.terms"
+
+
+def test_no_chinese_text_uses_another_word_for_a_term():
+    assert [str(other) for other in terms.other_words()] == []
+
+
+def test_another_word_is_found_and_the_term_itself_is_not(tmp_path, monkeypatch):
+    """The patterns of the list must match other words only: a pattern that matches its own term finds nothing wrong."""
+    monkeypatch.setattr(terms, "ROOT", tmp_path)
+    page = tmp_path / "page.zh.md"
+    monkeypatch.setattr(terms, "chinese_texts", lambda: [page])
+    page.write_text("\n".join(f"这里的{word['zh']}很多。" for word in WORDS.values()), encoding="utf-8")
+    assert terms.other_words() == []
+    page.write_text("块表。\n提示的分段预填充，前向传播一次，\n一个潜向量、递归状态、空块，录像。", encoding="utf-8")
+    found = {(other.line, other.term) for other in terms.other_words()}
+    assert found >= {(2, "提示词"), (2, "分块预填充"), (2, "前向计算")}
+    assert {term for line, term in found if line == 3} == {"潜在向量", "循环状态", "占位块", "运行记录"}
+
+
+def test_both_languages_of_the_viewer_name_the_same_terms():
+    """Where an English text has a term of the list, the Chinese text beside it has the Chinese term."""
+    script = (terms.VIEWER / "i18n.js").read_text(encoding="utf-8")
+    pairs = [tuple(map(json.loads, pair)) for pair in re.findall(rf"\[\s*({TEXT}),\s*({TEXT}),?\s*\]", script)]
+    assert len(pairs) > 300
+    missing = [
+        (word["zh"], chinese)
+        for word in WORDS.values()
+        for english, chinese in pairs
+        if re.search(rf"\b{word['en']}(e?s)?\b", english, re.IGNORECASE) and word["zh"] not in chinese
+    ]
+    assert missing == []
+
+
+def test_the_viewer_names_only_terms_of_the_list():
+    script = (terms.VIEWER / "i18n.js").read_text(encoding="utf-8")
+    used = set(re.findall(r"\bTERMS\.(\w+)", script))
+    assert used
+    assert used <= WORDS.keys()
