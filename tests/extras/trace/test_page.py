@@ -223,9 +223,9 @@ def test_each_request_has_a_sentence_that_says_why_its_prompt_was_computed(show,
         assert page.locator(".sequence .misses").inner_text() == sentence
         assert page.locator(".events .is-miss .text").inner_text() == f"r{number - 1}: {sentence}"
     page.keyboard.press("l")
-    chinese = "提示的 22 个 token 中有 12 个来自前缀缓存；第 12 … 19 个 token 的块在第 33 步被淘汰，让给了 r8"
+    chinese = "提示词的 22 个 token 中有 12 个来自前缀缓存；第 12 … 19 个 token 的块在第 33 步被淘汰，让给了 r8"
     page.locator(".sequence .misses", has_text=chinese).wait_for()
-    page.locator(".highlights").get_by_role("button", name="提示为何").click()
+    page.locator(".highlights").get_by_role("button", name="提示词为何").click()
     page.locator(".highlights [aria-pressed=true]").wait_for()
     assert page.locator(".highlights li").count() == len(WHY)
     assert page.locator(".invariants .bad").count() == 0
