@@ -3,9 +3,9 @@
     python -m tools.terms           # write the pages and the viewer's file; then look at the difference
     python -m tools.terms --check   # fail if a file differs from the list, or if a Chinese text uses another word
 
-`words` are the terms that the book, the site and the viewer share: the English and the Chinese word, and patterns (`not`)
-of other Chinese words that mean the same. `chapters` are the entries of the glossary, and `head` is its first paragraph.
-A cell of a table is one text for both languages, or a list of an English and a Chinese text.
+`words` are the terms that the book, the site and the viewer share: the English and the Chinese word, and patterns
+(`not`) of other Chinese words that mean the same. `chapters` are the entries of the glossary, and `head` is its first
+paragraph. A cell of a table is one text for both languages, or a list of an English and a Chinese text.
 """
 
 import argparse
