@@ -8,12 +8,15 @@ README.md, which is the site's first page, to source files, and to recordings, w
 network.
 """
 
+import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from furo.navigation import get_navigation_tree
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 from nanovllm_extras.trace.page import make_page
@@ -29,7 +32,7 @@ html_static_path = ["site"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.githubpages"]  # the second writes .nojekyll
 exclude_patterns = ["_build"]
 highlight_language = "text"  # of blocks that name no language: drawings and outputs
 smartquotes = False  # an option is --trace, with two hyphens
@@ -40,21 +43,8 @@ suppress_warnings = ["misc.highlighting_failure"]  # an ellipsis in shortened co
 
 # [words](path#anchor); the words may stand on several lines
 LINK = re.compile(r"\]\(([^)\s#:]+)(#[^)\s]*)?\)")
-CHINESE_CONTENTS = """
-
-```{toctree}
-:hidden:
-:glob:
-
-route_afternoon
-route_weekend
-route_everything
-[01]*
-course_notes
-glossary
-interview
-```
-"""
+FIRST_PAGES = {"index": ROOT / "README.md", "index.zh": ROOT / "README.zh.md"}  # page of the site -> its text
+CHINESE_WORDS: dict[str, str] = json.loads((DOCS / "book" / "terms.json").read_text(encoding="utf-8"))["site"]
 
 
 def setup(app: Sphinx) -> None:
@@ -62,24 +52,22 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", prepare)
     app.connect("doctree-read", resolve_links)
     app.connect("html-page-context", offer_other_language)
+    app.connect("html-page-context", write_sidebar, priority=900)  # after the theme's own
     app.connect("build-finished", write_recordings)
 
 
 def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
     """README is the text of the first page. Links that leave docs/, or lead to recordings, become `repository:PATH`."""
-    page = DOCS / f"{docname}.md"
-    if docname == "index":
-        page = ROOT / "README.md"
+    page = FIRST_PAGES.get(docname, DOCS / f"{docname}.md")
+    if docname in FIRST_PAGES:
         source[0] = page.read_text(encoding="utf-8") + source[0]
         app.env.note_dependency(str(page))
-    if docname == f"{CHINESE}README":
-        source[0] += CHINESE_CONTENTS
 
     def adapt(link: re.Match[str]) -> str:
         path, anchor = link.groups(default="")
         target = (page.parent / path).resolve()
-        if target == ROOT / "README.md":
-            target = DOCS / "index.md"
+        for name, text in FIRST_PAGES.items():
+            target = DOCS / f"{name}.md" if target == text else target
         if target.is_relative_to(DOCS) and target.suffix != ".jsonl":
             return f"]({os.path.relpath(target, (DOCS / docname).parent)}{anchor})"
         return f"](repository:{os.path.relpath(target, ROOT)}{anchor})"
@@ -109,8 +97,10 @@ def recording_page(path: str, docname: str) -> str:
 
 
 def offer_other_language(app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    if docname.startswith(CHINESE) or docname.endswith(".zh"):
+    if is_chinese(docname):
         context["language"] = "zh-CN"
+        context["_"] = context["gettext"] = translate
+        context["master_doc"] = "index.zh"  # where the name of the project leads
         twin, language, name = docname.replace(CHINESE, BOOK).removesuffix(".zh"), "en", "English"
     else:
         twin = docname.replace(BOOK, CHINESE) if docname.startswith(BOOK) else f"{docname}.zh"
@@ -118,6 +108,35 @@ def offer_other_language(app: Sphinx, docname: str, template: str, context: dict
     if twin in app.env.found_docs:
         link = f'<a class="other-language" lang="{language}" href="{context["pathto"](twin)}">{name}</a>'
         context["body"] = link + context["body"]
+
+
+def is_chinese(docname: str) -> bool:
+    return docname.startswith(CHINESE) or docname.endswith(".zh")
+
+
+def translate(text: str) -> str:
+    """Return a word of the theme in Chinese, as `terms.json` has it. Words that it does not have stay English."""
+    return CHINESE_WORDS.get(text.strip(), text)
+
+
+def write_sidebar(app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """List the pages in the language of this one: Chinese pages first the Chinese book, then the pages in English."""
+    english = [toctree for toctree in toctrees_of(app, "index") if toctree.get("caption")]
+    parts = english
+    if is_chinese(docname):
+        parts = toctrees_of(app, "index.zh") + [toctree for toctree in english if toctree["caption"] in CHINESE_WORDS]
+    html = ""
+    for toctree in parts:
+        if is_chinese(docname):
+            toctree["caption"] = translate(toctree["caption"])
+        known = docname if docname in app.env.found_docs else "index"  # the page of the search has no document
+        resolved = app.env.resolve_toctree(known, app.builder, toctree, titles_only=True, includehidden=True)
+        html += app.builder.render_partial(resolved)["fragment"] if resolved else ""
+    context["furo_navigation_tree"] = get_navigation_tree(html)
+
+
+def toctrees_of(app: Sphinx, docname: str) -> list[addnodes.toctree]:
+    return [toctree.deepcopy() for toctree in app.env.get_doctree(docname).findall(addnodes.toctree)]
 
 
 def write_recordings(app: Sphinx, error: Exception | None) -> None:
