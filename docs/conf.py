@@ -43,6 +43,8 @@ suppress_warnings = ["misc.highlighting_failure"]  # an ellipsis in shortened co
 
 # [words](path#anchor); the words may stand on several lines
 LINK = re.compile(r"\]\(([^)\s#:]+)(#[^)\s]*)?\)")
+PREFORMATTED = re.compile(r"<pre>.*?</pre>", re.DOTALL)
+WIDE = re.compile("[\u2e80-\u9fff\uff00-\uff60]")  # characters that take two columns; none is part of a tag
 FIRST_PAGES = {"index": ROOT / "README.md", "index.zh": ROOT / "README.zh.md"}  # page of the site -> its text
 CHINESE_WORDS: dict[str, str] = json.loads((DOCS / "book" / "terms.json").read_text(encoding="utf-8"))["site"]
 
@@ -105,9 +107,15 @@ def offer_other_language(app: Sphinx, docname: str, template: str, context: dict
     else:
         twin = docname.replace(BOOK, CHINESE) if docname.startswith(BOOK) else f"{docname}.zh"
         language, name = "zh-CN", "中文"
+    context["body"] = PREFORMATTED.sub(widen, context.get("body", ""))
     if twin in app.env.found_docs:
         link = f'<a class="other-language" lang="{language}" href="{context["pathto"](twin)}">{name}</a>'
         context["body"] = link + context["body"]
+
+
+def widen(block: re.Match[str]) -> str:
+    """Mark the Chinese characters of a preformatted block, so that the style sheet gives each two columns."""
+    return WIDE.sub(r'<span class="wide">\g<0></span>', block[0])
 
 
 def is_chinese(docname: str) -> bool:

@@ -55,7 +55,7 @@ BEFORE = (
 STEP = (
     Call(
         "nanovllm/scheduler.py Scheduler.schedule",
-        ("which sequence computes how many tokens", "这一步里谁计算多少个 token"),
+        ("distributes the budget of tokens", "把 token 预算分给各个序列"),
         "Step",
         (
             "nanovllm/block_manager.py BlockManager.try_admit",

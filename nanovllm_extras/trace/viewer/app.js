@@ -128,7 +128,7 @@ function App({ read, unread, live }) {
       ${runs.length > 1 && html`<${Difference} runs=${runs} />`}
       ${runs.map((run, i) => html`<${Boundary} key=${run.name} name=${run.name} frame=${frame}><${Recording} run=${run} moments=${i ? [] : moments} moment=${i ? null : moment} tell=${tell} frame=${Math.min(frame, run.lastFrame)} goTo=${goTo} isAlone=${runs.length === 1} columns=${runs.length > 1 ? last + 1 : undefined} /></${Boundary}>`)}
     </main>
-    <footer class="soft">${t("keys")}: ${t("keysText")} ${!live && t("dropHint")}</footer>
+    <footer class="soft">${t("keys")}${t("colon")}${t("keysText")} ${!live && t("dropHint")}</footer>
     ${source && html`<${Source} code=${source} close=${() => setSource(null)} />`}
   </${View.Provider}>`;
 }

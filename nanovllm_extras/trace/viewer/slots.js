@@ -49,7 +49,7 @@ export function StateSlots({ run, frame, state, moment }) {
     <h3>${t("slots", { owned: numOwned, snapshots: uses.length - numOwned, free: state.numSlots - uses.length })}</h3>
     <div class="table">${Array.from({ length: shown }, (_, i) => html`<${StateSlot} key=${i} run=${run} state=${state} slot=${i + 1} isLit=${moment?.slots.includes(i + 1)} />`)}
       ${state.numSlots > shown && html`<span class="soft">${t("slotRest", { count: (state.numSlots - shown).toLocaleString() })}</span>`}</div>
-    <p class="soft moves" tabindex="0">${moves.length ? `${t("slotMoves")}: ${moves.join(" · ")}` : t("slotNoMoves")}</p>
+    <p class="soft moves" tabindex="0">${moves.length ? `${t("slotMoves")}${t("colon")}${moves.join(" · ")}` : t("slotNoMoves")}</p>
     <p class="soft">${t("slotsHelp")}</p>
   </div>`;
 }

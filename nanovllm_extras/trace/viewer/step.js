@@ -34,7 +34,7 @@ function Budget({ run, at, chunks }) {
   const split = [t("decodeCount", { count: numDecodes }), t("chunkCount", { count: parts.length, tokens: used - numDecodes })];
   if (all) split.push(t("unused", { count: all - used }));
   return html`<div>
-    <p>${all ? t("budget", { used, all }) : t("budgetUnknown", { used })}: ${split.join(", ")}</p>
+    <p>${all ? t("budget", { used, all }) : t("budgetUnknown", { used })}${t("colon")}${split.join(t("comma"))}</p>
     <div class="budget" role="img" aria-label=${`${used} / ${all ?? "?"}`}>
       ${numDecodes > 0 && html`<span class="decodes" style=${{ width: `${(100 * numDecodes) / scale}%` }}>${numDecodes > scale / 12 ? numDecodes : ""}</span>`}
       ${parts.map((one) => html`<span style=${{ width: `${(100 * one.numNew) / scale}%`, background: ownerColor(one.number, theme) }} title=${`${run.longName(one.number) ?? run.label(one.number)}: ${one.numNew}`}></span>`)}
@@ -115,8 +115,8 @@ export function Step({ run, frame, state, goTo }) {
   const times = run.times.get(at.step);
   const sum = times && Object.values(times).reduce((a, b) => a + b, 0);
   return html`<section class="card step">
-    <h2>${t("theStep")}: ${at.isEnd ? t("atEnd", { last: at.step - 1 }) : at.step}</h2>
-    ${times && !at.isEnd && html`<p class="soft">${t("times", { time: formatTime(sum) })} (${Object.entries(times).map(([name, value]) => `${t(`part.${name}`)} ${formatTime(value)}`).join(", ")})</p>`}
+    <h2>${t("theStep")}${t("colon")}${at.isEnd ? t("atEnd", { last: at.step - 1 }) : at.step}</h2>
+    ${times && !at.isEnd && html`<p class="soft">${t("times", { time: formatTime(sum) })} ${t("inBrackets", { words: Object.entries(times).map(([name, value]) => `${t(`part.${name}`)} ${formatTime(value)}`).join(t("comma")) })}</p>`}
     ${!at.isEnd && html`<${Budget} run=${run} at=${at} chunks=${chunks} /><${Chunks} run=${run} state=${state} chunks=${chunks} />`}
     <${Waiting} run=${run} at=${at} state=${state} before=${run.frames[frame - 1]} />
     <${Events} run=${run} frame=${frame} at=${at} goTo=${goTo} />

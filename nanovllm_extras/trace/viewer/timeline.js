@@ -139,14 +139,14 @@ function Longest({ run }) {
   const longest = useMemo(() => longestWaits(run), [run, run.frames.length]);
   if (!longest.length) return null;
   const split = (whys) => [...whys].sort((a, b) => b[1] - a[1]).map(([why, count]) => `${t(`why.${why}`)} ${count}`).join(", ");
-  return html`<p class="longest">${t("waitedLongest")}: ${longest.map(({ row, count, whys }) => html`<button onClick=${() => choose({ seq: row.number })}><b>${run.label(row.number)}</b> ${t("waitedSteps", { count, split: split(whys) })}</button>`)}</p>`;
+  return html`<p class="longest">${t("waitedLongest")}${t("colon")}${longest.map(({ row, count, whys }) => html`<button onClick=${() => choose({ seq: row.number })}><b>${run.label(row.number)}</b> ${t("waitedSteps", { count, split: split(whys) })}</button>`)}</p>`;
 }
 
 // The chosen row in words: its spans with their steps, and the latencies of its request.
 function Facts({ run, row, goTo }) {
   const { t } = useView();
-  return html`<p class="facts"><b title=${run.longName(row.number)}>${run.label(row.number)}</b>:
-    ${row.spans.map(({ kind, why, start, stop }) => html`<button onClick=${() => goTo(start)}>${t(`kind.${kind}`)}${why && ` (${t(`why.${why}`)})`} ${run.frames[start].step}${stop - start > 1 ? `–${run.frames[stop - 1].step}` : ""}</button>`)}
+  return html`<p class="facts"><b title=${run.longName(row.number)}>${run.label(row.number)}</b>${t("colon")}
+    ${row.spans.map(({ kind, why, start, stop }) => html`<button onClick=${() => goTo(start)}>${t(`kind.${kind}`)}${why && ` ${t("inBrackets", { words: t(`why.${why}`) })}`} ${run.frames[start].step}${stop - start > 1 ? `–${run.frames[stop - 1].step}` : ""}</button>`)}
     ${row.isOver && html`<button onClick=${() => goTo(row.end)}>${t(`reason.${row.reason}`)} ${run.frames[Math.min(row.end, run.lastFrame)].step - 1}</button>`}
     <span>${t("ttft")} ${inTime(run.ttft(row.request))}, ${t("tpot")} ${inTime(run.tpot(row.request))}</span></p>`;
 }

@@ -56,7 +56,7 @@ function TimesCard({ run, frame, goTo, columns }) {
   }, [run, numSteps, run.times.size, scale, theme]);
   const jump = (event) => goTo(Math.floor((event.clientX - canvas.current.getBoundingClientRect().left) / scale));
   const of = run.times.get(run.frames[frame].step);
-  const split = (times) => PARTS.filter((part) => times[part] !== undefined).map((part) => `${t(`part.${part}`)} ${formatTime(times[part])}`).join(", ");
+  const split = (times) => PARTS.filter((part) => times[part] !== undefined).map((part) => `${t(`part.${part}`)} ${formatTime(times[part])}`).join(t("comma"));
   return html`<section class="card times"><h2>${t("timesOfSteps")}</h2>
     <div class="wide" ref=${ref}><div class="plot"><canvas ref=${canvas} style=${{ width: `${width}px`, height: `${TALL}px` }} onClick=${jump} role="img" aria-label=${t("timesOfSteps")}></canvas>
       <div class="now" style=${{ transform: `translateX(${frame * scale}px)`, width: `${Math.max(2, scale)}px` }}></div></div></div>
