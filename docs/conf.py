@@ -53,7 +53,7 @@ def setup(app: Sphinx) -> None:
     app.add_config_value("source_url", "", "env", [str])
     app.connect("source-read", prepare)
     app.connect("doctree-read", resolve_links)
-    app.connect("html-page-context", offer_other_language)
+    app.connect("html-page-context", adapt_to_language)
     app.connect("html-page-context", write_sidebar, priority=900)  # after the theme's own
     app.connect("build-finished", write_recordings)
 
@@ -98,7 +98,8 @@ def recording_page(path: str, docname: str) -> str:
     return f"{os.path.relpath(page, (DOCS / docname).parent)}#{shown}{look}"
 
 
-def offer_other_language(app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+def adapt_to_language(app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Give a page the words of its language, a link to the same page in the other one, and no next page in it."""
     if is_chinese(docname):
         context["language"] = "zh-CN"
         context["_"] = context["gettext"] = translate
@@ -107,6 +108,10 @@ def offer_other_language(app: Sphinx, docname: str, template: str, context: dict
     else:
         twin = docname.replace(BOOK, CHINESE) if docname.startswith(BOOK) else f"{docname}.zh"
         language, name = "zh-CN", "中文"
+    if docname == "index.zh":
+        context["prev"] = None  # the last page in English
+    elif context.get("next") and context["next"]["link"] == context["pathto"]("index.zh"):
+        context["next"] = None
     context["body"] = PREFORMATTED.sub(widen, context.get("body", ""))
     if twin in app.env.found_docs:
         link = f'<a class="other-language" lang="{language}" href="{context["pathto"](twin)}">{name}</a>'

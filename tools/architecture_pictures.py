@@ -344,7 +344,7 @@ def draw_pool(drawing: Drawing, blocks: BlockManager, seqs: dict[str, Sequence],
             if is_true
         )
         state = ", ".join(owners) or drawing.pick(status)
-        drawing.text(x + 7, y + 54, state, "word", "start", MUTED)
+        drawing.text(x + 5, y + 54, state, "word", "start", MUTED)
     y += 84
     counts = " ".join(map(str, blocks._ref_counts[1:]))
     free = " → ".join(map(str, blocks._free))

@@ -19,7 +19,7 @@ export function SequenceCard({ run, frame, state }) {
   const isOver = seq.status === "finished"; // its blocks are freed, so its number of computed tokens is 0
   return html`<section class="card sequence">
     <h2 title=${run.longName(seq.number)}><i style=${{ background: ownerColor(seq.number, theme) }}></i> ${t("sequence", { seq: name })}</h2>
-    <p>${t("status")}${t("colon")}<b>${t(isOver && run.isAborted(seq.number) ? "status.aborted" : `status.${seq.status}`)}</b>${t("statusEnds")}${t(isOver ? "tokensKnown" : "tokensComputed", { computed: seq.computed, known: seq.known })} ${t("inBrackets", { words: t("promptAndOutput", { prompt: seq.numPrompt, output: seq.known - seq.numPrompt }) })}${t("statusEnds")}
+    <p>${t("status")}${t("colon")}<b>${t(isOver && run.isAborted(seq.number) ? "status.aborted" : `status.${seq.status}`)}</b>${t("statusEnds")}${t(isOver ? "tokensKnown" : "tokensComputed", { computed: seq.computed, known: seq.known })}${t("inBrackets", { words: t("promptAndOutput", { prompt: seq.numPrompt, output: seq.known - seq.numPrompt }) })}${t("statusEnds")}
       ${seq.host.length > 0 && t("onHost", { blocks: seq.host.join(", ") })}</p>
     ${seq.slot !== 0 && html`<p>${t(seq.slot > 0 ? "stateIn" : "stateOnHost", { slot: seq.slot, count: seq.computed })}</p>`}
     ${seq.misses.length > 0 && html`<p class="misses">${explainMisses(run, seq.misses, t)}</p>`}

@@ -8,7 +8,7 @@ const WORDS = {
   step: TERMS.step,
   colon: [": ", "："],
   comma: [", ", "，"],
-  inBrackets: ["({words})", "（{words}）"],
+  inBrackets: [" ({words})", "（{words}）"],
   stepOf: ["Step {step} of {last}", "第 {step} 步，共 {last} 步"],
   atEnd: ["The end, after step {last}", "结束，第 {last} 步之后"],
   play: ["Play", "播放"],

@@ -116,7 +116,7 @@ export function Step({ run, frame, state, goTo }) {
   const sum = times && Object.values(times).reduce((a, b) => a + b, 0);
   return html`<section class="card step">
     <h2>${t("theStep")}${t("colon")}${at.isEnd ? t("atEnd", { last: at.step - 1 }) : at.step}</h2>
-    ${times && !at.isEnd && html`<p class="soft">${t("times", { time: formatTime(sum) })} ${t("inBrackets", { words: Object.entries(times).map(([name, value]) => `${t(`part.${name}`)} ${formatTime(value)}`).join(t("comma")) })}</p>`}
+    ${times && !at.isEnd && html`<p class="soft">${t("times", { time: formatTime(sum) })}${t("inBrackets", { words: Object.entries(times).map(([name, value]) => `${t(`part.${name}`)} ${formatTime(value)}`).join(t("comma")) })}</p>`}
     ${!at.isEnd && html`<${Budget} run=${run} at=${at} chunks=${chunks} /><${Chunks} run=${run} state=${state} chunks=${chunks} />`}
     <${Waiting} run=${run} at=${at} state=${state} before=${run.frames[frame - 1]} />
     <${Events} run=${run} frame=${frame} at=${at} goTo=${goTo} />

@@ -146,7 +146,7 @@ function Longest({ run }) {
 function Facts({ run, row, goTo }) {
   const { t } = useView();
   return html`<p class="facts"><b title=${run.longName(row.number)}>${run.label(row.number)}</b>${t("colon")}
-    ${row.spans.map(({ kind, why, start, stop }) => html`<button onClick=${() => goTo(start)}>${t(`kind.${kind}`)}${why && ` ${t("inBrackets", { words: t(`why.${why}`) })}`} ${run.frames[start].step}${stop - start > 1 ? `–${run.frames[stop - 1].step}` : ""}</button>`)}
+    ${row.spans.map(({ kind, why, start, stop }) => html`<button onClick=${() => goTo(start)}>${t(`kind.${kind}`)}${why && t("inBrackets", { words: t(`why.${why}`) })} ${run.frames[start].step}${stop - start > 1 ? `–${run.frames[stop - 1].step}` : ""}</button>`)}
     ${row.isOver && html`<button onClick=${() => goTo(row.end)}>${t(`reason.${row.reason}`)} ${run.frames[Math.min(row.end, run.lastFrame)].step - 1}</button>`}
     <span>${t("ttft")} ${inTime(run.ttft(row.request))}, ${t("tpot")} ${inTime(run.tpot(row.request))}</span></p>`;
 }
