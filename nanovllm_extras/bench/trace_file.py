@@ -48,24 +48,30 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
 
     Raises ValueError with the number of the first line that is invalid, and OSError if the file cannot be read.
     """
-    requests: list[TraceRequest] = []
+    requests = list(iterate_trace(path, limit))
+    first = min(one.arrival_s for one in requests)
+    requests.sort(key=lambda one: one.arrival_s)
+    return [TraceRequest(one.arrival_s - first, one.input_len, one.output_len, one.hash_ids) for one in requests]
+
+
+def iterate_trace(path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
+    """Yield the requests in the order of the file, as `read_trace` does; `arrival_s` is the file's own timestamp."""
+    num_requests = 0
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
             for number, fields in read_fields(lines, path):
-                if limit is not None and len(requests) == limit:
+                if limit is not None and num_requests == limit:
                     break
                 try:
-                    requests.append(read_request(fields))
+                    yield read_request(fields)
                 except ValueError as error:
                     raise ValueError(f"{path}, line {number}: {error}") from None
+                num_requests += 1
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be a text file in UTF-8: {error}") from None
-    if not requests:
+    if not num_requests:
         raise ValueError(f"{path} must have at least one request, got none")
-    first = min(one.arrival_s for one in requests)
-    requests.sort(key=lambda one: one.arrival_s)
-    return [TraceRequest(one.arrival_s - first, one.input_len, one.output_len, one.hash_ids) for one in requests]
 
 
 def read_fields(lines: Iterator[tuple[int, str]], path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:

@@ -1,0 +1,189 @@
+"""How long does a step take? A clock that is fitted to a recording's steps, or that of a machine given by hand.
+
+`FittedClock` knows three costs: of a step, of each token that it computes, and of each token of context that it reads
+(`context_of`). They are the non-negative numbers with the smallest squared relative error. The error that is stated is
+that of each step predicted by a fit to all other steps, so a clock with few steps does not look better than it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Protocol
+
+from nanovllm.checks import check_number, checked, checks_of
+from nanovllm.scheduler import Step
+
+MAX_ERROR = 0.2
+"""A clock with a larger mean relative error gives no times."""
+MIN_STEPS = 8
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step does, and how long it took."""
+
+    num_tokens: int
+    num_context_tokens: int
+    seconds: float
+
+
+def context_of(step: Step) -> int:
+    """Return the number of tokens whose K and V a step reads: for each chunk, those up to its end."""
+    return sum([start + num_new_tokens for _, start, num_new_tokens in step.chunks])
+
+
+class Clock(Protocol):
+    def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
+        """Return how long a step takes."""
+
+    @property
+    def is_good(self) -> bool:
+        """Return whether times may be shown."""
+
+    def describe(self) -> dict[str, object]: ...
+
+
+@dataclass(frozen=True)
+class FittedClock:
+    """Seconds of a step, for each of its tokens, and for each token of context. `fit_clock` makes it."""
+
+    per_step: float
+    per_token: float
+    per_context_token: float
+    num_steps: int
+    mean_error: float
+    median_error: float
+
+    def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
+        return self.per_step + self.per_token * num_tokens + self.per_context_token * num_context_tokens
+
+    @property
+    def is_good(self) -> bool:
+        return self.mean_error <= MAX_ERROR
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "kind": "fitted",
+            "per_step_s": self.per_step,
+            "per_token_s": self.per_token,
+            "per_context_token_s": self.per_context_token,
+            "num_steps": self.num_steps,
+            "mean_error": self.mean_error,
+            "median_error": self.median_error,
+            "is_good": self.is_good,
+        }
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine given by hand. A step takes the longer one of reading its bytes and computing, and `step_overhead`.
+
+    A step reads all weights, and K and V of its context.
+    """
+
+    bandwidth: float = checked(0.0, check_number, low=0, open_low=True)
+    """Bytes per second that the memory gives."""
+    flops: float = checked(0.0, check_number, low=0, open_low=True)
+    """Floating-point operations per second."""
+    weight_bytes: float = checked(0.0, check_number, low=0, open_low=True)
+    kv_bytes_per_token: float = checked(0.0, check_number, low=0)
+    flops_per_token: float | None = None
+    """None is `weight_bytes`: two operations for each weight of two bytes."""
+    step_overhead: float = checked(0.0, check_number, low=0)
+    """Seconds of each step in which the device waits."""
+
+    def __post_init__(self) -> None:
+        for name, check in checks_of(self).items():
+            check(name, getattr(self, name))
+        if self.flops_per_token is not None:
+            check_number("flops_per_token", self.flops_per_token, low=0)
+
+    def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
+        per_token = self.weight_bytes if self.flops_per_token is None else self.flops_per_token
+        num_bytes = self.weight_bytes + self.kv_bytes_per_token * num_context_tokens
+        return self.step_overhead + max(num_bytes / self.bandwidth, per_token * num_tokens / self.flops)
+
+    @property
+    def is_good(self) -> bool:
+        return True
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "kind": "machine",
+            "bandwidth": self.bandwidth,
+            "flops": self.flops,
+            "weight_bytes": self.weight_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "flops_per_token": self.weight_bytes if self.flops_per_token is None else self.flops_per_token,
+            "step_overhead": self.step_overhead,
+        }
+
+
+def fit_clock(steps: Sequence[StepCost]) -> FittedClock:
+    """Return the clock that fits the steps best. Raises ValueError if they are fewer than `MIN_STEPS`."""
+    steps = [step for step in steps if step.seconds > 0]
+    if len(steps) < MIN_STEPS:
+        raise ValueError(
+            f"a clock needs the times of at least {MIN_STEPS} steps, and the recording has {len(steps)}; "
+            f"give a machine by hand (--bandwidth, --flops, --weight-bytes)"
+        )
+    rows = [row_of(step) for step in steps]
+    matrix = [[sum([row[i] * row[j] for row in rows]) for j in range(3)] for i in range(3)]
+    vector = [sum([row[i] for row in rows]) for i in range(3)]
+    errors = []
+    for row in rows:
+        others = [[matrix[i][j] - row[i] * row[j] for j in range(3)] for i in range(3)]
+        costs = solve_non_negative(others, [vector[i] - row[i] for i in range(3)])
+        errors.append(abs(sum([costs[i] * row[i] for i in range(3)]) - 1))
+    errors.sort()
+    middle = (errors[len(errors) // 2] + errors[(len(errors) - 1) // 2]) / 2
+    per_step, per_token, per_context_token = solve_non_negative(matrix, vector)
+    return FittedClock(per_step, per_token, per_context_token, len(steps), sum(errors) / len(errors), middle)
+
+
+def row_of(step: StepCost) -> list[float]:
+    """Return the factors of the three costs, divided by the time of the step: the costs should add up to 1."""
+    return [1 / step.seconds, step.num_tokens / step.seconds, step.num_context_tokens / step.seconds]
+
+
+def solve_non_negative(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """Return the three costs, none negative, with the smallest squared error. The arguments are the normal equations.
+
+    At the best costs, those above zero solve the equations without the others. So seven choices are tried.
+    """
+    best, best_gain = [0.0, 0.0, 0.0], 0.0
+    for number in (1, 2, 3):
+        for chosen in combinations(range(3), number):
+            solved = solve([[matrix[i][j] for j in chosen] for i in chosen], [vector[i] for i in chosen])
+            if solved is None or min(solved) < 0:
+                continue
+            gain = sum(value * vector[i] for i, value in zip(chosen, solved, strict=True))
+            if gain > best_gain:  # the squared error is the number of steps less the gain
+                costs = dict(zip(chosen, solved, strict=True))
+                best, best_gain = [costs.get(i, 0.0) for i in range(3)], gain
+    return best
+
+
+def solve(matrix: list[list[float]], vector: list[float]) -> list[float] | None:
+    """Solve linear equations by elimination. None if they have no single solution, up to rounding."""
+    size = len(vector)
+    scales = [matrix[i][i] ** 0.5 for i in range(size)]  # tokens and steps differ by orders of magnitude
+    if min(scales) == 0.0:
+        return None
+    rows = [
+        [matrix[i][j] / (scales[i] * scales[j]) for j in range(size)] + [vector[i] / scales[i]] for i in range(size)
+    ]
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda k: abs(rows[k][i]))
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        if abs(rows[i][i]) < 1e-9:
+            return None
+        for k in range(i + 1, size):
+            factor = rows[k][i] / rows[i][i]
+            rows[k] = [a - factor * b for a, b in zip(rows[k], rows[i], strict=True)]
+    solved = [0.0] * size
+    for i in reversed(range(size)):
+        rest = rows[i][size] - sum(rows[i][j] * solved[j] for j in range(i + 1, size))
+        solved[i] = rest / rows[i][i]
+    return [value / scale for value, scale in zip(solved, scales, strict=True)]
+
