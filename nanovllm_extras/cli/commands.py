@@ -73,6 +73,9 @@ COMMANDS: dict[str, Command] = {
         "nanovllm_testing.command", "", "find faults in a scheduler, a cache, a backend or a sampler of your own"
     ),
     "view": Command("nanovllm_extras.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
+    "what-if": Command(
+        "nanovllm_extras.what_if.command", "", "run the scheduler again on a recording with other options"
+    ),
 }
 """Name of a command, one or two words -> the command. `labs` is not installed: it is found in a checkout."""
 

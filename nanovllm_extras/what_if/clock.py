@@ -186,4 +186,3 @@ def solve(matrix: list[list[float]], vector: list[float]) -> list[float] | None:
         rest = rows[i][size] - sum(rows[i][j] * solved[j] for j in range(i + 1, size))
         solved[i] = rest / rows[i][i]
     return [value / scale for value, scale in zip(solved, scales, strict=True)]
-

@@ -6,6 +6,8 @@
 A sequence ends where its answer ends. It also ends where this engine's pool or `max_model_len` ends it.
 """
 
+from typing import cast
+
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Step
 from nanovllm_extras.what_if.figures import Figures
@@ -22,6 +24,7 @@ class SimulatedEngine:
         blocks = parts.block_manager_cls(
             options.num_blocks, options.block_size, options.enable_prefix_caching, figures, parts.prefix_cache_cls
         )
+        figures.on_start(blocks)
         limits = options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len
         self.scheduler = parts.scheduler_cls(blocks, *limits)
         self._unfinished = 0
@@ -40,8 +43,9 @@ class SimulatedEngine:
         params = SamplingParams(
             n=len(answers), max_tokens=request.max_tokens, ignore_eos=True, extra_args=request.extra_args
         )
+        prompt = cast("list[int]", request.prompt)  # the sequence makes an array of it, which is faster from an array
         seqs = [
-            KnownSequence(request.request_id, request.prompt, params, sample_index=i, answer=answer,
+            KnownSequence(request.request_id, prompt, params, sample_index=i, answer=answer,
                           arrival_s=request.arrival_s)
             for i, answer in enumerate(answers)
         ]  # fmt: skip
@@ -61,9 +65,9 @@ class SimulatedEngine:
     def update(self, step: Step, now: float) -> None:
         """Finish a step at the time `now`."""
         token_ids: list[int] = []
-        ended_by_text: list[tuple[KnownSequence, int | str | None]] = []
-        for seq in step.samples:
-            assert isinstance(seq, KnownSequence)
+        ended_by_text: list[tuple[KnownSequence, str]] = []
+        samples = cast("list[KnownSequence]", step.samples)
+        for seq in samples:
             answer, i = seq.answer, seq.num_tokens - seq.num_prompt_tokens
             token_ids.append(answer.token(i))
             if i + 1 < answer.num_tokens:
@@ -74,17 +78,16 @@ class SimulatedEngine:
                 ended_by_text.append((seq, answer.stop_reason))
             else:
                 seq.stop_token_ids = {token_ids[-1]: answer.stop_reason}
-        advanced = self.scheduler.update(step, token_ids)
+        self.scheduler.update(step, token_ids)
         for seq, text in ended_by_text:  # the engine reads the texts of a step after all of its tokens
             if seq.finish_reason is None:
                 self.scheduler.finish(seq, "stop", text)
-        for _, one in advanced:
-            assert isinstance(one, KnownSequence)
-            if one.first_token_s is None:
-                one.first_token_s = now
-                self.figures.ttft_s.append(now - one.arrival_s)
-            if one.finish_reason is not None:
-                self._end(one, now)
+        for seq in samples:
+            if seq.first_token_s is None and seq.num_tokens > seq.num_prompt_tokens:
+                seq.first_token_s = now
+                self.figures.ttft_s.append(now - seq.arrival_s)
+            if seq.finish_reason is not None:
+                self._end(seq, now)
 
     def abort(self, seq: KnownSequence, now: float) -> None:
         """End a sequence, as a client does that leaves. Its children that have not started are sequences, too."""
@@ -93,6 +96,9 @@ class SimulatedEngine:
             self._end(seq, now)
 
     def _end(self, seq: KnownSequence, now: float) -> None:
+        if seq.has_ended:  # by an abort in this step
+            return
+        seq.has_ended = True
         self._unfinished -= 1
         figures, num_tokens = self.figures, seq.num_tokens - seq.num_prompt_tokens
         is_cut = num_tokens < seq.answer.num_tokens

@@ -40,6 +40,12 @@ class Figures(Stats):
         """Set the time of what is observed from now on."""
         self.now_s = now_s
 
+    def on_start(self, blocks: "BlockManager") -> None:
+        """An engine begins with `blocks`."""
+
+    def end_step(self, seconds: float) -> None:
+        """A step of this length has ended."""
+
     def number(self, seq: Sequence) -> int:
         """Return the number of a sequence, as a recording has it: its place in the order in which they appear."""
         assert isinstance(seq, KnownSequence)

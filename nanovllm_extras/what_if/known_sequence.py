@@ -13,4 +13,5 @@ class KnownSequence(Sequence):
     answer: Answer = field(default_factory=lambda: Answer(1))
     arrival_s: float = 0.0
     first_token_s: float | None = field(default=None, init=False)
+    has_ended: bool = field(default=False, init=False)
     number: int = field(default=0, init=False)

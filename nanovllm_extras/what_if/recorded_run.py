@@ -187,10 +187,9 @@ class RunReader:
             raise ValueError("the core's scheduler cannot make this run: it has requests that need the hidden states "
                              "of all prompt tokens (embeddings, prompt_logprobs)")  # fmt: skip
 
-    def _read_schedule(
-        self, number: int, time: int, decodes: Any, chunks: list, samples: Any, moves: list, free: int, stored: int
-    ) -> None:
-        self._decodes = decodes or self._decodes if isinstance(decodes, int) else decodes
+    def _read_schedule(self, number: int, time: int, *about: Any) -> None:
+        decodes, chunks, samples, _, num_free, num_stored = about
+        self._decodes = self._decodes if isinstance(decodes, int) else decodes
         described = [(i, self._num_computed[i], 1) for i in self._decodes]
         described += [(i, start, num_new_tokens) for i, start, num_new_tokens, _ in chunks]
         for i, start, num_new_tokens in described:
@@ -203,7 +202,7 @@ class RunReader:
             before = self.run.steps[-1]
             before.seconds = time / 1e6 - before.scheduled_s
         self._flying = len(self.run.steps)
-        self.run.steps.append(RecordedStep(described, sampled, free, stored, time / 1e6))
+        self.run.steps.append(RecordedStep(described, sampled, num_free, num_stored, time / 1e6))
         self.run.actions.append(("schedule", self._flying))
 
     def _read_update(self, number: int, time: int, token_ids: list[int]) -> None:

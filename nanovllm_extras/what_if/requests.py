@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+UNKNOWN_TOKEN = 2**31 - 1
+"""A token id that is in no vocabulary: the token is not known."""
+
 
 @dataclass(slots=True)
 class Answer:
@@ -12,8 +15,8 @@ class Answer:
 
     num_tokens: int
     token_ids: "array[int] | None" = None
-    filler: int = -1
-    """A token for what is not known. It is negative, so no prompt and no known answer has it."""
+    filler: int = UNKNOWN_TOKEN
+    """A token that no prompt and no other answer has."""
     finish_reason: str | None = "length"
     """As in `Sequence`. `abort` or None (the recording ends before): how it would go on is not known."""
     stop_reason: int | str | None = None

@@ -66,6 +66,8 @@ def replay(run: RecordedRun, clock: Clock | None = None, figures: Figures | None
             figures.begin(now)
             engine.update(step, now)
             figures.time_s = now - first
+            seconds = clock.seconds(costs[-1].num_tokens, costs[-1].num_context_tokens) if clock else costs[-1].seconds
+            figures.end_step(seconds)
     return Replayed(figures, costs)
 
 
@@ -128,10 +130,12 @@ def simulate(
             figures.begin(now)
             step = engine.schedule()
         if step is not None and step.chunks:
-            now += clock.seconds(step.num_scheduled_tokens, context_of(step))
+            seconds = clock.seconds(step.num_scheduled_tokens, context_of(step))
+            now += seconds
             figures.begin(now)
             engine.update(step, now)
             figures.time_s = now - first
+            figures.end_step(seconds)
             continue
         times = [pending.visible_s] if pending is not None else []
         times += [time for time, _, _ in aborts[:1]]
