@@ -20,9 +20,9 @@ def compare(
 ) -> dict[str, Any]:
     """Return the figures of a recorded run, and of one run for each of `changes`, which are options by name.
 
-    If nothing changes, the recording's steps are repeated. Otherwise all runs follow a clock: that of `machine`, or one
-    that is fitted to the recording. The first one then has the recording's own options, so that the runs differ in their
-    options only, and not in the clock.
+    If nothing changes, the recorded steps are repeated. Otherwise all runs follow a clock: that of `machine`, or one
+    that is fitted to the recording. The first one then has the recording's own options, so that the runs differ in
+    their options only, and not in the clock.
 
     Raises ValueError if the core's scheduler does not make the recorded steps, if an option is invalid, or if a clock
     is needed and cannot be fitted.
@@ -74,7 +74,9 @@ def compare_on_trace(
     parts = parts or Parts()
     sets = [(dict(change), base.changed(change)) for change in changes]
     rows = [
-        describe_row(change, options, simulate(make_requests(), options, clock, parts), clock, "simulated")
+        describe_row(
+            change, options, simulate(make_requests(), options, clock, parts, is_stream=True), clock, "simulated"
+        )
         for change, options in sets
     ]
     return {

@@ -3,7 +3,8 @@
     step = engine.schedule()            the core's own `Scheduler.schedule`
     engine.update(step, now)            its `update`, with known tokens in place of the model's
 
-A sequence ends where its answer ends. It also ends where this engine's pool or `max_model_len` ends it.
+A sequence ends where its answer ends. It also ends where this engine's pool or `max_model_len` ends it. In a replay,
+an answer that was aborted is ended by the abort.
 """
 
 from typing import cast
@@ -19,8 +20,9 @@ from nanovllm_extras.what_if.requests import PlannedRequest
 class SimulatedEngine:
     """Adds requests and takes steps, and tells `figures` when tokens are there."""
 
-    def __init__(self, options: Options, parts: Parts, figures: Figures) -> None:
+    def __init__(self, options: Options, parts: Parts, figures: Figures, is_replay: bool = False) -> None:
         self.figures = figures
+        self.is_replay = is_replay
         blocks = parts.block_manager_cls(
             options.num_blocks, options.block_size, options.enable_prefix_caching, figures, parts.prefix_cache_cls
         )
@@ -72,7 +74,10 @@ class SimulatedEngine:
             token_ids.append(answer.token(i))
             if i + 1 < answer.num_tokens:
                 continue
-            if answer.finish_reason != "stop":
+            if answer.finish_reason in ("abort", None):
+                if not self.is_replay:
+                    seq.max_num_tokens = min(seq.max_num_tokens, seq.num_tokens + 1)
+            elif answer.finish_reason == "length":
                 seq.max_num_tokens = min(seq.max_num_tokens, seq.num_tokens + 1)
             elif isinstance(answer.stop_reason, str):
                 ended_by_text.append((seq, answer.stop_reason))

@@ -35,7 +35,7 @@ def replay(run: RecordedRun, clock: Clock | None = None, figures: Figures | None
     Raises ValueError, which names the first step, if the core's scheduler decides differently.
     """
     figures = figures or Figures()
-    engine = SimulatedEngine(run.options, Parts(), figures)
+    engine = SimulatedEngine(run.options, Parts(), figures, is_replay=True)
     costs: list[StepCost] = []
     seqs: dict[int, list[KnownSequence]] = {}
     first = min([one.arrival_s for one in run.requests], default=0.0)
@@ -96,20 +96,21 @@ def simulate(
     clock: Clock,
     parts: Parts | None = None,
     figures: Figures | None = None,
+    is_stream: bool = False,
 ) -> Figures:
     """Serve requests, which are in the order of `visible_s`, and return the figures.
 
-    Requests are read when they arrive and forgotten when they end, so the memory does not grow with their number,
-    except for two numbers for each: its TTFT and its TPOT. The core's scheduler looks only at the first sequences of
-    its queue: it admits at most `max_num_seqs` in a step. So those behind them are read later, with the same result. A
-    scheduler of one's own gets all that have arrived.
+    is_stream: do not read requests that the scheduler does not look at yet. The core's scheduler admits at most
+    `max_num_seqs` in a step, so it looks at the first ones of its queue only, and the steps are the same. The memory
+    does then not grow with the number of requests, except for two numbers for each: its TTFT and its TPOT. A scheduler
+    of one's own gets all requests that have arrived.
 
     Raises ValueError if the scheduler computes nothing although sequences wait.
     """
     figures, parts = figures or Figures(), parts or Parts()
     engine = SimulatedEngine(options, parts, figures)
     waiting = engine.scheduler.waiting
-    max_waiting = options.max_num_seqs + 1 if parts == Parts() else sys.maxsize
+    max_waiting = options.max_num_seqs + 1 if is_stream and parts == Parts() else sys.maxsize
     aborts: list[tuple[float, int, KnownSequence]] = []  # a heap
     order = count()
     arrivals = iter(requests)
