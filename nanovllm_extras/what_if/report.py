@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 NO_VALUE = "-"
+MAX_COLUMNS = 4  # of runs
 
 
 def percent(value: float) -> str:
@@ -51,7 +52,7 @@ def write_report(found: Mapping[str, Any]) -> str:
         if any(figures[name] for _, figures in columns)
     ]
     table = [["", *[name for name, _ in columns]], *rows]
-    if len(columns) > 3:  # runs in lines
+    if len(columns) > MAX_COLUMNS:  # runs in lines
         table = [list(line) for line in zip(*table, strict=True)]
     lines = [describe_options(found["options"]), *describe_clock(found["clock"]), "", *align(table)]
     if any(run["kind"] == "replay" for run in runs):

@@ -108,6 +108,7 @@ def test_options_are_listed_without_the_packages_of_extras_and_running_names_the
         "check": "--load-format",
         "test": "--examples",
         "view": "--perfetto",
+        "what-if": "--bandwidth",
     }
     assert options.keys() == entrance.COMMANDS.keys()
     running = {"front": "front --prefill http://a --decode http://b", "run-batch": "run-batch -i a.jsonl -o b"}

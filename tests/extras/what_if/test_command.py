@@ -22,12 +22,6 @@ scheduler_cls = LastFirst
 """
 
 
-def rows_of(text):
-    """The lines of the table: their first words, and the others."""
-    table = text.split("\n\n")[1].splitlines()
-    return {line[:26].strip(): line[26:].split("  ") for line in table}
-
-
 def json_of(capsys, *arguments):
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -48,8 +42,10 @@ def test_several_values_make_a_table_of_all_combinations(capsys):
     changes = [one["changes"] for one in found["runs"][1:]]
     assert changes == [{"block_size": size, "enable_prefix_caching": on} for size in (8, 16) for on in (True, False)]
     assert [one["options"]["num_blocks"] for one in found["runs"]] == [128, 64, 64, 32, 32]
-    assert main([FRAGMENTATION, "--block-size", "8,16"]) == 0
-    assert len(capsys.readouterr().out.split("\n\n")[1].splitlines()) == 5
+    assert main([FRAGMENTATION, "--block-size", "4,8,16"]) == 0
+    lines = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert [line.split("  ")[0] for line in lines[1:3]] == ["recorded", "own options"]
+    assert [line.partition(",")[0] for line in lines[3:]] == ["block_size 4", "block_size 8", "block_size 16"]
 
 
 def test_no_times_are_shown_if_the_clock_is_wrong(capsys):
