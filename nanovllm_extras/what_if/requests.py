@@ -1,4 +1,4 @@
-"""A request whose answers are known: it takes the place of a prompt that the model would answer."""
+"""A request whose answers are known: no model has to answer it."""
 
 from array import array
 from collections.abc import Mapping

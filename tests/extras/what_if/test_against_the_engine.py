@@ -2,17 +2,19 @@
 
 import io
 import json
+import time
 
 import pytest
 
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
 from nanovllm_extras.trace.recording import read_recording
+from nanovllm_extras.what_if.clock import MAX_ERROR, fit_clock
 from nanovllm_extras.what_if.comparison import compare
 from nanovllm_extras.what_if.journal import Journal
 from nanovllm_extras.what_if.options import Options
 from nanovllm_extras.what_if.recorded_run import read_run
 from nanovllm_extras.what_if.requests import UNKNOWN_TOKEN
-from nanovllm_extras.what_if.run import simulate
+from nanovllm_extras.what_if.run import replay, simulate
 from tests.conftest import every_second
 from tests.extras.what_if.test_replay import events_of
 
@@ -68,6 +70,23 @@ def test_the_engine_takes_the_predicted_steps(run, changes, tmp_path):
 
 def vars_of(options: Options):
     return {name: getattr(options, name) for name in options.__dataclass_fields__}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"block_size": 256}, {"num_blocks": 27}, {"max_num_seqs": 3}], ids=str)
+def test_the_engine_takes_the_predicted_time(changes, monkeypatch, tmp_path):
+    """Both runs are recorded in processor time: what else the machine does changes it less than the other one."""
+    monkeypatch.setattr(time, "monotonic", time.process_time)
+    record(tmp_path / "first.jsonl", {})  # what is slow only once
+    run = read_run(record(tmp_path / "run.jsonl", {}))
+    clock, options = fit_clock(replay(run).costs), run.options.changed(changes)
+    predicted = simulate(run.requests, options, clock)
+    names = {"num_blocks": "num_kv_blocks"}
+    real = record(tmp_path / "real.jsonl", {names.get(name, name): value for name, value in vars_of(options).items()})
+    figures = replay(read_run(real)).figures
+    assert clock.is_good
+    assert predicted.steps == figures.steps
+    assert predicted.time_s == pytest.approx(figures.time_s, rel=MAX_ERROR)
 
 
 def test_how_many_blocks_until_nothing_is_preempted(run, tmp_path):
