@@ -127,6 +127,8 @@ def test_both_languages_have_the_same_code_and_links():
     other = {
         "README.zh.md": "README.md",
         "docs/book/README.md": "docs/book/zh/README.md",
+        "docs/book/README.md#three-routes": "docs/book/zh/README.md#三条路线",
+        "docs/images/request.svg": "docs/images/request.zh.svg",
         "docs/learn.md": "docs/learn.zh.md",
         "#install": "#安装",
     }
