@@ -1,0 +1,158 @@
+"""Read an adapter's folder: its configuration, and the A and B of each projection, checked against the model.
+
+PEFT's names are those of the checkpoint between a prefix and the kind of the matrix:
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight     [rank, in_features]
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight     [out_features, rank]
+
+The file is safetensors; nothing is ever unpickled. All is checked before anything changes: each tensor has a place of
+its shape, A and B come in pairs, and they are those that the configuration names.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nanovllm.loader import WEIGHT_DTYPES
+from nanovllm_extras.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
+from nanovllm_extras.lora.places import Place, Projection
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+WHY_NOT = {
+    "experts": "adapters of experts are not served",
+    "lm_head": "adapters of the output layer are not served",
+    "embed_tokens": "adapters of embeddings are not served",
+    "gate": "adapters of routers are not served",
+    "router": "adapters of routers are not served",
+}
+"""A part of a module's name -> why it has no place, if it has none."""
+
+
+class Matrices(NamedTuple):
+    """The change of one projection: x A^T B^T, where B has been multiplied by the scale."""
+
+    a: Tensor  # [rank, in_features] float32
+    b: Tensor  # [out_features, rank] float32
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in host memory."""
+
+    digest: str
+    """A hash of its files. The blocks of a KV cache that it has computed are named by it."""
+    max_rank: int
+    matrices: Mapping[str, Matrices]
+    """Name of the projection in the network -> its matrices."""
+
+
+def read_adapter(
+    folder: Path, places: list[Place], name_of: Callable[[str], str] = str, max_rank: int | None = None
+) -> Adapter:
+    """Read an adapter for a network with these places. ValueError if it is damaged, or does not fit.
+
+    name_of: returns the network's name of a module of the checkpoint; max_rank: the largest rank that is allowed
+    """
+    config = read_adapter_config(folder)
+    file = folder / WEIGHTS_FILE
+    if not file.is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        more = ". Pickled weights (adapter_model.bin) are never read, since that may run code" * pickled
+        raise ValueError(f"{folder} has no {WEIGHTS_FILE}{more}")
+    known = {projection.name: (projection, place.num_inputs) for place in places for projection in place.projections}
+    found: dict[str, dict[str, Tensor]] = {}
+    stored_names: dict[str, str] = {}
+    for stored, kind, tensor in read_tensors(file):
+        name = name_of(stored)
+        if name not in known:
+            raise ValueError(f"{file} changes {stored}: {why_no_place(stored)}")
+        stored_names[name] = stored
+        found.setdefault(name, {})[kind] = tensor
+    if not found:
+        raise ValueError(f"{file} has no tensors")
+    matrices = {
+        name: read_pair(file, config, stored_names[name], pair, *known[name], max_rank) for name, pair in found.items()
+    }
+    check_targets(folder, config, set(stored_names.values()), set(known) - set(found))
+    largest = max(len(one.a) for one in matrices.values())
+    return Adapter(digest_of(folder), largest, matrices)
+
+
+def read_tensors(file: Path) -> list[tuple[str, str, Tensor]]:
+    """Return (module, "A" or "B", tensor) for each tensor of the file. ValueError for any other."""
+    tensors = []
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                module, _, kind = name.removesuffix(".weight").rpartition(".lora_")
+                if name.endswith((".lora_embedding_A", ".lora_embedding_B")):
+                    module = name.rpartition(".")[0].removeprefix(PREFIX)
+                    raise ValueError(f"{file} changes {module}: {WHY_NOT['embed_tokens']}")
+                if kind not in ("A", "B") or not name.startswith(PREFIX) or not name.endswith(".weight"):
+                    what = "a magnitude of DoRA" if "lora_magnitude" in name else "no A or B of a linear layer"
+                    raise ValueError(f"{file} has the tensor {name}, which is {what}")
+                tensors.append((module.removeprefix(PREFIX), kind, opened.get_tensor(name)))
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+    return tensors
+
+
+def why_no_place(module: str) -> str:
+    """Return why a module has no place, in words."""
+    parts = module.split(".")
+    return next((why for part, why in WHY_NOT.items() if part in parts), "the model has no linear layer of that name")
+
+
+def read_pair(
+    file: Path,
+    config: AdapterConfig,
+    module: str,
+    pair: Mapping[str, Tensor],
+    projection: Projection,
+    num_inputs: int,
+    max_rank: int | None,
+) -> Matrices:
+    """Return A and B of one projection in float32, B times the scale."""
+    rank = config.rank_of(module)
+    if max_rank is not None and rank > max_rank:
+        raise ValueError(f"max_lora_rank is {max_rank}, but {file} has rank {rank} for {module}: raise max_lora_rank")
+    shapes = {"A": (rank, num_inputs), "B": (projection.num_outputs, rank)}
+    for kind, shape in shapes.items():
+        tensor = pair.get(kind)
+        if tensor is None:
+            raise ValueError(f"{file} has no lora_{kind} of {module}, though it has the other matrix")
+        if tensor.dtype not in WEIGHT_DTYPES or tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"lora_{kind} of {module} in {file} is {tensor.dtype} {list(tensor.shape)}; model and {CONFIG_FILE} "
+                f"need {list(shape)} in float32, bfloat16 or float16"
+            )
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"lora_{kind} of {module} in {file} has numbers that are not finite")
+    return Matrices(pair["A"].float(), pair["B"].float() * config.scale_of(module))
+
+
+def check_targets(folder: Path, config: AdapterConfig, found: set[str], others: set[str]) -> None:
+    """Raise ValueError unless the file has exactly the modules that the configuration names.
+
+    found: modules of the file, by their names in the checkpoint; others: projections that the file does not change
+    """
+    if unnamed := sorted(name for name in found if not config.targets(name)):
+        raise ValueError(f"{folder}: target_modules of {CONFIG_FILE} do not name {unnamed[0]}, which the file has")
+    if missing := sorted(name for name in others if config.targets(name)):
+        raise ValueError(f"{folder}: target_modules of {CONFIG_FILE} name {missing[0]}, which the file lacks")
+
+
+def digest_of(folder: Path) -> str:
+    """Return a hash of the adapter's files."""
+    digest = blake2b(digest_size=32)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        data = (folder / name).read_bytes()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
