@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nanovllm_extras.engine.engine_stats import EngineStats
     from nanovllm_extras.engine.full_engine import LLMEngine
     from nanovllm_extras.full_llm import LLM
+    from nanovllm_extras.lora.lora_request import LoRARequest
     from nanovllm_extras.options.all_options import Config
     from nanovllm_extras.options.request_params import RequestOutputKind, SamplingParams
     from nanovllm_extras.options.structured_params import StructuredOutputsParams
@@ -41,6 +42,7 @@ LAZY = {
     "embedding.embedding_outputs": ("EmbeddingOutput", "EmbeddingRequestOutput"),
     "embedding.pooling_params": ("PoolingParams",),
     "engine.engine_stats": ("EngineStats",),
+    "lora.lora_request": ("LoRARequest",),
     "sampling.logprobs": ("Logprob",),
     "serve.async_llm": ("AsyncLLM",),
     "requests.prompt_forms": ("PromptType", "TextPrompt", "TokensPrompt"),
@@ -66,6 +68,7 @@ __all__ = [
     "EngineArgs",
     "EngineStats",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "PoolingParams",
     "PromptType",

@@ -18,6 +18,7 @@ from nanovllm.llm import Requests, spread
 from nanovllm.prompts import ChatPrompt, Message, Prompt, conversations_of, is_single_prompt
 from nanovllm_extras.engine.engine_stats import EngineStats
 from nanovllm_extras.engine.full_engine import LLMEngine
+from nanovllm_extras.lora.lora_request import LoRARequest
 from nanovllm_extras.machine.forks import check_process
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.chat_options import ChatOptions, render_chat
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from nanovllm_extras.beam_search import beam_params
     from nanovllm_extras.embedding import pooling_params
     from nanovllm_extras.vllm import vllm_metrics
+
+
+Adapters = LoRARequest | Collection[LoRARequest | None] | None
+"""One for all prompts, a list with one or None for each, or None for none."""
 
 
 class NoBar(AbstractContextManager["NoBar"]):
@@ -94,6 +99,7 @@ class LLM(llm.LLM):
         sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., object] = True,
         priority: int | Collection[int] | None = None,
+        lora_request: Adapters = None,
         **vllm_options: object,
     ) -> list[RequestOutput]:
         """Complete all prompts, and return the outputs in their order.
@@ -103,23 +109,26 @@ class LLM(llm.LLM):
         sampling_params: one for all, or one for each; None is `get_default_sampling_params()`.
         use_tqdm: whether to show a progress bar, or a function to make one with, such as `tqdm`.
         priority: one for all, or one for each prompt, smaller first, for `scheduling_policy="priority"`.
-        vllm_options: others of vLLM, only at their neutral values (`lora_request=None`).
+        lora_request: one LoRA adapter for all prompts, or a list with one or None for each; needs `enable_lora=True`.
+        vllm_options: others of vLLM, only at their neutral values (`tokenization_kwargs=None`).
         Raises TypeError or ValueError before anything is queued if any of them is bad.
         """
-        translate_options(vllm_options, ("prompts", "sampling_params", "use_tqdm", "priority"), "request")
-        return self._complete(self._check(prompts, sampling_params, priority), use_tqdm)
+        names = ("prompts", "sampling_params", "use_tqdm", "priority", "lora_request")
+        translate_options(vllm_options, names, "request")
+        return self._complete(self._check(prompts, sampling_params, priority, lora_request=lora_request), use_tqdm)
 
     def stream(
         self,
         prompts: Prompt | Collection[Prompt],
         sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
         priority: int | Collection[int] | None = None,
+        lora_request: Adapters = None,
     ) -> Generator[RequestOutput, None, None]:
         """Like `generate`, but yield each request's output whenever it has grown; `finished` is True on the last.
 
         Each `outputs[i].text` is a prefix of the next one. Closing the iterator early aborts the unfinished requests.
         """
-        return self._stream(self._check(prompts, sampling_params, priority))
+        return self._stream(self._check(prompts, sampling_params, priority, lora_request=lora_request))
 
     def chat(
         self,
@@ -127,6 +136,7 @@ class LLM(llm.LLM):
         sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., object] = True,
         priority: int | Collection[int] | None = None,
+        lora_request: Adapters = None,
         **options: object,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list; a message is `{"role": "user", "content": "…"}`.
@@ -134,7 +144,8 @@ class LLM(llm.LLM):
         options: the fields of `nanovllm_extras/options/chat_options.py`'s `ChatOptions`: `add_generation_prompt`,
             `continue_final_message`, `chat_template`, `chat_template_kwargs`, `tools`.
         """
-        return self.generate(self.render_chat(messages, **options), sampling_params, use_tqdm, priority)
+        prompts = self.render_chat(messages, **options)
+        return self.generate(prompts, sampling_params, use_tqdm, priority, lora_request)
 
     def render_chat(
         self, messages: Collection[Message] | Collection[Collection[Message]], **options: Any
@@ -196,22 +207,27 @@ class LLM(llm.LLM):
         priority: object = None,
         name: str = "sampling_params",
         kind: type = sampling_params.SamplingParams,
+        lora_request: Adapters = None,
     ) -> Requests:
         """Return requests that can be served. Raises if one cannot. Parameters are of `kind`; None is the default."""
         processor = self.engine.input_processor
         prompt_list = [prompts] if is_single_prompt(prompts) else list(prompts)
         wanted = spread(name, params, kind, self.engine.parts.default_sampling_params, len(prompt_list))
         priorities = spread("priority", priority, int, 0, len(prompt_list))
+        adapters = spread_adapters(lora_request, len(prompt_list))
         distinct = {id(one): one for one in wanted}  # parameters of many prompts are taken once
         requests: Requests = {}
         check_process()
         with self.engine.one_thread.use():
+            for adapter in dict.fromkeys(adapters):  # a bad one is refused before anything is queued
+                if adapter is not None:
+                    self.engine.find_adapter(adapter)
             taken = {key: processor.take_params(one) for key, one in distinct.items()}
-            for prompt, one, rank in zip(prompt_list, wanted, priorities, strict=True):
+            for prompt, one, rank, adapter in zip(prompt_list, wanted, priorities, adapters, strict=True):
                 text, token_ids = processor.encode(prompt, taken[id(one)].params)
                 given = prompt if isinstance(prompt, Mapping) else {}
                 encoded = {**given, "prompt": text, "prompt_token_ids": token_ids}
-                requests[str(next(self._request_ids))] = encoded, taken[id(one)], rank
+                requests[str(next(self._request_ids))] = encoded, taken[id(one)], rank, adapter
         return requests
 
     def _outputs(self, requests: Requests, stream: bool) -> Generator[Any, None, None]:
@@ -238,8 +254,8 @@ class LLM(llm.LLM):
         unfinished = set(requests)
         try:
             self._inboxes |= dict.fromkeys(requests, inbox)
-            for request_id, (prompt, params, rank) in requests.items():
-                self.engine.add_request(request_id, prompt, params, rank, stream)
+            for request_id, (prompt, params, rank, adapter) in requests.items():
+                self.engine.add_request(request_id, prompt, params, rank, stream, adapter)
             while unfinished:
                 while not inbox:
                     self._step(unfinished)
@@ -263,3 +279,15 @@ class LLM(llm.LLM):
         for output in self._step_engine():
             if output.request_id in self._inboxes:
                 self._inboxes[output.request_id][output.request_id] = output
+
+
+def spread_adapters(value: Adapters, num_prompts: int) -> list[LoRARequest | None]:
+    """Expand one adapter, a list, or None to a list with one entry, perhaps None, per prompt."""
+    if value is None or isinstance(value, LoRARequest):
+        return [value] * num_prompts
+    found = list(value) if isinstance(value, list | tuple) else None
+    if found is None or not all(one is None or isinstance(one, LoRARequest) for one in found):
+        raise TypeError(f"lora_request must be a LoRARequest, a list of them or of None, or None, got {value!r}")
+    if len(found) != num_prompts:
+        raise ValueError(f"there must be one lora_request for each prompt, got {len(found)} for {num_prompts} prompts")
+    return found

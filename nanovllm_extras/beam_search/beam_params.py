@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.prompts import Prompt
@@ -59,13 +60,14 @@ def beam_search(
     prompts: Prompt | Collection[Prompt],
     params: BeamSearchParams,
     use_tqdm: bool = False,
+    lora_request: Any = None,
     **vllm_options: object,
 ) -> list[BeamSearchOutput]:
     """Return the likeliest completions of each prompt that `params.beam_width` beams find, best first.
 
-    A method of `LLM`.
+    A method of `LLM`. lora_request: as in `LLM.generate`
     """
-    translate_options(vllm_options, ("prompts", "params", "use_tqdm"), "beam search")
+    translate_options(vllm_options, ("prompts", "params", "use_tqdm", "lora_request"), "beam search")
     if params is None:
         raise TypeError("params must be a BeamSearchParams, got None")
-    return self._complete(self._check(prompts, params, None, "params", BeamSearchParams), use_tqdm)
+    return self._complete(self._check(prompts, params, None, "params", BeamSearchParams, lora_request), use_tqdm)

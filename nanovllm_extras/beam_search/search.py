@@ -208,7 +208,8 @@ class BeamSearch:
         child = fork.seq
         child.num_prompt_tokens = parent.num_prompt_tokens
         child.max_num_tokens, child.arrival = parent.max_num_tokens, parent.arrival
-        salt(child, parent.cache_salt)
+        salt(child, parent.cache_salt, parent.adapter)
+        child.adapter_slot = parent.adapter_slot
         child.order = (*parent.order[:-1], child.sample_index)
         request.seqs.append(child)
         request.completions.append(fork)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from nanovllm.checks import check_bool, check_choice
 from nanovllm.prompts import Prompt
@@ -47,13 +48,14 @@ def embed(
     prompts: Prompt | Collection[Prompt],
     pooling_params: PoolingParams | Collection[PoolingParams] | None = None,
     use_tqdm: bool | Callable[..., object] = True,
+    lora_request: Any = None,
     **vllm_options: object,
 ) -> list[EmbeddingRequestOutput]:
     """Return each prompt's embedding, `outputs[i].outputs.embedding`: by default the normalised last hidden state.
 
-    A method of `LLM`. Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
+    A method of `LLM`. lora_request: as in `LLM.generate`. Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
     """
-    translate_options(vllm_options, ("prompts", "pooling_params", "use_tqdm"), "pooling")
+    translate_options(vllm_options, ("prompts", "pooling_params", "use_tqdm", "lora_request"), "pooling")
     params = PoolingParams() if pooling_params is None else pooling_params
-    requests = self._check(prompts, params, None, "pooling_params", PoolingParams)
+    requests = self._check(prompts, params, None, "pooling_params", PoolingParams, lora_request)
     return self._complete(requests, use_tqdm)

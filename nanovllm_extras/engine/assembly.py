@@ -28,6 +28,7 @@ from nanovllm_extras.weights.checkpoint import read_model_config
 if TYPE_CHECKING:
     from nanovllm_extras.engine.watching import Observers
     from nanovllm_extras.kv_store.store import KVStore
+    from nanovllm_extras.lora.registry import AdapterRegistry
     from nanovllm_extras.structured.compiler import GrammarCompiler
 
 
@@ -145,6 +146,7 @@ def needs_full_scheduler(parts: Parts) -> bool:
             config.preemption_mode != "recompute",
             config.speculative_config is not None,
             parts.enable_overlap,
+            config.enable_lora,
             parts.kv_store is not None,
             layout.pool is not None,
             any(window is not None for window in layout.windows),
@@ -159,6 +161,7 @@ def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str
     if not needs_full_scheduler(parts):
         made: CoreScheduler = (config.scheduler_cls or CoreScheduler)(blocks, *sizes)
         return made
+    from nanovllm_extras.lora.slots import AdapterSlots
     from nanovllm_extras.memory.block_manager import BlockManager
     from nanovllm_extras.scheduling.policies import POLICIES
     from nanovllm_extras.scheduling.scheduler import Scheduler
@@ -178,6 +181,7 @@ def make_scheduler(parts: Parts, blocks: CoreBlockManager, requests: Mapping[str
         config.long_prefill_token_threshold,
         overlaps=parts.enable_overlap,
         drafter=drafter,
+        adapter_slots=AdapterSlots(config.max_loras) if config.enable_lora else None,
     )
     return full
 
@@ -201,6 +205,21 @@ def make_store(runner: ModelRunner) -> "KVStore":
 
     store = runner.store = KVStore(runner)
     return store
+
+
+def make_registry(
+    parts: Parts, runner: ModelRunner, requests: Callable[[], Mapping[str, Request]]
+) -> "AdapterRegistry | None":
+    """Return the LoRA adapters of an engine, or None if it serves none. requests: returns the engine's"""
+    if not parts.config.enable_lora:
+        return None
+    from nanovllm_extras.lora.registry import AdapterRegistry
+
+    def in_use() -> set[int]:
+        return {seq.adapter.number for one in requests().values() for seq in one.seqs if seq.adapter is not None}
+
+    assert runner.adapters is not None
+    return AdapterRegistry(runner.adapters, lambda: runner.ranks, parts.config.max_cpu_loras, in_use)
 
 
 def make_checks(config: Config) -> tuple[Callable[[Any], None], ...]:

@@ -28,12 +28,14 @@ from nanovllm_extras.engine.observations import Observations
 from nanovllm_extras.engine.plain_parts import is_plain
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.execution.parts import Parts
+from nanovllm_extras.lora.lora_request import LoRARequest
 from nanovllm_extras.machine.forks import check_process
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.chat_options import set_chat_template
 from nanovllm_extras.options.option_checks import LazyMethod
 from nanovllm_extras.records.full_observer import Observer, SchedulingStats
 from nanovllm_extras.records.full_sequence import own_chunks, own_sequences
+from nanovllm_extras.records.loaded_adapter import LoadedAdapter
 from nanovllm_extras.requests.full_request import Request, note_scheduled
 from nanovllm_extras.requests.lazy_outputs import StepOutput
 from nanovllm_extras.sampling.processed_batch import build_batch
@@ -44,6 +46,8 @@ from nanovllm_extras.weights.end_tokens import read_end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from nanovllm_extras.lora.registry import AdapterRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +83,8 @@ class LLMEngine(engine.LLMEngine):
         self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
         with plain_defaults():
             super().__init__(config)
+        # LoRA adapters by name and number; None if the options ask for none
+        self.adapters = assembly.make_registry(self.parts, self.runner, lambda: self.requests)
         self._checks = assembly.make_checks(self.config)
         self.input_processor = assembly.make_input_processor(self.parts, self.scheduler.block_manager.capacity)
 
@@ -238,10 +244,12 @@ class LLMEngine(engine.LLMEngine):
         sampling_params: Params | None = None,
         priority: int = 0,
         stream: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Check and queue one request. With `stream=False` its only output is the last one.
 
-        `priority` is for scheduling policies; first come, first served does not use it. Raises ValueError or TypeError
+        `priority` is for scheduling policies; first come, first served does not use it. `lora_request` is the request's
+        LoRA adapter, which is loaded if this is the first request that has it. Raises ValueError or TypeError
         before anything changes. During a step (a logits processor may call this) the request waits for the next one.
         """
         check_process()
@@ -252,11 +260,36 @@ class LLMEngine(engine.LLMEngine):
                 request = self.input_processor.make_request(
                     request_id, prompt, sampling_params, priority, stream, number
                 )
-            if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-                for seq in request.seqs:
-                    salt(seq, prompt["cache_salt"])
+            adapter = None if lora_request is None else self.find_adapter(lora_request)
+            cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+            for seq in request.seqs:
+                salt(seq, cache_salt, adapter)
             request.queue(self.scheduler, self.config.max_num_seqs)
             self.requests[request_id] = request
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter before the first request has it, and return True. ValueError if it cannot be loaded."""
+        with self.one_thread.use(during_step=True):
+            self.find_adapter(lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget a LoRA adapter, which unfinished requests keep. Returns False if there is none with this number."""
+        with self.one_thread.use(during_step=True):
+            return self._registry().remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the numbers of the LoRA adapters that are loaded."""
+        return {*self._registry().known}
+
+    def find_adapter(self, lora_request: LoRARequest) -> LoadedAdapter:
+        """Return the adapter of a request, loaded. Raises ValueError, and changes nothing, if it cannot be."""
+        return self._registry().find(lora_request)
+
+    def _registry(self) -> "AdapterRegistry":
+        if self.adapters is None:
+            raise ValueError("lora_request needs enable_lora=True, which this engine does not have")
+        return self.adapters
 
     def abort_request(self, request_id: str | list[str]) -> Any:
         """End a request and free its blocks. Returns its output so far, or None if it is unknown or finished.

@@ -14,7 +14,9 @@ from nanovllm_extras.engine.observations import Observations
 class CallsEngine(Protocol):
     """An `LLM` that checks prompts and computes requests."""
 
-    def _check(self, prompts: object, params: object, priority: object, name: str, kind: type) -> Requests:
+    def _check(
+        self, prompts: object, params: object, priority: object, name: str, kind: type, lora_request: Any
+    ) -> Requests:
         """Return the requests of prompts and their parameters, or raise before anything is queued."""
 
     def _complete(self, requests: Requests, use_tqdm: bool | Callable[..., object]) -> list[Any]:

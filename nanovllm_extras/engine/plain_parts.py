@@ -13,7 +13,7 @@ BEYOND_THE_CORE = (
     *("kv_cache_dtype", "load_format", "quantization", "enable_cuda_graphs", "enable_overlap", "speculative_config"),
     *("scheduling_policy", "long_prefill_token_threshold", "preemption_mode", "kv_offloading_size"),
     *("kv_transfer_config", "tensor_parallel_size", "nnodes", "node_rank"),
-    *("scheduler_cls", "block_manager_cls", "prefix_cache_cls", "runner_cls", "models"),
+    *("scheduler_cls", "block_manager_cls", "prefix_cache_cls", "runner_cls", "models", "enable_lora"),
 )
 """Options that need more than the core's parts, unless they have their default values."""
 

@@ -45,6 +45,10 @@ class Alone:
         """Return the tiers of all ranks, for those of this one (`kv_store/`). bytes_per_state: of a snapshot, or 0"""
         return tiers
 
+    def command(self, order: list[Any], answer: Callable[[], int]) -> int:
+        """Send a command, which JSON can hold, to all ranks; this one answers by `answer`. Returns the least answer."""
+        return answer()
+
     def stop(self) -> None:
         """Stop the other ranks."""
 

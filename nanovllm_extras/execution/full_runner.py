@@ -23,6 +23,7 @@ from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.layers.attention import Attention, AttentionMetadata, LoadedModel, TorchAttention
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampler import sample_tokens
+from nanovllm.scheduler import Step
 from nanovllm_extras.execution.alone import Alone, Whole
 from nanovllm_extras.execution.chooser import Chooser
 from nanovllm_extras.execution.device_setup import Device, Unchecked, sample_with
@@ -52,6 +53,7 @@ from nanovllm_extras.weights.load_model import Wanted, load_model
 
 if TYPE_CHECKING:
     from nanovllm_extras.kv_store.share import Share
+    from nanovllm_extras.lora.adapters import Adapters
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +107,8 @@ class ModelRunner(model_runner.ModelRunner):
     store: "Share | None" = None
     """What saves blocks that a step has filled."""
     step_graphs: StepGraphs | None = None  # if there are any, they replace `graphs`
+    adapters: "Adapters | None" = None
+    """The LoRA adapters that rows may have (`lora/`)."""
     followers: tuple[Follower, ...] = ()
     """What computes the tokens of each step, too, for its own K and V: a draft model, or a head of the model."""
 
@@ -145,6 +149,11 @@ class ModelRunner(model_runner.ModelRunner):
         clock.lap("backend")
         with self.device_setup.advice():
             self.model = self.make_model()
+        if config.enable_lora:
+            from nanovllm_extras.lora.make_adapters import make_adapters
+
+            self.adapters = make_adapters(self)
+            self.layout.adapter_rows = self.adapters.rows
         clock.lap("weights")
         with check.layers():
             if config.has_own_backend:
@@ -195,6 +204,10 @@ class ModelRunner(model_runner.ModelRunner):
         return f"{self.layout.describe(self.whole_shape)}{self.reasons}; {instructions} on {where}{layers}"
 
     # ---- a step
+
+    def make_metadata(self, step: Step, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Return the metadata of a step, with the LoRA adapter of each row if one has any."""
+        return metadata if self.adapters is None else self.adapters.add_to(self.ranks, step, metadata)
 
     @torch.inference_mode()
     def run(self, batch: Batch, is_replayed: bool | None = None) -> ArrivingTokens:

@@ -11,6 +11,8 @@ Each group of layers with a window has slots and block tables of its own, and mo
     state_sources            4        2        0               read: the same slot, unless the row is a draft
     is_first                 False    False    True            begins a sequence: it starts from zeros, reads no slot
 
+The adapter of each row is the column `adapters`, in which 0 is none, and the padding.
+
 So padding writes only to the null block and the null slot, and never reads what it has written. The pool of states must
 keep its address. Copies of states are not in the graphs: `Transfers` does them before a step is replayed.
 
@@ -24,12 +26,14 @@ The graphs are those of whole steps (`step_graphs.py`) and of the forward pass (
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras.execution.state_pool import with_states
 from nanovllm_extras.models.layer_inputs import StateMetadata
+from nanovllm_extras.records.adapter_metadata import adapters_of, with_adapters
 from nanovllm_extras.records.grouped_metadata import GroupedMetadata, with_windows
 from nanovllm_extras.records.moves import Moves
 
@@ -44,15 +48,20 @@ class MoreInputs:
     """More columns and block tables of each row: by default none.
 
     num_windows: groups of layers with a window; has_states: whether layers keep states; has_drafts: whether rows of a
-    graph may be drafts
+    graph may be drafts; has_adapters: whether rows may have LoRA adapters
     """
 
-    def __init__(self, num_windows: int = 0, has_states: bool = False, has_drafts: bool = False) -> None:
+    def __init__(
+        self, num_windows: int = 0, has_states: bool = False, has_drafts: bool = False, has_adapters: bool = False
+    ) -> None:
+        self.has_adapters = has_adapters
         self.num_tables, self.has_states, self.has_drafts = num_windows, has_states, has_drafts
         self._windows = [f"window_slots.{i}" for i in range(num_windows)]
         self._states = [*OF_STATES] if has_states else []
         self.dtypes: dict[str, np.dtype[Any]] = dict.fromkeys(self._windows, np.dtype(np.int32))
         """The columns. One of single bytes must be the last."""
+        if has_adapters:
+            self.dtypes["adapters"] = np.dtype(np.int32)
         if has_states:
             self.dtypes |= OF_STATES
         self.padding = {"is_first": 1}
@@ -62,6 +71,9 @@ class MoreInputs:
         """Return the values of the columns for `batch`: [num_seqs] each"""
         metadata: Any = batch.metadata
         values = dict(zip(self._windows, metadata.window_slots if self._windows else (), strict=True))
+        if self.has_adapters:
+            adapters = adapters_of(metadata)
+            values["adapters"] = torch.zeros_like(metadata.slot_mapping) if adapters is None else adapters
         if self.has_states and not isinstance(metadata, StateMetadata):  # on the host
             metadata = with_states(batch).metadata
         return values | {name: getattr(metadata, name) for name in self._states}
@@ -77,6 +89,8 @@ class MoreInputs:
         self, metadata: AttentionMetadata, columns: dict[str, Tensor], tables: list[Tensor]
     ) -> AttentionMetadata:
         """Return `metadata` with these columns and block tables, as `Layout.inputs_of` takes it."""
+        if self.has_adapters:
+            metadata = with_adapters(metadata, columns["adapters"])
         if self._windows:
             metadata = with_windows(metadata, [columns[name] for name in self._windows], tables)
         if not self.has_states:

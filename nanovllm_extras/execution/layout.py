@@ -30,9 +30,11 @@ from nanovllm_extras.execution.cached_layers import CachedLayers
 from nanovllm_extras.execution.graph_inputs import MoreInputs, needs_rounds
 from nanovllm_extras.execution.layer_groups import LayerGroups, describe_tables
 from nanovllm_extras.execution.state_pool import HasMemory, StatePool, divide_memory, with_states
+from nanovllm_extras.kernels.adapter_rows import AdapterRows
 from nanovllm_extras.models.layer_inputs import LayerCaches, StateCaches
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
+from nanovllm_extras.records.adapter_metadata import adapters_of
 
 if TYPE_CHECKING:
     from nanovllm_extras.execution.mtp_head import MtpHead
@@ -48,6 +50,7 @@ class Layout:
     def __init__(self, config: Config, shape: NetworkConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.shape, self.dtype, self.device = config, shape, dtype, device
         self.layers = CachedLayers(config, shape)
+        self.adapter_rows: AdapterRows | None = None  # if rows may have LoRA adapters: what their layers read
         self.pool: StatePool | None = None  # if layers keep states
         if shape.state_shape is not None:
             hidden_size = shape.hidden_size if config.has_mtp_head else 0
@@ -118,10 +121,11 @@ class Layout:
     def more_inputs(self, model: nn.Module) -> MoreInputs | None:
         """Return what rows of decodes have in CUDA graphs beside one slot and one block table, or None."""
         num_windows, has_states = self.layers.num_tables - 1, self.pool is not None
-        if not num_windows and not has_states:
+        has_adapters = self.adapter_rows is not None
+        if not num_windows and not has_states and not has_adapters:
             return None
         has_drafts = self.config.speculative_config is not None and not needs_rounds(model)
-        return MoreInputs(num_windows, has_states, has_drafts)
+        return MoreInputs(num_windows, has_states, has_drafts, has_adapters)
 
     # ---- a step
 
@@ -137,6 +141,8 @@ class Layout:
 
         kv_cache: the tensor of the first KV cache
         """
+        if self.adapter_rows is not None:
+            self.adapter_rows.select(adapters_of(metadata))
         read: LayerMetadata = metadata
         caches: Tensor | LayerCaches = kv_cache
         if self.layers.places:

@@ -1,7 +1,8 @@
 """The names of blocks: a chained hash over a fingerprint of everything that shapes K and V.
 
     root key     fingerprint: digest of the weights and config.json, dtypes, backend, layout of a block, ranks
-    key of block 0     hash(root key, tokens of block 0); with a `cache_salt`, the root key is hashed with it before
+    key of block 0     hash(root key, tokens of block 0); with a `cache_salt` or a LoRA adapter, the root key is hashed with
+                       these before
     key of block 1     hash(key of block 0, tokens of block 1)
 
 The key of a block so identifies all tokens up to its end. Blocks may come from other processes and other users, who
@@ -20,6 +21,7 @@ import xxhash
 
 from nanovllm.loader import INDEX_FILE, checkpoint_files
 from nanovllm_extras.records.full_sequence import Sequence
+from nanovllm_extras.records.loaded_adapter import LoadedAdapter
 from nanovllm_extras.records.tier import BlockName
 
 KEY_BYTES = 32
@@ -36,9 +38,19 @@ def names_of(seq: Sequence, start: int, stop: int, root_key: bytes, block_size: 
     data = np.array(seq.token_ids[first * block_size : stop * block_size], dtype="<i4").tobytes()
     tokens = [data[i : i + size] for i in range(0, len(data), size)]  # of the blocks [first, stop)
     for i in range(len(keys), stop):
-        parent = keys[-1] if keys else salt_key(root_key, seq.cache_salt)
+        parent = keys[-1] if keys else salt_key(adapter_key(root_key, seq.adapter), seq.cache_salt)
         keys.append(blake2b(tokens[i - first], key=parent, digest_size=KEY_BYTES).digest())
     return [BlockName(keys[i], tokens[i - first]) for i in range(start, stop)]
+
+
+def adapter_key(root_key: bytes, adapter: LoadedAdapter | None) -> bytes:
+    """Return the key before the first block of a sequence with this LoRA adapter, or with none.
+
+    It depends on the contents of the adapter's files, so blocks are found after a restart, whatever its name is then.
+    """
+    if adapter is None:
+        return root_key
+    return blake2b(adapter.digest.encode(), key=root_key, digest_size=KEY_BYTES, person=b"adapter").digest()
 
 
 def salt_key(root_key: bytes, cache_salt: str | None) -> bytes:

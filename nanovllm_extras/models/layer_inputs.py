@@ -68,6 +68,7 @@ class StateMetadata(AttentionMetadata):
     state_sources: Tensor  # [num_seqs] int64, where the state before it is read: another slot if the chunk is a draft
     is_first: Tensor  # [num_seqs] bool: the chunk begins its sequence, so it starts from a state of zeros
     rounds: tuple[Tensor, ...] = ()  # decodes by the round that can compute them; none if no chunk is a draft
+    adapters: Tensor | None = None  # as in `AdapterMetadata` (`records/adapter_metadata.py`)
 
 
 class StateCaches(NamedTuple):

@@ -113,6 +113,14 @@ class Config(config.Config):
     of `SamplingParams`, else a folder that holds a generation_config.json."""
     override_generation_config: Mapping[str, object] | None = checked(None, check_dict)
     """Fields of generation_config.json that are to have other values."""
+    enable_lora: bool = checked(False, check_bool)
+    """Whether requests may have LoRA adapters (`lora/`)."""
+    max_loras: int = checked(1, check_int, minimum=1)
+    """The most adapters that rows of one step have; requests of others wait."""
+    max_lora_rank: int = checked(16, check_int, minimum=1)
+    """The largest rank that an adapter may have."""
+    max_cpu_loras: int | None = checked(None, check_int, minimum=1, optional=True)
+    """The most adapters in host memory, of which the least recently used ones are forgotten; None sets no limit."""
     proposer_cls: Any = checked(None, check_class)
     """A class that proposes draft tokens, a `Proposer` (`scheduling/drafter.py`), made with the model runner."""
 

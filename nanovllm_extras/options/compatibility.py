@@ -63,6 +63,7 @@ LONG_PROMPTS = Feature("a limit for chunks of long prompts", ("long_prefill_toke
 SWAP = Feature("swap", ("preemption_mode",))
 SPECULATION = Feature("speculation", ("speculative_config",))
 OVERLAP = Feature("overlap", ("enable_overlap",), lambda value: value)
+LORA = Feature("LoRA adapters", ("enable_lora",), lambda value: value)
 SMALL_CACHE = Feature("K and V of 8 bits", ("kv_cache_dtype",))
 
 
@@ -113,9 +114,10 @@ CONTRADICTIONS = (
     Row(OWN_TIER, RANKS, "other ranks are processes, which cannot use the object"),
     Row(HOST_TIER, CONNECTOR, "both are the same tier"),
     Row(GRAPHS, EAGER, "eager execution is kernel by kernel"),
-    *[Row(OWN_SCHEDULING, other, MADE_OF_CORE) for other in (POLICY, LONG_PROMPTS, SWAP, SPECULATION, OVERLAP, STORE)],
+    *[Row(OWN_SCHEDULING, other, MADE_OF_CORE) for other in (POLICY, LONG_PROMPTS, SWAP, SPECULATION, OVERLAP, STORE, LORA)],
     Row(OWN_BACKEND, SMALL_CACHE, "your backend decides what its cache holds"),
     Row(OWN_RUNNER, RANKS, "the other ranks do not get what it adds to a step"),
+    Row(OWN_RUNNER, LORA, "nothing says that its metadata keep the adapter of each row"),
     Row(OWN_MODEL, RANKS, "nobody says how its weights are cut"),
     # ---- of an option and any model
     *[Row(OWN_SCHEDULING, other, MADE_OF_CORE) for other in (WINDOWS, STATES)],

@@ -69,7 +69,7 @@ WITHOUT_EFFECT = frozenset(
         "kv_sharing_fast_prefill linear_backend lora_dtype mamba_backend mamba_block_size mamba_cache_dtype "
         "mamba_cache_mode mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm "
         "max_context_len_to_capture max_cudagraph_capture_size max_logprobs "
-        "max_lora_cls_labels max_lora_rank max_loras max_parallel_loading_workers max_seq_len_to_capture "
+        "max_lora_cls_labels max_parallel_loading_workers max_seq_len_to_capture "
         "mm_device_do_normalize mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
         "mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_tp_mode mm_hasher_algorithm "
         "mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type mm_processor_device "
@@ -139,10 +139,10 @@ ENGINE_OPTIONS = (
         ),
     ),
     Refused(
-        "adapters are not supported: merge the adapter into the weights and load these",
+        "adapters are those of PEFT, for linear layers: see docs/lora.md",
         {
             **off(
-                "enable_lora max_cpu_loras lora_target_modules default_mm_loras enable_tower_connector_lora "
+                "lora_target_modules default_mm_loras enable_tower_connector_lora "
                 "specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras lora_extra_vocab_size "
                 "enable_prompt_adapter"
             ),
@@ -256,7 +256,7 @@ REQUEST_OPTIONS = (
     Refused("log-probabilities are lists of dicts", off("flat_logprobs")),
     Refused("each token gives a separate output", {"stream_interval": (None, 1)}),
     Refused("only vLLM has it", {**off("watermarking trace_decode_token_ids routed_experts_prompt_start skip_clone")}),
-    Refused("merge the adapter into the weights and load these", off("lora_request")),
+    Refused("give it to the method, such as LLM.generate(…, lora_request=…)", off("lora_request")),
     Refused(
         "prompts are text or token ids",
         off(
@@ -270,7 +270,7 @@ REQUEST_OPTIONS = (
 BEAM_SEARCH_OPTIONS = (
     Refused("beams are ranked by the model's own probabilities", {"temperature": (0, 0.0)}),
     Refused("stop strings do not end a beam", off("include_stop_str_in_output")),
-    Refused("merge the adapter into the weights and load these", off("lora_request")),
+    Refused("give it to the method, such as LLM.generate(…, lora_request=…)", off("lora_request")),
     Refused("all beams run together: use max_num_seqs", off("concurrency_limit")),
     Refused("prompts are text or token ids", off("mm_processor_kwargs")),
 )
@@ -289,7 +289,7 @@ POOLING_OPTIONS = (
             "late_interaction_params"
         ),
     ),
-    Refused("merge the adapter into the weights and load these", off("lora_request")),
+    Refused("give it to the method, such as LLM.generate(…, lora_request=…)", off("lora_request")),
     Refused("use token ids instead of text", off("tokenization_kwargs")),
 )
 """Options of `PoolingParams` and `LLM.embed`."""

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from nanovllm_extras.execution.alone import Alone
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
-from nanovllm_extras.parallel.messages import pack_logits, pack_step
+from nanovllm_extras.parallel.messages import pack_command, pack_logits, pack_step
 from nanovllm_extras.parallel.peers import Peers
 from nanovllm_extras.parallel.store_ranks import AllRanks
 from nanovllm_extras.records.tier import Chain
@@ -101,6 +101,9 @@ class Driver(Alone):
                 return int(self._communicator.gather(own).amin())
             except Exception as error:
                 raise self._die(error) from error
+
+    def command(self, order: list[Any], answer: Callable[[], int]) -> int:
+        return self.ask(pack_command(order), answer)
 
     def _check_is_idle(self) -> None:
         if self._is_underway:

@@ -7,6 +7,7 @@
     block tables    [num_seqs, max_num_blocks]
     sequence lengths, and offsets of the sequences' rows
     windows         with groups of layers, the slots of each group with a window, then their block tables
+    adapters        [num_tokens]      the slots of LoRA adapters, if rows have any
     logits indices  [num_samples]     rows whose logits are computed
     states          with recurrent states, the slots that each sequence writes and reads
     moves           pairs of blocks and slots: copies, and with swap those out to host memory and in from it
@@ -28,6 +29,7 @@ import torch
 
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata
+from nanovllm_extras.records.adapter_metadata import adapters_of, with_adapters
 from nanovllm_extras.records.grouped_metadata import with_windows
 from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.records.tier import BlockName
@@ -39,6 +41,7 @@ STEP, LOGITS = 1, 2  # compute a batch; compute the logits of hidden states that
 DRAFTS = 3  # compute a batch by the model's head only, from hidden states that rank 0 sends
 # find blocks in the K/V store, or load a block or a state for the next step; each rank answers with a number
 MATCH, LOAD, LOAD_STATE = 4, 5, 6
+COMMAND = 7  # JSON, such as an adapter to be loaded; each rank answers with a number
 KEY_VALUES = 8  # int32 values of a key in the K/V store
 ARRAYS = ("slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q", "prefill_cu_seqlens_q", "prefill_cu_seqlens_k")
 PAIRS = ("swap_outs", "swap_ins", "state_copies")  # of `Moves`
@@ -63,6 +66,7 @@ class Header(NamedTuple):
     num_prefix_tokens: int = 0
     hidden_size: int = 0
     num_windows: int = 0  # groups of layers with a window, if each has a block table of its own
+    num_adapters: int = 0  # one for each token, if rows have LoRA adapters
     num_slots: int = 0  # of recurrent states: one for each sequence, or none
     num_copies: int = 0  # of blocks and slots, as in `Moves`
     num_swap_outs: int = 0
@@ -87,12 +91,14 @@ def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False, hidden_si
     moves = Moves.of(batch.copies)
     pairs = {"copies": list(moves), **{name: getattr(moves, name) for name in PAIRS}}
     named = {kind: [(block_id, *values_of(name)) for name, block_id in getattr(moves, kind)] for kind in NAMED}
+    adapters = adapters_of(metadata)
     slots, tables = getattr(metadata, "window_slots", ()), getattr(metadata, "window_tables", ())
     arrays = [
         batch.input_ids.numpy(),
         batch.positions.numpy(),
         *(getattr(metadata, name).numpy() for name in ARRAYS),
         *(one.numpy() for one in (*slots, *tables)),
+        *(() if adapters is None else (adapters.numpy(),)),
         logits_indices,
         *(
             np.array(values, dtype=np.int32)
@@ -107,6 +113,7 @@ def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False, hidden_si
         "is_plain": wants_only_tokens(batch.sampling),
         "is_replayed": is_replayed,
         "num_windows": len(slots),
+        "num_adapters": 0 if adapters is None else len(adapters),
         **{name: getattr(metadata, name) for name in NUMBERS},
         "hidden_size": hidden_size,
         "num_slots": len(moves.slots),
@@ -135,10 +142,10 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
     input_ids, positions = take(header.num_tokens), take(header.num_tokens)
     arrays: dict[str, Any] = {name: take(*shapes[name]) for name in ARRAYS}
     metadata = AttentionMetadata(**arrays, **{name: getattr(header, name) for name in NUMBERS})
+    windows = [[take(*shapes[name]) for _ in range(header.num_windows)] for name in ("slot_mapping", "block_tables")]
+    if header.num_adapters:
+        metadata = with_adapters(metadata, take(header.num_adapters))
     if header.num_windows:
-        windows = [
-            [take(*shapes[name]) for _ in range(header.num_windows)] for name in ("slot_mapping", "block_tables")
-        ]
         metadata = with_windows(metadata, *windows)
     logits_indices = take(header.num_samples)
     slots, sources = take(2, header.num_slots).tolist()
@@ -165,6 +172,21 @@ def shapes_of(header: Header) -> dict[str, tuple[int, ...]]:
         "prefill_cu_seqlens_q": (num_prefills + 1,),
         "prefill_cu_seqlens_k": (num_prefills + 1,),
     }
+
+
+# ---- commands
+
+
+def pack_command(order: list[Any]) -> np.ndarray:
+    """Pack a command, which JSON can hold."""
+    text = json.dumps(order).encode()
+    values = np.frombuffer(text + b" " * (-len(text) % 4), dtype=np.int32)
+    return np.concatenate([np.array(Header(COMMAND, len(values)), dtype=np.int32), values])
+
+
+def unpack_command(values: np.ndarray) -> list[Any]:
+    order: list[Any] = json.loads(values.tobytes())
+    return order
 
 
 # ---- the K/V store

@@ -14,6 +14,7 @@ import torch
 from nanovllm_extras.execution.full_runner import ModelRunner
 from nanovllm_extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm_extras.parallel.messages import (
+    COMMAND,
     DRAFTS,
     HEADER_BYTES,
     LOGITS,
@@ -22,6 +23,7 @@ from nanovllm_extras.parallel.messages import (
     receive,
     receive_json,
     send_json,
+    unpack_command,
     unpack_step,
 )
 from nanovllm_extras.parallel.start_ranks import Plan, start_worker
@@ -66,6 +68,10 @@ def serve(
             compute_logits(runner, communicator, header)
         elif header.kind == DRAFTS:
             compute_drafts(runner, communicator, header, values)
+        elif header.kind == COMMAND:
+            assert runner.adapters is not None
+            answer = runner.adapters.obey(unpack_command(values))
+            communicator.gather(torch.tensor([[answer]], dtype=torch.int64, device=runner.device))
         else:
             assert share is not None
             answer = share.answer(header.kind, values, runner.backend.block_size)

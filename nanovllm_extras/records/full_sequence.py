@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, cast
 
 from nanovllm import sequence
+from nanovllm_extras.records.loaded_adapter import LoadedAdapter
 from nanovllm_extras.records.prefix_miss import PrefixMiss
 
 
@@ -28,6 +29,8 @@ class Sequence(sequence.Sequence):
     order: tuple[float, ...] = field(default=(), init=False)  # its place in the queues (`scheduling/ordered_queues.py`)
     num_preemptions: int = field(default=0, init=False)
     cache_salt: str | None = field(default=None, init=False)  # it shares blocks only with the same (`cache_salt.py`)
+    adapter: LoadedAdapter | None = field(default=None, init=False)  # it shares blocks only with the same, as a salt
+    adapter_slot: int = field(default=0, init=False)  # where the runner has it; 0 for none (`lora/slots.py`)
     block_keys: list[bytes] = field(default_factory=list, init=False)  # of its first full blocks, in the K/V store
     prefix_misses: list[PrefixMiss] | None = field(default=None, init=False)  # written by `prefix_misses.py`
     is_plain: bool = field(init=False)  # sampled only by the core, and without readers

@@ -22,6 +22,7 @@ class GroupedMetadata(AttentionMetadata):
 
     window_slots: tuple[Tensor, ...]  # of each group with a window: [num_tokens] int32
     window_tables: tuple[Tensor, ...]  # of each group with a window: [num_seqs, max_num_blocks] int32
+    adapters: Tensor | None = None  # as in `AdapterMetadata`
 
     def of_groups(self) -> list[AttentionMetadata]:
         """Return the metadata for the layers of each group."""

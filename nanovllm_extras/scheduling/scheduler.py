@@ -6,13 +6,15 @@ objects that it holds:
     order           the queues sort by a policy (`ordered_queues.py`)
     pending         steps in flight, placeholders and drafts (`pending.py`)
     drafter         who gets drafts (`drafter.py`); None for no speculation
+    adapter_slots   which LoRA adapters run (`lora/slots.py`); None if there are none
     block_manager   swap, states, windows, a K/V store (`memory/block_manager.py`)
 """
 
 from typing import Any
 
 from nanovllm import scheduler, sequence
-from nanovllm.scheduler import Step
+from nanovllm.scheduler import Chunk, Step
+from nanovllm_extras.lora.slots import AdapterSlots
 from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.records.full_observer import Observer
 from nanovllm_extras.records.full_sequence import Sequence, own_sequences
@@ -45,11 +47,13 @@ class Scheduler(scheduler.Scheduler):
         *,
         overlaps: bool = False,
         drafter: Drafter | None = None,
+        adapter_slots: AdapterSlots | None = None,
     ) -> None:
         super().__init__(block_manager, max_num_seqs, max_num_batched_tokens, max_model_len)
         self.max_chunk_len = long_prefill_token_threshold or max_num_batched_tokens
         self.overlaps = overlaps
         self.drafter = drafter
+        self.adapter_slots = adapter_slots
         self.pending = Pending()
         # states of tokens that become known later are saved before another step changes them
         self._settles = block_manager.states is not None and (overlaps or drafter is not None)
@@ -103,6 +107,24 @@ class Scheduler(scheduler.Scheduler):
         if num_tokens <= 1 or (states := self.block_manager.states) is None:
             return num_tokens
         return min(num_tokens, states.next_cut(seq) - seq.num_computed_tokens)
+
+    def admit_waiting(self, budget: int, chunks: list[Chunk]) -> int:
+        """Admit as the core does, but no sequence for whose adapter there is no slot."""
+        slots = self.adapter_slots
+        if slots is None or not self.waiting:
+            return super().admit_waiting(budget, chunks)
+        held, running = slots.find_held(self.waiting, self.running), set(self.running)
+        for seq in held:
+            self.waiting.remove(seq)
+        try:
+            budget = super().admit_waiting(budget, chunks)
+        finally:
+            for seq in held:
+                self.waiting.insert(0, seq)  # an ordered queue: it gets its place again
+        for seq in self.running:
+            if seq not in running:
+                slots.assign(seq, self.running)
+        return budget
 
     def preempt(self, seq: Sequence, needy: Sequence) -> None:
         self.block_manager.preempt(seq)

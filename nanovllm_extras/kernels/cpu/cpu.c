@@ -18,6 +18,7 @@
 // Sums are in float32, in an order that does not depend on the batch. So a token's result has the same bits in every
 // batch and every chunk.
 
+#include "adapters.h"
 #include "attention.h"
 #include "linear.h"
 #include "ranks.h"
@@ -153,12 +154,14 @@ struct layer {
     float eps, scale, softcap, residual_factor;
     struct ranks *ranks;  // ranks that each have a share of this layer, or NULL for one process
     const struct other_weight *other_qkv, *other_o, *other_gate_up, *other_down;  // or NULL; replace those above
+    const struct adapted *adapted_qkv, *adapted_o, *adapted_gate_up, *adapted_down;  // or NULL
 };
 
 struct step {
     const element *cos, *sin;  // [num_tokens, half]
     const int32_t *slot_mapping, *block_tables, *seq_lens, *cu_seqlens_q;
     long num_tokens, num_seqs, max_num_blocks, half;
+    const struct adapted_rows *rows;  // that have adapters, or NULL
 };
 
 // Compute x += residual_factor * y: [count], with y summed over the ranks. Return DONE or ABORTED.
@@ -168,29 +171,37 @@ static int add_shares(const struct layer *l, element *x, element *y, long count)
     return DONE;
 }
 
-// Call `linear` for the weight, or the other library's function if `other` is not NULL.
-static int project(const element *x, const uint32_t *weight, const struct other_weight *other, const element *bias,
-                   element *y, long m, long n, long k) {
-    return other ? other->linear(x, other, bias, y, m, n, k, false) : linear(x, weight, bias, y, m, n, k, false);
+// Call `linear` for the weight, or the other library's function if `other` is not NULL, and add the rows' adapters.
+static int project(const struct step *s, const struct adapted *adapted, const element *x, const uint32_t *weight,
+                   const struct other_weight *other, const element *bias, element *y, long n, long k) {
+    const long m = s->num_tokens;
+    const int status =
+        other ? other->linear(x, other, bias, y, m, n, k, false) : linear(x, weight, bias, y, m, n, k, false);
+    return status == DONE && adapted && s->rows ? add_adapters(adapted, s->rows, x, y, n) : status;
 }
 
-static int project_gated(const struct layer *l, const element *x, element *y, long m) {
+// Compute y = act(gate) * up, with the projections of x. `whole`: for both projections, if rows have adapters
+static int project_gated(const struct layer *l, const struct step *s, const element *x, element *y, element *whole) {
     const struct other_weight *other = l->other_gate_up;
-    const long n = l->intermediate_size, k = l->hidden_size;
-    return other ? other->gated_linear(x, other, l->gate_up_bias, y, m, n, k, l->gate)
-                 : gated_linear(x, l->gate_up_proj, l->gate_up_bias, y, m, n, k, l->gate);
+    const long m = s->num_tokens, n = l->intermediate_size, k = l->hidden_size;
+    if (!s->rows || !l->adapted_gate_up)
+        return other ? other->gated_linear(x, other, l->gate_up_bias, y, m, n, k, l->gate)
+                     : gated_linear(x, l->gate_up_proj, l->gate_up_bias, y, m, n, k, l->gate);
+    const int status = project(s, l->adapted_gate_up, x, l->gate_up_proj, other, l->gate_up_bias, whole, 2 * n, k);
+    if (status == DONE) gate_and_mul(whole, whole + n, y, m, n, 2 * n, l->gate);
+    return status;
 }
 
 // Compute a decoder layer with the buffer `product`: see `decoder_layer`.
 static int compute_layer(const struct layer *l, const struct step *s, element *x, uint32_t *k_cache, uint32_t *v_cache,
-                         element *product, long wider) {
+                         element *product, long wider, element *whole) {
     const long n = s->num_tokens, head_dim = l->head_dim, q_size = l->num_heads * head_dim;
     const long kv_size = l->num_kv_heads * head_dim, qkv_size = q_size + 2 * kv_size;
     element *input = product + n * qkv_size, *normed = input + n * wider, *q = input, *k = q + n * q_size;
     int status;
 #define TRY(call) if ((status = (call)) != DONE) return status
     rms_norm(x, l->input_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, TWICE_ROUNDED, l->eps);
-    TRY(project(normed, l->qkv_proj, l->other_qkv, l->qkv_bias, product, n, qkv_size, l->hidden_size));
+    TRY(project(s, l->adapted_qkv, normed, l->qkv_proj, l->other_qkv, l->qkv_bias, product, qkv_size, l->hidden_size));
     rms_norm(product, l->q_norm, s->cos, s->sin, q, n, l->num_heads, head_dim, s->half, qkv_size, TWICE_ROUNDED,
              l->eps);
     rms_norm(product + q_size, l->k_norm, s->cos, s->sin, k, n, l->num_kv_heads, head_dim, s->half, qkv_size,
@@ -200,12 +211,13 @@ static int compute_layer(const struct layer *l, const struct step *s, element *x
     TRY(l->attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, NULL,
                   s->num_seqs, s->max_num_blocks, q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size,
                   l->window, l->scale, l->softcap));
-    TRY(project(product, l->o_proj, l->other_o, l->o_bias, normed, n, l->hidden_size, q_size));
+    TRY(project(s, l->adapted_o, product, l->o_proj, l->other_o, l->o_bias, normed, l->hidden_size, q_size));
     TRY(add_shares(l, x, normed, n * l->hidden_size));
     rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, TWICE_ROUNDED,
              l->eps);
-    TRY(project_gated(l, normed, input, n));
-    TRY(project(input, l->down_proj, l->other_down, l->down_bias, normed, n, l->hidden_size, l->intermediate_size));
+    TRY(project_gated(l, s, normed, input, whole));
+    TRY(project(s, l->adapted_down, input, l->down_proj, l->other_down, l->down_bias, normed, l->hidden_size,
+                l->intermediate_size));
     return add_shares(l, x, normed, n * l->hidden_size);
 #undef TRY
 }
@@ -216,8 +228,12 @@ static int compute_layer(const struct layer *l, const struct step *s, element *x
 int decoder_layer(const struct layer *l, const struct step *s, element *x, uint32_t *k_cache, uint32_t *v_cache) {
     const long q_size = l->num_heads * l->head_dim, kv_size = l->num_kv_heads * l->head_dim;
     const long wider = q_size + kv_size > l->intermediate_size ? q_size + kv_size : l->intermediate_size;
-    element *product = allocate(s->num_tokens * (q_size + 2 * kv_size + wider + l->hidden_size) * sizeof *product);
-    const int status = product ? compute_layer(l, s, x, k_cache, v_cache, product, wider) : NO_MEMORY;
+    const long num_columns = q_size + 2 * kv_size + wider + l->hidden_size;
+    const long whole = s->rows && l->adapted_gate_up ? 2 * l->intermediate_size : 0;
+    element *product = allocate(s->num_tokens * (num_columns + whole) * sizeof *product);
+    const int status = product ? compute_layer(l, s, x, k_cache, v_cache, product, wider,
+                                               product + s->num_tokens * num_columns)
+                               : NO_MEMORY;
     free(product);
     return status;
 }

@@ -12,10 +12,14 @@ import torch
 from torch import nn
 
 from nanovllm.layers.attention import AttentionMetadata
+from nanovllm_extras.kernels.classes import is_one
 from nanovllm_extras.kernels.cpu.cpu_layers import CpuGate, CpuLinear, CpuRMSNorm
 from nanovllm_extras.kernels.cpu.library import LANES, Library, load_library, masking
 from nanovllm_extras.kernels.dense_layers import DenseParts, dense_parts
 from nanovllm_extras.models.masking import PLAIN
+
+ADAPTED = ("adapted_qkv", "adapted_o", "adapted_gate_up", "adapted_down")
+LORA_LINEAR = "nanovllm_extras.lora.lora_linear.LoraLinear"  # a path, since that folder uses these kernels
 
 
 class Layer(Structure):
@@ -31,6 +35,7 @@ class Layer(Structure):
         *((name, c_float) for name in ("eps", "scale", "softcap", "residual_factor")),
         ("ranks", c_void_p),
         *((name, c_void_p) for name in ("other_qkv", "other_o", "other_gate_up", "other_down")),
+        *((name, c_void_p) for name in ADAPTED),
     ]
 
 
@@ -40,6 +45,7 @@ class Step(Structure):
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("cos", "sin", "slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q")),
         *((name, c_long) for name in ("num_tokens", "num_seqs", "max_num_blocks", "half")),
+        ("rows", c_void_p),
     ]
 
 
@@ -73,7 +79,7 @@ class CpuDecoderLayer(nn.Module):
         self.layer = layer
         self.library = load_library(backend.dtype)
         self.ranks: Ranks | None = None
-        products, norms = parts.products, parts.norms
+        products, norms = [base_of(product) for product in parts.products], parts.norms
         down_proj = products[-1]
         window, scale, softcap = masking((*parts.options, PLAIN)[0], backend.scale)
         library = backend.cache_library
@@ -88,6 +94,11 @@ class CpuDecoderLayer(nn.Module):
         )
         for name, product in zip(("other_qkv", "other_o", "other_gate_up", "other_down"), products, strict=True):
             setattr(self.struct, name, product.other)
+        self.rows: Any = None
+        for name, product in zip(ADAPTED, parts.products, strict=True):
+            if is_one(product, LORA_LINEAR):
+                self.rows = product.rows
+                setattr(self.struct, name, product.products.address)
 
     def join(self, communicator: Any) -> bool:
         """Sum the outputs of attention and of the MLP over all ranks, because the weights are one rank's share.
@@ -115,6 +126,8 @@ class CpuDecoderLayer(nn.Module):
             return self.layer(x, cos, sin, layer_cache, metadata)
         tables = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
         step = Step(*(t.data_ptr() for t in (cos, sin, *tables)), len(x), *metadata.block_tables.shape, cos.shape[-1])
+        if self.rows is not None:
+            step.rows = self.rows.address
         k_cache = layer_cache.data_ptr()
         v_cache = k_cache + layer_cache.stride(0) * layer_cache.itemsize
         status = self.library.decoder_layer(byref(self.struct), byref(step), x.data_ptr(), k_cache, v_cache)
@@ -133,8 +146,14 @@ def fuse_layers(model: nn.Module, backend: AttentionInC) -> None:
 
 def is_fast(parts: DenseParts) -> bool:
     """Return whether every part of the layer has been replaced by a fast version."""
-    if not all(isinstance(product, CpuLinear) and product.order is None for product in parts.products):
-        return False
+    for product in [base_of(product) for product in parts.products]:
+        if not isinstance(product, CpuLinear) or product.order is not None:
+            return False
     if not all(norm is None or isinstance(norm, CpuRMSNorm) for norm in parts.norms):
         return False
-    return isinstance(parts.activation, CpuGate) and parts.down_proj.in_features % LANES == 0
+    return isinstance(parts.activation, CpuGate) and base_of(parts.down_proj).in_features % LANES == 0
+
+
+def base_of(product: Any) -> Any:
+    """Return a product without the adapters that it may have."""
+    return product.base if is_one(product, LORA_LINEAR) else product

@@ -1,0 +1,82 @@
+"""From a runner with a loaded network to its `Adapters`, with products for its device.
+
+    CUDA with triton           one kernel for all adapters of a step (`kernels/cuda/adapter_kernels.py`)
+    CUDA without triton        PyTorch, with a mask
+    CPU with the C library     `kernels/cpu/adapters.h`
+    otherwise                  PyTorch, adapter by adapter
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from nanovllm_extras.kernels.adapter_rows import AdapterRows, LayerShape, MaskedProducts, Products, TorchProducts
+from nanovllm_extras.lora.adapters import Adapters
+from nanovllm_extras.weights.cut import Cutter
+
+
+class Part(Protocol):
+    """The part of the network that a rank has (`execution/alone.py`)."""
+
+    rank: int
+    num_ranks: int
+
+
+class HasNetwork(Protocol):
+    """A runner whose network is loaded."""
+
+    config: Any
+    folder: Path
+    model: Any
+    model_class: Any
+    shape: Any
+    whole_shape: Any
+    part: Any
+    backend: Any
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def backend_of_layers(self) -> Any:
+        """Return what the network is made with."""
+
+
+def make_adapters(runner: HasNetwork) -> Adapters:
+    """Put layers that can have adapters into a runner's network, and return what loads adapters into them."""
+    config = runner.config
+    with torch.device("meta"):
+        whole: nn.Module = runner.model_class(runner.whole_shape, runner.backend_of_layers)
+        share: nn.Module = runner.model_class(runner.shape, runner.backend_of_layers)
+    part: Part = runner.part
+    cuts = Cutter(part.rank, part.num_ranks).cuts_of_checkpoint(whole, share) if part.num_ranks > 1 else {}
+    max_rank = config.max_lora_rank
+    if runner.device.type == "cuda":
+        rows = AdapterRows()
+        make: Any = partial(make_for_cuda, num_slots=config.max_loras, max_rank=max_rank, runner=runner)
+    elif hasattr(runner.backend, "library") and not config.enforce_eager and not config.has_own_backend:
+        from nanovllm_extras.kernels.cpu.cpu_adapters import CpuAdapterRows
+
+        rows = CpuAdapterRows()
+        make = partial(make_for_cpu, num_slots=config.max_loras, dtype=runner.dtype)
+    else:
+        rows = AdapterRows()
+        make = partial(TorchProducts, num_slots=config.max_loras, dtype=runner.dtype)
+    adapters = Adapters(whole, share, cuts, config.max_loras, max_rank, rows)
+    adapters.wrap(runner.model, make)
+    return adapters
+
+
+def make_for_cpu(shape: LayerShape, rows: Any, num_slots: int, dtype: torch.dtype) -> Products:
+    """Return products in C, or in PyTorch for a layer that C does not take."""
+    from nanovllm_extras.kernels.cpu.cpu_adapters import CpuProducts, takes
+
+    return (CpuProducts if takes(shape) else TorchProducts)(shape, rows, num_slots, dtype)
+
+
+def make_for_cuda(shape: LayerShape, rows: AdapterRows, num_slots: int, max_rank: int, runner: HasNetwork) -> Products:
+    """Return products by a kernel, or in PyTorch without triton."""
+    sizes = (shape, rows, num_slots, runner.dtype, max_rank, runner.device)
+    return MaskedProducts(*sizes)

@@ -1,0 +1,93 @@
+"""`AdapterRegistry`: the adapters that an engine has loaded, by the names and numbers that users give them."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from nanovllm_extras.lora.adapters import Adapters, Ranks
+from nanovllm_extras.lora.lora_request import LoRARequest
+from nanovllm_extras.records.loaded_adapter import LoadedAdapter
+
+
+@dataclass(frozen=True)
+class Known:
+    """An adapter that requests can have."""
+
+    request: LoRARequest
+    adapter: LoadedAdapter
+
+
+class AdapterRegistry:
+    """Loads adapters when they are first asked for.
+
+    max_loaded: the most adapters in host memory, None for any number; the least recently used one that no request has
+    is forgotten, and read again when it is needed. in_use: returns the numbers of adapters of unfinished requests
+    """
+
+    def __init__(
+        self,
+        adapters: Adapters,
+        ranks: Callable[[], Ranks],
+        max_loaded: int | None,
+        in_use: Callable[[], Collection[int]],
+    ) -> None:
+        self._adapters, self._ranks, self._max_loaded, self._in_use = adapters, ranks, max_loaded, in_use
+        self._numbers = count(1)
+        self.known: dict[int, Known] = {}
+        """lora_int_id -> adapter, the least recently used first."""
+        self._leaving: list[int] = []  # numbers of adapters that are forgotten when their requests have finished
+
+    def find(self, wanted: LoRARequest) -> LoadedAdapter:
+        """Return the adapter of a request, loaded. Raises ValueError, and changes nothing, if it cannot be."""
+        if not isinstance(wanted, LoRARequest):
+            raise TypeError(f"lora_request must be a LoRARequest, got {wanted!r}")
+        known = self.known.get(wanted.lora_int_id)
+        if known is not None:
+            if (known.request.name, known.request.path) != (wanted.name, wanted.path):
+                raise ValueError(
+                    f"lora_int_id {wanted.lora_int_id} belongs to the adapter {known.request.name!r} of "
+                    f"{known.request.path}, got {wanted.name!r} of {wanted.path}; give each adapter a number of its own"
+                )
+            self.known[wanted.lora_int_id] = self.known.pop(wanted.lora_int_id)
+            return known.adapter
+        if other := self.named(wanted.name):
+            raise ValueError(
+                f"lora_name {wanted.name!r} belongs to the adapter with lora_int_id {other.lora_int_id}, got "
+                f"{wanted.lora_int_id}; give each adapter a name of its own"
+            )
+        self._make_room()
+        number = next(self._numbers)
+        read = self._adapters.load(self._ranks(), number, Path(wanted.path))
+        adapter = LoadedAdapter(number, wanted.name, read.digest)
+        self.known[wanted.lora_int_id] = Known(wanted, adapter)
+        return adapter
+
+    def named(self, name: str) -> LoRARequest | None:
+        """Return what a request for the adapter `name` is, if it is loaded."""
+        return next((one.request for one in self.known.values() if one.request.name == name), None)
+
+    def remove(self, lora_int_id: int) -> bool:
+        """Forget an adapter; unfinished requests keep it. Returns False if there is none of this number."""
+        known = self.known.pop(lora_int_id, None)
+        if known is not None:
+            self._leaving.append(known.adapter.number)
+        self.sweep()
+        return known is not None
+
+    def sweep(self) -> None:
+        """Unload adapters that were removed, once no request has them."""
+        in_use = self._in_use()
+        for number in [one for one in self._leaving if one not in in_use]:
+            self._adapters.unload(self._ranks(), number)
+            self._leaving.remove(number)
+
+    def _make_room(self) -> None:
+        """Remove the least recently used adapters that no request has, until there is room for another one."""
+        self.sweep()
+        in_use = self._in_use()
+        for lora_int_id, known in [*self.known.items()]:
+            if self._max_loaded is None or len(self.known) < self._max_loaded:
+                return
+            if known.adapter.number not in in_use:
+                self.remove(lora_int_id)
