@@ -114,12 +114,18 @@ class MaskedProducts:
     """
 
     def __init__(
-        self, shape: LayerShape, rows: AdapterRows, num_slots: int, dtype: torch.dtype, max_rank: int, device: torch.device
+        self,
+        shape: LayerShape,
+        rows: AdapterRows,
+        num_slots: int,
+        dtype: torch.dtype,
+        max_rank: int,
+        device: torch.device,
     ) -> None:
         self.shape, self.rows, self.dtype, self.max_rank = shape, rows, dtype, max_rank
-        like = {"dtype": dtype, "device": device}
-        self.a = torch.zeros(shape.num_projections, num_slots * max_rank, shape.num_inputs, **like)
-        self.b = torch.zeros(shape.columns[-1], num_slots * max_rank, **like)
+        num_ranks = num_slots * max_rank
+        self.a = torch.zeros(shape.num_projections, num_ranks, shape.num_inputs, dtype=dtype, device=device)
+        self.b = torch.zeros(shape.columns[-1], num_ranks, dtype=dtype, device=device)
         self.owners = torch.arange(num_slots, device=device).repeat_interleave(max_rank) + 1  # [num_slots * max_rank]
 
     def pack(self, a: Tensor, b: Tensor) -> Any:

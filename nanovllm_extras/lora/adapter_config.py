@@ -107,12 +107,13 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             raise ValueError(f"{name} in {file} must not be set, it is {raw[name]!r}: {reason}")
     if raw.get("bias", "none") not in ("none", None):
         raise ValueError(
-            f"bias in {file} must be 'none', it is {raw['bias']!r}: biases were trained, and replace those of the base model"
+            f"bias in {file} must be 'none', it is {raw['bias']!r}: biases were trained, and replace those of the base "
+            f"model"
         )
     if raw.get("init_lora_weights", True) not in PLAIN_INITS:
         raise ValueError(
-            f"init_lora_weights in {file} must not be {raw['init_lora_weights']!r}: such adapters (LoftQ, PiSSA, OLoRA, "
-            f"CorDA) belong to a base model with other weights; convert them as PEFT's documentation says"
+            f"init_lora_weights in {file} must not be {raw['init_lora_weights']!r}: such adapters (LoftQ, PiSSA, "
+            f"OLoRA, CorDA) belong to a base model with other weights; convert them as PEFT's documentation says"
         )
     try:
         return AdapterConfig(

@@ -30,6 +30,8 @@ from nanovllm_extras.weights.cut import Cut
 LOAD, PUT, UNLOAD = "load", "put", "unload"
 Tell = Callable[[list[Any], Callable[[], int]], int]
 """Sends a command to all ranks, this one included, whose answer is the function's. Returns the least of the answers."""
+Keep = Callable[[list[list[Any]]], list[list[Any]]]
+"""Returns the packed matrices of an adapter where they are kept: of each place, of each projection."""
 MakeProducts = Callable[[LayerShape, AdapterRows], Products]
 
 
@@ -44,7 +46,7 @@ class Adapters:
     """The adapters of one rank.
 
     whole, share: the whole network, and that of this rank, on the meta device; cuts: of the tensors of a checkpoint
-    (`weights/cut.py`), empty for one rank
+    (`weights/cut.py`), empty for one rank; keep: where packed matrices are kept
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class Adapters:
         num_slots: int,
         max_rank: int,
         rows: AdapterRows,
+        keep: Keep = list,
     ) -> None:
+        self._keep_packed = keep
         self.num_slots, self.max_rank, self.rows = num_slots, max_rank, rows
         self._places, self._share, self._cuts = find_places(whole), find_places(share), cuts
         self._names = Names(whole)
@@ -80,7 +84,9 @@ class Adapters:
         adapter = self._read(folder)
         if not ranks.command([LOAD, number, str(folder), adapter.digest], lambda: self._keep(number, adapter)):
             self.unload(ranks, number)
-            raise ValueError(f"lora_path {folder} cannot be read by all ranks, or holds another adapter for some of them")
+            raise ValueError(
+                f"lora_path {folder} cannot be read by all ranks, or holds another adapter for some of them"
+            )
         return adapter
 
     def unload(self, ranks: Ranks, number: int) -> None:
@@ -108,7 +114,7 @@ class Adapters:
             own = [adapter.matrices.get(projection.name) for projection in whole.projections]
             parts = zip(own, whole.projections, strict=True)
             packed.append([None if one is None else products.pack(*self._cut(one, to.name)) for one, to in parts])
-        self._packed[number] = packed
+        self._packed[number] = self._keep_packed(packed)
         return 1
 
     def _put(self, slot: int, number: int) -> int:

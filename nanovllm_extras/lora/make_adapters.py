@@ -1,9 +1,9 @@
 """From a runner with a loaded network to its `Adapters`, with products for its device.
 
-    CUDA with triton           one kernel for all adapters of a step (`kernels/cuda/adapter_kernels.py`)
-    CUDA without triton        PyTorch, with a mask
-    CPU with the C library     `kernels/cpu/adapters.h`
-    otherwise                  PyTorch, adapter by adapter
+CUDA with triton           one kernel for all adapters of a step (`kernels/cuda/adapter_kernels.py`)
+CUDA without triton        PyTorch, with a mask
+CPU with the C library     `kernels/cpu/adapters.h`
+otherwise                  PyTorch, adapter by adapter
 """
 
 from functools import partial
@@ -52,19 +52,19 @@ def make_adapters(runner: HasNetwork) -> Adapters:
         share: nn.Module = runner.model_class(runner.shape, runner.backend_of_layers)
     part: Part = runner.part
     cuts = Cutter(part.rank, part.num_ranks).cuts_of_checkpoint(whole, share) if part.num_ranks > 1 else {}
-    max_rank = config.max_lora_rank
+    max_rank, keep = config.max_lora_rank, list
     if runner.device.type == "cuda":
         rows = AdapterRows()
         make: Any = partial(make_for_cuda, num_slots=config.max_loras, max_rank=max_rank, runner=runner)
     elif hasattr(runner.backend, "library") and not config.enforce_eager and not config.has_own_backend:
-        from nanovllm_extras.kernels.cpu.cpu_adapters import CpuAdapterRows
+        from nanovllm_extras.kernels.cpu.cpu_adapters import CpuAdapterRows, in_huge_pages
 
-        rows = CpuAdapterRows()
+        rows, keep = CpuAdapterRows(), in_huge_pages
         make = partial(make_for_cpu, num_slots=config.max_loras, dtype=runner.dtype)
     else:
         rows = AdapterRows()
         make = partial(TorchProducts, num_slots=config.max_loras, dtype=runner.dtype)
-    adapters = Adapters(whole, share, cuts, config.max_loras, max_rank, rows)
+    adapters = Adapters(whole, share, cuts, config.max_loras, max_rank, rows, keep)
     adapters.wrap(runner.model, make)
     return adapters
 

@@ -11,6 +11,7 @@
 #pragma once
 #include "linear.h"
 
+#define ADAPTER_AHEAD 32  // words from those that are read to those that are prefetched
 #define ADAPTER_COLUMNS (32 * LANES)  // of y, for one item of `up`
 
 // The matrices of one adapter for one projection. a: [rank / 16] panels of k / PER_WORD words; b: [ceil(n / 16)] panels of
@@ -42,7 +43,7 @@ struct adapted_product {
     long y_stride, t_stride, chunks;  // chunks: of columns in the widest projection
     factor *t;                        // [num_rows, num_projections * max_rank]
     factor *gathered;                 // of each thread: [most_rows, num_inputs]
-    float *sums;                      // of each thread: [ROWS, 32]
+    float *sums;                      // of each thread: [DOWN_ROWS, 16]
 };
 
 static inline const struct adapter_matrices *find_matrices(const struct adapted_product *p, long slot, long part) {
@@ -59,32 +60,66 @@ static const factors *rows_of_block(const struct adapted_product *p, const int32
     return (const factors *)to;
 }
 
+// Compute t: [num_rows, 16] from x: [num_rows, num_words] and one panel. `multiply` has one sum for each row and panel, and
+// each addition waits for the one before it. Here four sums of each row take turns.
+#if defined __AVX512F__ && !defined HAS_TILES
+#define TURNS 4
+#define DOWN_ROWS 6
+static inline __attribute__((always_inline)) void sum_in_turns(const factors *x, const uint32_t *panel, long num_words,
+                                                               float *out, const int num_rows) {
+    floats sums[DOWN_ROWS][TURNS] = {0};
+    long word = 0;
+    for (; word + TURNS <= num_words; word += TURNS)
+        for (int turn = 0; turn < TURNS; turn++) {
+            const words columns = *(const words *)(panel + (word + turn) * LANES);
+            __builtin_prefetch(panel + (word + turn + ADAPTER_AHEAD) * LANES, 0, 2);
+            for (int row = 0; row < num_rows; row++)
+                sums[row][turn] = multiply_add(sums[row][turn], columns, x[row * num_words + word + turn]);
+        }
+    for (; word < num_words; word++)
+        for (int row = 0; row < num_rows; row++)
+            sums[row][0] = multiply_add(sums[row][0], *(const words *)(panel + word * LANES), x[row * num_words + word]);
+    for (int row = 0; row < num_rows; row++)
+        *(floats *)(out + row * LANES) = (sums[row][0] + sums[row][1]) + (sums[row][2] + sums[row][3]);
+}
+
+static void multiply_panel(const factors *x, const uint32_t *panel, long num_words, float *out, int num_rows) {
+    switch (num_rows) {
+        case 1: sum_in_turns(x, panel, num_words, out, 1); break;
+        case 2: sum_in_turns(x, panel, num_words, out, 2); break;
+        case 3: sum_in_turns(x, panel, num_words, out, 3); break;
+        case 4: sum_in_turns(x, panel, num_words, out, 4); break;
+        case 5: sum_in_turns(x, panel, num_words, out, 5); break;
+        case 6: sum_in_turns(x, panel, num_words, out, 6); break;
+    }
+}
+#else
+#define DOWN_ROWS ROWS
+static void multiply_panel(const factors *x, const uint32_t *panel, long num_words, float *out, int num_rows) {
+    const struct product one = {.x = x, .x_stride = num_words, .num_words = num_words, .panels = {panel},
+                                .next = {panel + ADAPTER_AHEAD * LANES}, .out = out, .out_stride = LANES};
+    multiply(&one, num_rows, 1);
+}
+#endif
+
 static void multiply_down(const void *arguments, long first, long last, int thread) {
     const struct adapted_product *p = arguments;
     const long num_parts = p->layer->num_projections, num_words = p->layer->num_inputs / PER_WORD;
-    float *sums = p->sums + thread * ROWS * 2 * LANES;
+    float *sums = p->sums + thread * DOWN_ROWS * LANES;
     for (long item = first; item < last; item++) {
         const int32_t *block = p->rows->blocks + item / num_parts * 3;
         const long part = item % num_parts, count = block[2];
         const struct adapter_matrices *m = find_matrices(p, block[0], part);
         if (!m->rank) continue;
         const factors *x = rows_of_block(p, p->rows->order + block[1], count, thread);
-        const long tile = rows_at_a_time(count), num_panels = m->rank / LANES;
-        for (long panel = 0; panel < num_panels; panel += 2)
-            for (long row = 0; row < count; row += tile) {
-                const int width = num_panels - panel < 2 ? 1 : 2, num_rows = count - row < tile ? count - row : tile;
-                struct product one = {.x = x + row * num_words, .x_stride = num_words, .num_words = num_words,
-                                      .out = sums, .out_stride = 2 * LANES};
-                for (int i = 0; i < width; i++) {
-                    one.panels[i] = m->a + (panel + i) * num_words * LANES;
-                    one.next[i] = one.panels[i] + AHEAD(count);
-                }
-                multiply(&one, num_rows, width);
+        const long num_panels = m->rank / LANES;
+        for (long panel = 0; panel < num_panels; panel++)
+            for (long row = 0; row < count; row += DOWN_ROWS) {
+                const int num_rows = count - row < DOWN_ROWS ? count - row : DOWN_ROWS;
+                multiply_panel(x + row * num_words, m->a + panel * num_words * LANES, num_words, sums, num_rows);
                 for (int r = 0; r < num_rows; r++)
-                    for (int i = 0; i < width; i++)
-                        store_factors(p->t + (block[1] + row + r) * p->t_stride + part * p->layer->max_rank +
-                                          (panel + i) * LANES,
-                                      *(const floats *)(sums + (r * 2 + i) * LANES));
+                    store_factors(p->t + (block[1] + row + r) * p->t_stride + part * p->layer->max_rank + panel * LANES,
+                                  *(const floats *)(sums + r * LANES));
             }
     }
     release_tiles();
@@ -115,6 +150,8 @@ static void multiply_up(const void *arguments, long first, long last, int thread
         const long num_words = m->rank / PER_WORD;
         for (; m->rank && column < end; column += LANES) {
             const uint32_t *panel = m->b + column / LANES * num_words * LANES;
+            for (long word = 0; word < num_words; word++)
+                __builtin_prefetch(panel + (word + ADAPTER_AHEAD) * LANES, 0, 2);
             for (long row = 0; row < block[2]; row++) {
                 const factors *t =
                     (const factors *)(p->t + (block[1] + row) * p->t_stride + part * p->layer->max_rank);
@@ -143,7 +180,7 @@ int add_adapters(const struct adapted *layer, const struct adapted_rows *rows, c
         .t_stride = layer->num_projections * layer->max_rank,
         .chunks = (widest + ADAPTER_COLUMNS - 1) / ADAPTER_COLUMNS};
     if (!layer->max_rank || !rows->num_blocks) return DONE;
-    const long num_threads = count_threads(), num_sums = num_threads * ROWS * 2 * LANES;
+    const long num_threads = count_threads(), num_sums = num_threads * DOWN_ROWS * LANES;
     const size_t num_t = rows->num_rows * p.t_stride, num_gathered = num_threads * rows->most_rows * layer->num_inputs;
     p.sums = allocate(num_sums * sizeof *p.sums + (num_t + num_gathered) * sizeof *p.t);
     if (!p.sums) return NO_MEMORY;

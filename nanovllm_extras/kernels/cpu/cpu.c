@@ -184,7 +184,7 @@ static int project(const struct step *s, const struct adapted *adapted, const el
 static int project_gated(const struct layer *l, const struct step *s, const element *x, element *y, element *whole) {
     const struct other_weight *other = l->other_gate_up;
     const long m = s->num_tokens, n = l->intermediate_size, k = l->hidden_size;
-    if (!s->rows || !l->adapted_gate_up)
+    if (!s->rows || !l->adapted_gate_up || !l->adapted_gate_up->max_rank)
         return other ? other->gated_linear(x, other, l->gate_up_bias, y, m, n, k, l->gate)
                      : gated_linear(x, l->gate_up_proj, l->gate_up_bias, y, m, n, k, l->gate);
     const int status = project(s, l->adapted_gate_up, x, l->gate_up_proj, other, l->gate_up_bias, whole, 2 * n, k);

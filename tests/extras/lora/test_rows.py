@@ -21,9 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 def adapters(tmp_path_factory):
     """Five adapters on disk, and PEFT's model of each."""
     root = tmp_path_factory.mktemp("adapters")
-    models = {
-        name: make_adapter(root / name, seed, **options) for seed, (name, options) in enumerate(ADAPTERS.items())
-    }
+    models = {name: make_adapter(root / name, seed, **options) for seed, (name, options) in enumerate(ADAPTERS.items())}
     return root, models
 
 
