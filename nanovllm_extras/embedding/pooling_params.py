@@ -53,7 +53,8 @@ def embed(
 ) -> list[EmbeddingRequestOutput]:
     """Return each prompt's embedding, `outputs[i].outputs.embedding`: by default the normalised last hidden state.
 
-    A method of `LLM`. lora_request: as in `LLM.generate`. Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
+    A method of `LLM`. lora_request: as in `LLM.generate`.
+    Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
     """
     translate_options(vllm_options, ("prompts", "pooling_params", "use_tqdm", "lora_request"), "pooling")
     params = PoolingParams() if pooling_params is None else pooling_params

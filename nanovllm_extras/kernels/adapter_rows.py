@@ -71,7 +71,7 @@ class Products(Protocol):
     """The matrices of the adapters in all slots, for one linear layer."""
 
     def pack(self, a: Tensor, b: Tensor) -> Any:
-        """Return the matrices of one projection as `put` takes them: a [rank, in], b [out, rank], float32 on the host"""
+        """Return the matrices of one projection as `put` takes them. a: [rank, in]; b: [out, rank]; both float32"""
 
     def put(self, slot: int, packed: list[Any]) -> None:
         """Put an adapter into a slot. packed: of each projection, or None for one that it does not change"""

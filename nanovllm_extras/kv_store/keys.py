@@ -1,8 +1,8 @@
 """The names of blocks: a chained hash over a fingerprint of everything that shapes K and V.
 
     root key     fingerprint: digest of the weights and config.json, dtypes, backend, layout of a block, ranks
-    key of block 0     hash(root key, tokens of block 0); with a `cache_salt` or a LoRA adapter, the root key is hashed with
-                       these before
+    key of block 0     hash(root key, tokens of block 0); with a `cache_salt` or a LoRA adapter, the root key is hashed
+                       with these before
     key of block 1     hash(key of block 0, tokens of block 1)
 
 The key of a block so identifies all tokens up to its end. Blocks may come from other processes and other users, who

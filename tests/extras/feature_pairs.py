@@ -69,6 +69,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {  # factor -> level -> options;
     "weights": {"plain": {}, "int8": {"quantization": INT8}, "int4": {"quantization": INT4}},
     "K and V": {"plain": {}, "int8": {"kv_cache_dtype": "int8"}},
     "ranks": {"1": {}, "2": {"tensor_parallel_size": 2}},
+    "adapters": {"none": {}, "on": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}},
     "explained misses": {"off": {}, "on": {"explain_prefix_misses": True}},
     "recording": {"off": {}, "on": {}},
     "samples": {"1": {}, "4": {}},

@@ -46,6 +46,7 @@ EXAMPLES = {  # feature -> options that ask for it, or a checkpoint that has it
     "the OffloadingConnector": {"kv_transfer_config": CONNECTOR},
     "a `Tier` of your own": {"kv_transfer_config": {"kv_connector": MemoryTier(1 << 20)}},
     "a K/V store": {"kv_offloading_size": 0.01},
+    "LoRA adapters": {"enable_lora": True},
     "several ranks": {"tensor_parallel_size": 2},
     "a mixture of experts": "mixtral",
     "a scheduling policy": {"scheduling_policy": "sjf"},

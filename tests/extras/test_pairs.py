@@ -7,9 +7,11 @@ model, weights and K and V in 8 bits, whose greedy tokens and log-probabilities 
 acted: something was preempted, loaded, drafted, recorded and so on.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
+import json
 import random
 import re
 import shutil
@@ -17,8 +19,9 @@ import shutil
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
-from nanovllm_extras import LLM, SamplingParams
+from nanovllm_extras import LLM, LoRARequest, SamplingParams
 from nanovllm_extras.beam_search.beam_params import BeamSearchParams
 from nanovllm_extras.embedding.pooling_params import PoolingParams
 from nanovllm_extras.execution.full_runner import ModelRunner
@@ -79,36 +82,55 @@ class Models:
         return heads.make()[0]
 
     @functools.cache  # noqa: B019
-    def plain(self, name, weights, kv):
+    def adapters(self, name):
+        """Return LoRA adapters of a model, and the merged model of each."""
+        folder, model = self.make(name)
+        made = [make_adapter(model, folder / f"adapter {number}", number) for number in (1, 2)]
+        requests = [LoRARequest(f"adapter {i}", i, folder / f"adapter {i}") for i in (1, 2)]
+        return requests, made
+
+    def adapters_of(self, row):
+        """Return the adapter of each request of a row that has one. The last one has drafts made without."""
+        if row["adapters"] == "none":
+            return {}
+        names = [name for name in all_requests() if name != "few tokens"]
+        found = self.adapters(row["model"])[0]
+        return {name: found[i % 3] for i, name in enumerate(names) if i % 3 < 2}
+
+    @functools.cache  # noqa: B019
+    def plain(self, name, weights, kv, adapters):
         """Return an engine without features."""
-        row = {**PLAIN, "model": name, "weights": weights, "K and V": kv}
+        row = {**PLAIN, "model": name, "weights": weights, "K and V": kv, "adapters": adapters}
         return LLM(self.make(name)[0], **BASE, **feature_pairs.options_of(row)).engine
 
-    def answers(self, name, weights, kv, requests=None):
+    def answers(self, name, weights, kv, adapters, requests=None):
         """Return what a plain engine answers to these requests, or to all, by their name. It serves each only once."""
-        known = self._answers.setdefault((name, weights, kv), {})
+        known = self._answers.setdefault((name, weights, kv, adapters), {})
         missing = {
             key: one for key, one in all_requests().items() if key in (requests or all_requests()).keys() - known
         }
-        found = serve(self.plain(name, weights, kv), missing)
+        own = self.adapters_of({"model": name, "adapters": adapters})
+        found = serve(self.plain(name, weights, kv, adapters), missing, adapters=own)
         if (weights, kv) == ("plain", "plain"):
             for request in {"greedy", "read prompt"} & found.keys():
-                check_likeliest(self.make(name)[1], missing[request][0], found[request].outputs[0])
+                adapter = own.get(request)
+                model = self.adapters(name)[1][adapter.lora_int_id - 1] if adapter else self.make(name)[1]
+                check_likeliest(model, missing[request][0], found[request].outputs[0])
         for request in {"formed", "4 formed"} & found.keys():
             for sample in found[request].outputs:
                 assert re.fullmatch(FORM["regex"], sample.text)
         known |= found
         return known
 
-    def read(self, row, prompt, token_ids):
+    def read(self, row, prompt, token_ids, adapter):
         """Return what the plain engine finds at each place of an output: token -> log-probability, of all tokens."""
-        engine = self.plain(row["model"], row["weights"], row["K and V"])
+        engine = self.plain(row["model"], row["weights"], row["K and V"], row["adapters"])
         params = SamplingParams(max_tokens=1, prompt_logprobs=-1)
-        (output,) = serve(engine, {"read": ([*prompt, *token_ids], params)}).values()
+        (output,) = serve(engine, {"read": ([*prompt, *token_ids], params)}, adapters={"read": adapter}).values()
         return [{key: one.logprob for key, one in row.items()} for row in output.prompt_logprobs[len(prompt) :]]
 
     @functools.cache  # noqa: B019
-    def draft_model(self, name):
+    def draft_model(self, name, adapters):
         """Return the folder of a Qwen3 that has learned which token follows another in the answers of a model."""
         config = transformers.Qwen3Config(
             vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -122,13 +144,31 @@ class Models:
         keys = torch.nn.functional.normalize(torch.randn(VOCAB_SIZE, 64), dim=-1)
         draft.model.embed_tokens.weight.data.copy_(keys)
         draft.lm_head.weight.data.zero_()
-        for answer in self.answers(name, "plain", "plain").values():
+        for answer in self.answers(name, "plain", "plain", adapters).values():
             for sample in getattr(answer, "outputs", ()) if hasattr(answer, "prompt_logprobs") else ():
                 token_ids = [answer.prompt_token_ids[-1], *sample.token_ids]
                 for before, after in itertools.pairwise(token_ids):
                     draft.lm_head.weight.data[after] += keys[before]
-        draft.save_pretrained(folder := self._root / f"draft for {name}")
+        draft.save_pretrained(folder := self._root / f"draft for {name}, adapters {adapters}")
         return folder
+
+
+def make_adapter(model, folder, seed):
+    """Save an adapter of all linear layers but those of experts and routers; return the merged model."""
+    merged, tensors = copy.deepcopy(model), {}
+    generator = torch.Generator().manual_seed(seed)
+    for path, layer in merged.named_modules():
+        if type(layer) is torch.nn.Linear and not re.search(r"lm_head|\.experts\.|kv_b_proj|\.gate$", path):
+            a = torch.randn(4, layer.in_features, generator=generator) / layer.in_features**0.5
+            b = 0.2 * torch.randn(layer.out_features, 4, generator=generator)
+            layer.weight.data += 2 * b @ a
+            tensors |= {f"base_model.model.{path}.lora_{kind}.weight": t for kind, t in (("A", a), ("B", b))}
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors})
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return merged
 
 
 def set_weights_that_matter(name, model):
@@ -208,11 +248,14 @@ def requests_of(row):
     return found
 
 
-def serve(engine, requests, num_steps=None):
-    """Return the last output of each request, by its name. num_steps: a list that gets the tokens of each step"""
+def serve(engine, requests, num_steps=None, adapters=None):
+    """Return the last output of each request, by its name. num_steps: a list that gets the tokens of each step
+
+    adapters: name of a request -> its LoRA adapter
+    """
     outputs = {}
     for name, (prompt, params) in requests.items():
-        engine.add_request(name, prompt, params)
+        engine.add_request(name, prompt, params, lora_request=(adapters or {}).get(name))
     while engine.has_unfinished_requests():
         step = engine.step()
         if num_steps is not None:
@@ -250,7 +293,8 @@ class Checker:
 
     def __init__(self, models, row, requests):
         self._models, self._row = models, row
-        self._expected = models.answers(row["model"], row["weights"], row["K and V"], requests)
+        self._expected = models.answers(row["model"], row["weights"], row["K and V"], row["adapters"], requests)
+        self._adapters = models.adapters_of(row)
         self._is_rounded = (row["weights"], row["K and V"]) != ("plain", "plain")
         self._tolerance = 0.25 if self._is_rounded else 1e-3
         self.num_samples = self.num_others = 0  # and those with other tokens
@@ -266,25 +310,25 @@ class Checker:
             assert len(found.outputs) == params.n
             for one, other in zip(found.outputs, expected.outputs, strict=True):
                 assert (one.logprobs is not None) == (params.logprobs is not None)
-                self._check_sample(prompt, params, one, other)
+                self._check_sample(prompt, params, one, other, self._adapters.get(name))
             assert (found.prompt_logprobs is not None) == (params.prompt_logprobs is not None)
             if params.prompt_logprobs is not None:
                 assert found.prompt_logprobs[0] is None
                 self._check_logprobs(found.prompt_logprobs[1:], expected.prompt_logprobs[1:])
 
-    def _check_sample(self, prompt, params, one, other):
+    def _check_sample(self, prompt, params, one, other, adapter):
         self.num_samples += 1
         if self._is_rounded and one.token_ids != other.token_ids:
-            self._check_other_tokens(prompt, params, one)
+            self._check_other_tokens(prompt, params, one, adapter)
             return
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
         if params.logprobs is not None:
             self._check_logprobs(one.logprobs, other.logprobs)
 
-    def _check_other_tokens(self, prompt, params, found):
+    def _check_other_tokens(self, prompt, params, found, adapter):
         """The plain engine finds the same log-probabilities, and no token much likelier than a greedy one."""
         self.num_others += 1
-        for i, read in enumerate(self._models.read(self._row, prompt, found.token_ids)):
+        for i, read in enumerate(self._models.read(self._row, prompt, found.token_ids, adapter)):
             chosen = read[found.token_ids[i]]
             if params.temperature == 0 and not params.structured_outputs:
                 likeliest = max(read[token_id] for token_id in params.allowed_token_ids or read)
@@ -331,7 +375,7 @@ def test_tokens_are_those_without_the_features(models, quick_ranks, tmp_path, ro
                 assert engine.parts.kv_store.saver.wait(30)
                 reset_prefix_cache(engine.scheduler)  # of the pool, not of the store
                 forget_half(engine.parts.kv_store)
-            outputs = serve(engine, requests, num_steps)
+            outputs = serve(engine, requests, num_steps, models.adapters_of(row))
             for name, (prompt, params) in requests.items():
                 checker.check(name, prompt, params, outputs[name])
             check_explained(row, requests, outputs, engine.get_stats())
@@ -381,7 +425,7 @@ def own_options(models, row, folder):
         extra = {"shared_storage_path": folder / "tier"}
         options["kv_transfer_config"] = {**options["kv_transfer_config"], "kv_connector_extra_config": extra}
     if row["speculation"] == "draft model":
-        draft = models.draft_model(row["model"])
+        draft = models.draft_model(row["model"], row["adapters"])
         options["speculative_config"] = {**options["speculative_config"], "model": draft}
     return options
 
@@ -404,9 +448,10 @@ def check_acted(row, engine, stats, late, num_steps, ranks):
     runner, store = engine.runner, stats.kv_store
     tiers = [name for name, factor in (("memory", "host tier"), ("disk", "disk tier")) if row[factor] == "on"]
     quantised = [module.quantised.bits for module in runner.model.modules() if isinstance(module, QuantisedLinear)]
-    # two ranks with 8 bits or fewer may sample other tokens, which the drafts were not made for
+    # two ranks, or adapters, with 8 bits or fewer may sample other tokens, which the drafts were not made for
     is_rounded = (row["weights"], row["K and V"]) != ("plain", "plain")
-    has_other_drafts = row["ranks"] == "2" and is_rounded and stats.num_draft_tokens
+    may_have_others = row["ranks"] == "2" or row["adapters"] == "on"
+    has_other_drafts = may_have_others and is_rounded and stats.num_draft_tokens
     acted = {
         "prefix cache": ("on", "off")[stats.prefix_cache_hit_tokens == 0 and not tiers],
         "budget": "7 tokens" if max(num_steps) == 7 else "large",
@@ -418,6 +463,7 @@ def check_acted(row, engine, stats, late, num_steps, ranks):
         "weights": {frozenset(): "plain", frozenset([8]): "int8", frozenset([4]): "int4"}[frozenset(quantised)],
         "K and V": "int8" if any("Int8" in type(one).__name__ for one in runner.backends) else "plain",
         "ranks": str(1 + len(ranks)),
+        "adapters": "on" if engine.adapters is not None and engine.scheduler.adapter_slots.slot_of else "none",
     }
     if row["speculation"] != "none":  # no step is launched ahead while a sequence could get drafts
         del acted["overlap"]

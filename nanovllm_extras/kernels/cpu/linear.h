@@ -145,7 +145,7 @@ static int multiply_all(const element *x, const uint32_t *weight, const struct m
 int linear(const element *x, const uint32_t *weight, const element *bias, void *y, long m, long n, long k,
            int wants_floats) {
     const long row_bytes = n * (wants_floats ? sizeof(float) : sizeof(element));
-    const struct matrix out = {y, n, bias, wants_floats, streams(y, m, row_bytes), NO_GATE};
+    const struct matrix out = {y, n, bias, wants_floats, streams(y, m, row_bytes), NO_GATE, NULL};
     return multiply_all(x, weight, &out, m, k);
 }
 
@@ -154,6 +154,13 @@ int linear(const element *x, const uint32_t *weight, const element *bias, void *
 // intermediate result is never written to memory.
 int gated_linear(const element *x, const uint32_t *weight, const element *bias, element *y, long m, long n, long k,
                  int gate) {
-    const struct matrix out = {y, n, bias, false, streams(y, m, n * sizeof(element)), gate};
+    const struct matrix out = {y, n, bias, false, streams(y, m, n * sizeof(element)), gate, NULL};
+    return multiply_all(x, weight, &out, m, k);
+}
+
+// Compute y as `gated_linear`, with `added`: [m, 2 n] added to the two projections.
+static int gated_linear_and(const element *x, const uint32_t *weight, const element *bias, const element *added,
+                            element *y, long m, long n, long k, int gate) {
+    const struct matrix out = {y, n, bias, false, streams(y, m, n * sizeof(element)), gate, added};
     return multiply_all(x, weight, &out, m, k);
 }

@@ -410,14 +410,14 @@ static int multiply_all_quantised(const element *x, const struct quantised *w, c
 int quantised_linear(const element *x, const struct quantised *weight, const element *bias, void *y, long m, long n,
                      long k, int wants_floats) {
     const long row_bytes = n * (wants_floats ? sizeof(float) : sizeof(element));
-    const struct matrix out = {y, n, bias, wants_floats, streams(y, m, row_bytes), NO_GATE};
+    const struct matrix out = {y, n, bias, wants_floats, streams(y, m, row_bytes), NO_GATE, NULL};
     return multiply_all_quantised(x, weight, &out, m, k);
 }
 
 // Compute `gated_linear` with a quantised weight.
 int quantised_gated_linear(const element *x, const struct quantised *weight, const element *bias, element *y, long m,
                            long n, long k, int gate) {
-    const struct matrix out = {y, n, bias, false, streams(y, m, n * sizeof(element)), gate};
+    const struct matrix out = {y, n, bias, false, streams(y, m, n * sizeof(element)), gate, NULL};
     return multiply_all_quantised(x, weight, &out, m, k);
 }
 
