@@ -27,6 +27,7 @@ from nanovllm_extras.engine.engine_stats import EngineStats
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.engine.input_processor import TakenParams
 from nanovllm_extras.engine.isolation import Isolation
+from nanovllm_extras.lora.lora_request import LoRARequest
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.requests.lazy_outputs import RequestOutput
@@ -94,6 +95,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's output whenever it has grown, `finished` on the last.
 
@@ -102,13 +104,20 @@ class AsyncLLM:
         or an exception. Raises ValueError or TypeError for what cannot be served,
         `QueueFullError`, `EngineDeadError`, or the exception of a step that failed.
         """
-        return self.generate_many([NewRequest(request_id or self.new_id(), prompt, sampling_params, priority)])
+        request_id = request_id or self.new_id()
+        return self.generate_many([NewRequest(request_id, prompt, sampling_params, priority, True, lora_request)])
 
     def encode(
-        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[Any, None]:
         """Yields the prompt's `EmbeddingRequestOutput`, as `generate` does outputs."""
-        return self.generate_many([NewRequest(request_id or self.new_id(), prompt, pooling_params, priority)])
+        request_id = request_id or self.new_id()
+        return self.generate_many([NewRequest(request_id, prompt, pooling_params, priority, True, lora_request)])
 
     async def generate_many(self, requests: list[NewRequest]) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for several requests whose outputs are read together; if one is refused, all are."""

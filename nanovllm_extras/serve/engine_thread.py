@@ -22,6 +22,7 @@ import torch
 from nanovllm.prompts import Prompt
 from nanovllm_extras.engine.full_engine import LLMEngine
 from nanovllm_extras.engine.input_processor import Params
+from nanovllm_extras.lora.lora_request import LoRARequest
 from nanovllm_extras.machine.dead import EngineDeadError
 from nanovllm_extras.machine.forks import check_process
 from nanovllm_extras.requests.lazy_outputs import RequestOutput
@@ -46,6 +47,7 @@ class NewRequest(NamedTuple):
     sampling_params: Params | None = None
     priority: int = 0
     stream: bool = True
+    lora_request: LoRARequest | None = None
 
 
 class EngineThread:

@@ -64,8 +64,9 @@ class Generation:
         check_misses(body, self._llm.engine.config.explain_prefix_misses)
         check_max_tokens(body, self._llm.engine.parts.max_model_len)
         check_lengths(self._prompts, prompt_field, self._server.bounds.of_prompts(body))
+        more = self.params, body.priority or 0, bool(body.stream), self._server.adapter_of(body.model)
         requests = [
-            NewRequest(request_id, salted(prompt, body.cache_salt), self.params, body.priority or 0, bool(body.stream))
+            NewRequest(request_id, salted(prompt, body.cache_salt), *more)
             for request_id, prompt in zip(self.indices, self._prompts, strict=True)
         ]
         with refuse(prompt_field):

@@ -33,14 +33,16 @@ async def read_prompts(
     field: str,
     priority: int | None,
     cache_salt: str | None,
+    model: str | None,
 ) -> list[Any]:
     """Return the outputs of all prompts, in their order. If cancelled, it aborts the unfinished requests.
 
-    params: what is read, such as `PoolingParams`. field: the request's field with the prompts, for errors
+    params: what is read, such as `PoolingParams`. field: the request's field with the prompts, for errors; model: the
+    name that the request gives, perhaps that of an adapter
     """
     arrival_time, llm = time.monotonic(), server.check_ready()
     requests = [
-        NewRequest(name, salted(prompt, cache_salt), params, priority or 0, False)
+        NewRequest(name, salted(prompt, cache_salt), params, priority or 0, False, server.adapter_of(model))
         for name, prompt in zip(engine_ids(request_id, len(prompts)), prompts, strict=True)
     ]
     with refuse(field):

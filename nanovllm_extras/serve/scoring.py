@@ -69,7 +69,7 @@ async def score_pairs(server: Server, request: Request, body: PairFields, score_
         make, params = Judged(server, body, sides, classifier).prompts, TokenLogitsParams(classifier.token_ids)
     prompts = await server.workers.run(request, make, is_long=len(sides.second) > MANY or None)
     outputs = await read_prompts(
-        server, request, params, score_id, prompts, sides.second_name, body.priority, body.cache_salt
+        server, request, params, score_id, prompts, sides.second_name, body.priority, body.cache_salt, body.model
     )
     check_all_read(outputs)
 

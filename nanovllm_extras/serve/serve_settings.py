@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from nanovllm import TINY_QWEN3
+from nanovllm_extras.lora.lora_request import LoRARequest
 from nanovllm_extras.options.argument_types import filled, port
 from nanovllm_extras.options.chat_options import check_chat_template
 from nanovllm_extras.options.option_checks import first_given
@@ -21,6 +22,7 @@ from nanovllm_extras.serve.server_options import ServerOptions
 from nanovllm_extras.vllm.engine_args import EngineArgs
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
+LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 QUESTION = "What is a block table?"
 
 
@@ -63,6 +65,7 @@ def add_server_options(group: argparse._ArgumentGroup) -> None:
     add(group, "host", filled, "address to listen on; 0.0.0.0 for all addresses", "127.0.0.1")
     add(group, "port", port, "port to listen on; 0 for any free port", 8000)
     add_model_options(group)
+    add_adapter_options(group)
     add(group, "root-path", str, "path under which a proxy serves this server", "")
     flag(group, "disable-log-requests", "do not log a line for each request")
     add_log_level(group, "info")
@@ -84,6 +87,46 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
     tool_parsers, reasoning_parsers = sorted(TOOL_PARSERS), sorted(REASONING_PARSERS)
     add(group, "tool-call-parser", str, "format of the model's tool calls", "hermes", choices=tool_parsers)
     add(group, "reasoning-parser", str, "format of the model's reasoning", "qwen3", choices=reasoning_parsers)
+
+
+def add_adapter_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of LoRA adapters; those of the engine are among its own."""
+    text = 'adapters as NAME=PATH, or as JSON {"name": "…", "path": "…"}; requests name one as their model'
+    add(group, "lora-modules", filled, text, [], nargs="+")
+    flag(
+        group,
+        "allow-runtime-lora-updating",
+        f"load and unload adapters at /v1/load_lora_adapter and /v1/unload_lora_adapter; also the variable "
+        f"{LORA_VARIABLE}",
+    )
+
+
+def lora_modules(given: list[str]) -> tuple[LoRARequest, ...]:
+    """Return the adapters of `--lora-modules`. Raises ValueError if one is invalid, or two have the same name."""
+    found: dict[str, LoRARequest] = {}
+    for number, text in enumerate(given, 1):
+        if text.lstrip().startswith("{"):
+            try:
+                fields = json.loads(text)
+            except ValueError as error:
+                raise ValueError(f"--lora-modules must be NAME=PATH or a JSON object, got {text!r}: {error}") from error
+            unknown = fields.keys() - {"name", "path", "base_model_name"}
+            if unknown or not {"name", "path"} <= fields.keys():
+                raise ValueError(f"--lora-modules: an object must have name and path, and nothing else, got {text!r}")
+            name, path = fields["name"], fields["path"]
+        else:
+            name, _, path = text.partition("=")
+            if not name or not path:
+                raise ValueError(f"--lora-modules must be NAME=PATH or a JSON object, got {text!r}")
+        if name in found:
+            raise ValueError(f"--lora-modules has the name {name!r} twice")
+        found[name] = LoRARequest(name, number, path)
+    return tuple(found.values())
+
+
+def allows_updating(args: argparse.Namespace) -> bool:
+    """Return whether adapters can be loaded over HTTP: by the option, or by vLLM's variable, if it is 1 or true."""
+    return args.server_allow_runtime_lora_updating or os.environ.get(LORA_VARIABLE, "").lower() in ("1", "true")
 
 
 def add_log_level(group: argparse._ArgumentGroup, default: str) -> None:
@@ -207,6 +250,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if not (args.server_ray and (args.server_ray_address or os.environ.get("RAY_ADDRESS"))):
         check_files(engine_args)  # otherwise, other machines read the files
     options = server_options(args)
+    if (options.lora_modules or options.allow_runtime_lora_updating) and not config.enable_lora:
+        raise ValueError("--lora-modules and --allow-runtime-lora-updating need --enable-lora")
     of_ray = ray_options(args, config)
     return Settings(engine_args, options, args.server_max_queued_requests, args.server_log_level, of_ray)
 
@@ -229,6 +274,8 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         max_choices=args.server_max_choices,
         allowed_origins=tuple(args.server_allowed_origins),
         parsers=parsers_named(args.server_tool_call_parser, args.server_reasoning_parser),
+        lora_modules=lora_modules(args.server_lora_modules),
+        allow_runtime_lora_updating=allows_updating(args),
         root_path=args.server_root_path,
         log_requests=not args.server_disable_log_requests,
         forwarded_allow_ips=tuple(args.server_forwarded_allow_ips),

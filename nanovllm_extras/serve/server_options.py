@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm_extras.lora.lora_request import LoRARequest
 from nanovllm_extras.serve.parsers.parser_registry import Parsers
 from nanovllm_extras.serve.serve_checks import (
     check_api_keys,
@@ -47,6 +48,11 @@ class ServerOptions:
     forwarded_allow_ips: tuple[str, ...] = ()
     """Addresses or networks of proxies whose headers about the client's address are trusted."""
 
+    lora_modules: tuple[LoRARequest, ...] = ()
+    """LoRA adapters that are loaded at the start. Requests have their names as the model."""
+    allow_runtime_lora_updating: bool = False
+    """Whether adapters can be loaded and unloaded over HTTP."""
+
     enable_kv_slots: bool = False
     """Whether prompts can be saved and restored by name, at `/slots`."""
     enable_tokenizer_info: bool = False
@@ -63,6 +69,8 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_names(self.model_names)
+        if both := {one.name for one in self.lora_modules} & {*self.model_names}:
+            raise ValueError(f"--lora-modules: {min(both)!r} is a name of the model, too; give the adapter another one")
         check_api_keys(self.api_keys)
         check_origins(self.allowed_origins)
         check_root_path(self.root_path)

@@ -12,6 +12,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
+from nanovllm_extras.lora.lora_request import LoRARequest
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.bounds import Bounds
 from nanovllm_extras.serve.classifier import Classifier
@@ -52,8 +53,13 @@ class Server:
     background: set[asyncio.Task[None]] = field(default_factory=set)
     """The tasks that generate responses in the background. asyncio itself does not keep them alive."""
 
+    adapters: dict[str, LoRARequest] = field(init=False)
+    """The LoRA adapters that requests may name as their model."""
+
     def __post_init__(self) -> None:
         options = self.options
+        self.adapters = {one.name: one for one in options.lora_modules}
+        self._num_adapters = len(self.adapters)
         self.responses = ResponseStore(
             StoreBounds(
                 options.max_stored_responses, options.max_stored_response_bytes, options.max_stored_response_age_s
@@ -83,10 +89,24 @@ class Server:
         self.llm.thread.check_health()
         return self.llm
 
+    def adapter_of(self, name: str | None) -> LoRARequest | None:
+        """Return the LoRA adapter that a request names as its model, or None for the model itself."""
+        return None if name is None else self.adapters.get(name)
+
+    def name_in_answers(self, name: str | None) -> str:
+        """Return the name that answers have for a request whose model is `name`: that of its adapter if it has one."""
+        adapter = self.adapter_of(name)
+        return self.model_name if adapter is None else adapter.name
+
+    def take_adapter_number(self) -> int:
+        """Return a number for a new adapter, which no other has had."""
+        self._num_adapters += 1
+        return self._num_adapters
+
     def check_model(self, name: str | None) -> None:
-        """Raise APIError 404 if `name` is not a name of the model."""
-        if name is not None and name not in self.options.model_names:
-            served = ", ".join(self.options.model_names)
+        """Raise APIError 404 if `name` is neither a name of the model nor of an adapter."""
+        if name is not None and name not in self.options.model_names and name not in self.adapters:
+            served = ", ".join([*self.options.model_names, *self.adapters])
             raise APIError(404, f"unknown model {name!r}; this server has {served}", "model", "model_not_found")
 
 

@@ -32,6 +32,7 @@ GROUPS: Mapping[str, str] = {
     "explain_prefix_misses check_invariants",
     "scheduling": "max_model_len max_num_seqs max_num_batched_tokens long_prefill_token_threshold scheduling_policy "
     "preemption_mode swap_space_bytes speculative_config",
+    "LoRA adapters": "enable_lora max_loras max_lora_rank max_cpu_loras",
     "parallelism": "tensor_parallel_size nnodes node_rank master_addr master_port",
     "parts of your own": "extension scheduler_cls block_manager_cls prefix_cache_cls runner_cls sampler_cls "
     "proposer_cls",

@@ -14,7 +14,7 @@ from nanovllm_extras.machine.event_loop import run
 from nanovllm_extras.machine.machine_limits import allow_open_files
 from nanovllm_extras.machine.printing import say
 from nanovllm_extras.serve.async_llm import AsyncLLM
-from nanovllm_extras.serve.routes.app import make_app
+from nanovllm_extras.serve.routes.app import load_adapters, make_app
 from nanovllm_extras.serve.routes.server import DrainingServer, listen
 from nanovllm_extras.serve.routes.ui import LiveLines
 from nanovllm_extras.serve.serve_settings import (
@@ -64,6 +64,7 @@ def serve(settings: Settings, args: argparse.Namespace) -> int:
     def load() -> AsyncLLM:
         queued = settings.max_queued_requests
         llm = AsyncLLM.from_engine_args(engine_args, max_queued_requests=queued, trace=trace if trace.sinks else None)
+        load_adapters(llm, options)
         keep_from_collector()
         return llm
 

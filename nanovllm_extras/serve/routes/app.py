@@ -20,8 +20,8 @@ from nanovllm_extras.serve.messages.protocol import ErrorBody
 from nanovllm_extras.serve.metrics_route import Metrics
 from nanovllm_extras.serve.request_ids import RequestIds
 from nanovllm_extras.serve.request_paths import RequestPaths
-from nanovllm_extras.serve.routes import chat_route as chat
 from nanovllm_extras.serve.routes import (
+    adapters_route,
     completions,
     embeddings,
     info,
@@ -31,6 +31,7 @@ from nanovllm_extras.serve.routes import (
     stored_responses,
     ui,
 )
+from nanovllm_extras.serve.routes import chat_route as chat
 from nanovllm_extras.serve.routes import messages_route as messages
 from nanovllm_extras.serve.routes import responses_route as responses
 from nanovllm_extras.serve.routes.ui import LiveLines
@@ -68,6 +69,8 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
         app.include_router(routes.router)
     if options.enable_tokenizer_info:
         app.include_router(info.tokenizer_router)
+    if options.allow_runtime_lora_updating:
+        app.include_router(adapters_route.router)
     if options.enable_kv_slots:
         app.include_router(slots_route.router)
     if live is not None:
@@ -95,6 +98,7 @@ def set_engine(app: FastAPI, llm: AsyncLLM) -> None:
     Raises ValueError or TypeError if the tokens of `classifier_from_token` cannot be used.
     """
     server: Server = app.state.server
+    load_adapters(llm, server.options)
     server.bounds = Bounds.of(llm.engine, server.options.max_request_values, server.options.max_choices)
     server.token_bytes = TokenBytes(llm.engine.tokenizer)
     server.classifier = find_classifier(llm.engine)
@@ -102,6 +106,12 @@ def set_engine(app: FastAPI, llm: AsyncLLM) -> None:
     engine = llm.engine
     info = {"description": engine.description, "tensor_parallel_size": str(engine.config.tensor_parallel_size)}
     server.metrics.watch(llm.get_stats, info)
+
+
+def load_adapters(llm: AsyncLLM, options: ServerOptions) -> None:
+    """Load the LoRA adapters of the options, unless they are. Raises ValueError if one cannot be loaded."""
+    for adapter in options.lora_modules:
+        llm.thread.call(llm.engine.add_lora, adapter).result()
 
 
 def without_422(schema: dict[str, Any]) -> dict[str, Any]:

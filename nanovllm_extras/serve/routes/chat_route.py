@@ -39,7 +39,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     generation = Generation(server, new_id("chatcmpl", request), [prompt], params)
     await generation.start(request, body, "messages")
     answers = [Answer(body, prompt, parsers, server.token_bytes) for _ in range(body.n or 1)]
-    chat = Chat(body, generation, server.model_name, answers, server.token_bytes)
+    chat = Chat(body, generation, server.name_in_answers(body.model), answers, server.token_bytes)
     if body.stream:
         return EventStream(generation, chat.chunks())
     return await answer_whole(request, generation, chat.whole)

@@ -46,7 +46,9 @@ async def create_completion(body: CompletionRequest, request: Request, server: R
     params = await run(lambda check: completion_params(body, engine, form))
     generation = Generation(server, new_id("cmpl", request), prompts, params)
     await generation.start(request, body, "prompt")
-    completions = Completions(body, generation, server.model_name, engine.tokenizer, server.token_bytes)
+    completions = Completions(
+        body, generation, server.name_in_answers(body.model), engine.tokenizer, server.token_bytes
+    )
     if body.stream:
         return EventStream(generation, completions.chunks())
     return await answer_whole(request, generation, completions.whole)

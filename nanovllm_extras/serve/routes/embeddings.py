@@ -80,7 +80,7 @@ def write_answer(
 ) -> bytes:
     """Return the JSON of the answer. `check` is called before each vector."""
     usage = usage_of_prompts(outputs)
-    whole = encode({"id": embedding_id, "object": "list", "model": server.model_name, "usage": usage})
+    whole = encode({"id": embedding_id, "object": "list", "model": server.name_in_answers(body.model), "usage": usage})
     vectors = []
     for i, one in enumerate(outputs):
         check()
@@ -94,7 +94,8 @@ async def embed(
     """Return the embeddings of all prompts, in their order. If cancelled, it aborts the unfinished requests."""
     params = PoolingParams(body.pooling or "last", True if body.normalize is None else body.normalize)
     check_lengths(prompts, "input", server.bounds)
-    return await read_prompts(server, request, params, embedding_id, prompts, "input", body.priority, body.cache_salt)
+    own = body.priority, body.cache_salt, body.model
+    return await read_prompts(server, request, params, embedding_id, prompts, "input", *own)
 
 
 def check_dimensions(dimensions: int, size: int, raw: dict[str, object]) -> None:

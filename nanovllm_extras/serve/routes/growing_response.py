@@ -55,7 +55,7 @@ class GrowingResponse:
         self._body = body
         self._generation = generation
         self._params = generation.params
-        self._model_name = server.model_name
+        self._model_name = server.name_in_answers(body.model)
         self._engine = engine
         self._id = response_id
         self._destination = destination

@@ -77,14 +77,15 @@ def as_json(value: object) -> object:
 @router.get("/v1/models")
 @router.head("/v1/models", include_in_schema=False)
 async def list_models(server: ReadyServer) -> dict[str, object]:
-    """Return all names of the model."""
-    return {"object": "list", "data": [describe(server, name) for name in server.options.model_names]}
+    """Return all names of the model, and its LoRA adapters."""
+    names = [*server.options.model_names, *server.adapters]
+    return {"object": "list", "data": [describe(server, name) for name in names]}
 
 
 @router.get("/v1/models/{name:path}")
 @router.head("/v1/models/{name:path}", include_in_schema=False)
 async def show_model(name: str, server: ReadyServer) -> dict[str, object]:
-    """Return one name of the model."""
+    """Return one name of the model, or one adapter."""
     server.check_model(name)
     return describe(server, name)
 
@@ -124,14 +125,14 @@ async def detokenize(body: DetokenizeRequest, request: Request, server: ReadySer
 
 
 def describe(server: Server, name: str) -> dict[str, object]:
-    """Return OpenAI's JSON of the model under one of its names."""
-    engine = server.check_ready().engine
+    """Return OpenAI's JSON of the model under one of its names, or of an adapter."""
+    engine, adapter = server.check_ready().engine, server.adapter_of(name)
     return {
         "id": name,
         "object": "model",
         "created": server.started,
         "owned_by": "nanovllm",
-        "root": str(engine.config.model),
-        "parent": None,
+        "root": str(engine.config.model) if adapter is None else adapter.path,
+        "parent": None if adapter is None else server.model_name,
         "max_model_len": engine.parts.max_model_len,
     }

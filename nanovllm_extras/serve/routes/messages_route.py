@@ -48,7 +48,9 @@ async def create_message(body: MessagesRequest, request: Request, server: ReadyS
         generation = Generation(server, new_id("msg", request).replace("-", "_", 1), [prompt], params)
         await generation.start(request, chat, "messages")
     answer = Answer(chat, prompt, server.options.parsers, server.token_bytes)
-    growing = GrowingMessage(body, answer, generation, server.model_name, len(prompt["prompt_token_ids"]))
+    growing = GrowingMessage(
+        body, answer, generation, server.name_in_answers(body.model), len(prompt["prompt_token_ids"])
+    )
     if body.stream:
         return MessageStream(generation, growing, request_id_of(request.scope))
     return await answer_whole(request, generation, growing.whole)

@@ -50,7 +50,7 @@ async def pool(body: PoolingRequest, request: Request, server: ReadyServer) -> R
 
     async def read_and_write() -> bytes:
         outputs = await read_prompts(
-            server, request, params, pooling_id, prompts, "input", body.priority, body.cache_salt
+            server, request, params, pooling_id, prompts, "input", body.priority, body.cache_salt, body.model
         )
         check_all_read(outputs)
         return await server.workers.write(request.state.caller, partial(write, server, body, pooling_id, outputs))
@@ -95,7 +95,12 @@ def check_numbers(server: Server, prompts: list[Prompt]) -> None:
 
 def write(server: Server, body: PoolingRequest, pooling_id: str, outputs: list[Any], check: Check) -> bytes:
     """Return the JSON of the answer. `check` is called before each piece."""
-    head = {"id": pooling_id, "object": "list", "created": int(time.time()), "model": server.model_name}
+    head = {
+        "id": pooling_id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": server.name_in_answers(body.model),
+    }
     pieces = [encode(head | {"usage": usage_of_prompts(outputs)})[:-1], b',"data":[']
     for i, output in enumerate(outputs):
         check()

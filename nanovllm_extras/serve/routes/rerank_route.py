@@ -39,7 +39,7 @@ async def rerank(body: RerankRequest, request: Request, server: ReadyServer) -> 
         result: dict[str, object] = {"index": i, "relevance_score": scores.values[i]}
         results.append(result | ({"document": {"text": documents[i]}} if has_documents else {}))
     meta = {"api_version": {"version": "2" if is_cohere else "1"}, "tokens": {"input_tokens": num_tokens_of(scores)}}
-    answer = {"id": rerank_id, "object": "list", "model": server.model_name, "results": results}
+    answer = {"id": rerank_id, "object": "list", "model": server.name_in_answers(body.model), "results": results}
     return await as_json(server, request, answer | {"usage": scores.usage, "meta": meta})
 
 
@@ -51,7 +51,12 @@ async def score(body: ScoreRequest, request: Request, server: ReadyServer) -> Re
     score_id = new_id("score", request)
     scores = await unless_client_leaves(request.receive, score_pairs(server, request, body, score_id, body.sides))
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores.values)]
-    answer = {"id": score_id, "object": "list", "created": int(time.time()), "model": server.model_name}
+    answer = {
+        "id": score_id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": server.name_in_answers(body.model),
+    }
     return await as_json(server, request, answer | {"data": data, "usage": scores.usage})
 
 

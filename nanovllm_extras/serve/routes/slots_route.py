@@ -40,6 +40,8 @@ async def change_slot(
 ) -> dict[str, object]:
     """Save the blocks of a prompt, or load those of a saved one, and return how many tokens they hold."""
     server.check_model(body.model)
+    if server.adapter_of(body.model) is not None:
+        raise APIError(400, "a slot has K and V of the model without adapters", "model")
     slots = slots_of(server)
     if (body.prompt is not None) + (body.messages is not None) != (action == "save"):
         raise APIError(400, "save needs either prompt or messages, and restore needs neither", "prompt")
