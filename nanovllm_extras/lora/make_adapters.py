@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from nanovllm_extras.kernels.adapter_rows import AdapterRows, LayerShape, MaskedProducts, Products, TorchProducts
-from nanovllm_extras.lora.adapters import Adapters
+from nanovllm_extras.kernels.cuda.requirements import why_no_triton
+from nanovllm_extras.lora.adapters import Adapters, Keep
 from nanovllm_extras.weights.cut import Cutter
 
 
@@ -52,8 +53,9 @@ def make_adapters(runner: HasNetwork) -> Adapters:
         share: nn.Module = runner.model_class(runner.shape, runner.backend_of_layers)
     part: Part = runner.part
     cuts = Cutter(part.rank, part.num_ranks).cuts_of_checkpoint(whole, share) if part.num_ranks > 1 else {}
-    max_rank, keep = config.max_lora_rank, list
-    if runner.device.type == "cuda":
+    max_rank = config.max_lora_rank
+    keep: Keep = list
+    if runner.device.type == "cuda" or config.attention_backend == "triton":  # which runs in an interpreter, too
         rows = AdapterRows()
         make: Any = partial(make_for_cuda, num_slots=config.max_loras, max_rank=max_rank, runner=runner)
     elif hasattr(runner.backend, "library") and not config.enforce_eager and not config.has_own_backend:
@@ -79,4 +81,8 @@ def make_for_cpu(shape: LayerShape, rows: Any, num_slots: int, dtype: torch.dtyp
 def make_for_cuda(shape: LayerShape, rows: AdapterRows, num_slots: int, max_rank: int, runner: HasNetwork) -> Products:
     """Return products by a kernel, or in PyTorch without triton."""
     sizes = (shape, rows, num_slots, runner.dtype, max_rank, runner.device)
-    return MaskedProducts(*sizes)
+    if why_no_triton() is not None:
+        return MaskedProducts(*sizes)
+    from nanovllm_extras.kernels.cuda.adapter_kernels import TritonProducts
+
+    return TritonProducts(*sizes)

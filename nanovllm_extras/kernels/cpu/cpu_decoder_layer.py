@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm_extras.kernels.classes import is_one
+from nanovllm_extras.kernels.classes import LORA_LINEAR, base_of, is_one
 from nanovllm_extras.kernels.cpu.cpu_layers import CpuGate, CpuLinear, CpuRMSNorm
 from nanovllm_extras.kernels.cpu.library import LANES, Library, load_library, masking
 from nanovllm_extras.kernels.dense_layers import DenseParts, dense_parts
 from nanovllm_extras.models.masking import PLAIN
 
 ADAPTED = ("adapted_qkv", "adapted_o", "adapted_gate_up", "adapted_down")
-LORA_LINEAR = "nanovllm_extras.lora.lora_linear.LoraLinear"  # a path, since that folder uses these kernels
 
 
 class Layer(Structure):
@@ -152,8 +151,3 @@ def is_fast(parts: DenseParts) -> bool:
     if not all(norm is None or isinstance(norm, CpuRMSNorm) for norm in parts.norms):
         return False
     return isinstance(parts.activation, CpuGate) and base_of(parts.down_proj).in_features % LANES == 0
-
-
-def base_of(product: Any) -> Any:
-    """Return a product without the adapters that it may have."""
-    return product.base if is_one(product, LORA_LINEAR) else product

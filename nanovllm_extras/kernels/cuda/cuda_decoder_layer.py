@@ -13,7 +13,7 @@ The attention backends for CUDA call `replace_layers` after the weights have bee
 depend on it.
 """
 
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.basic import Linear, RMSNorm, Rotary, SiluAndMul
 from nanovllm.layers.triton_layers import TritonRMSNorm, rms_norm, silu_and_mul
 from nanovllm_extras.kernels.backend import AttentionBackend
+from nanovllm_extras.kernels.classes import LORA_LINEAR, base_of, is_one
 from nanovllm_extras.kernels.cuda import few_tokens
 from nanovllm_extras.kernels.cuda.cuda_gated_delta import TritonGatedDeltaNet, has_fast_delta
 from nanovllm_extras.kernels.cuda.norm_kernels import norm_rotary_store
@@ -105,10 +106,17 @@ class TritonDecoderLayer(nn.Module):
             x += self.communicator.all_reduce(product(y, linear))
 
 
-def product(x: torch.Tensor, linear: Product) -> torch.Tensor:
+def product(x: torch.Tensor, linear: Any) -> torch.Tensor:
+    """Compute the product of any `Product`, or of one with LoRA adapters."""
+    if is_one(linear, LORA_LINEAR):
+        y = product(x, linear.base)
+        if linear.rows.slots is not None:
+            linear.products.add(x, y)
+        return y
     if isinstance(linear, TritonQuantisedLinear):
         return linear.product(x)
-    return F.linear(x, linear.weight, linear.bias)
+    whole: torch.Tensor = F.linear(x, linear.weight, linear.bias)
+    return whole
 
 
 def is_few(x: torch.Tensor) -> bool:
@@ -131,8 +139,8 @@ def norm_gate_up(x: torch.Tensor, norm: RMSNorm, linear: Product) -> torch.Tenso
 
 def add_linear(x: torch.Tensor, y: torch.Tensor, linear: Product) -> None:
     """Compute x += linear(y) in place. The product itself adds x in its last step, which saves a kernel."""
-    if isinstance(linear, TritonQuantisedLinear):
-        x += linear.product(y)
+    if not isinstance(linear, Linear):
+        x += product(y, linear)
         return
     if is_few(y):
         few_tokens.add_linear(x, y, linear.weight, linear.bias)
@@ -185,7 +193,7 @@ def has_fast_version(parts: DenseParts, backend: AttentionBackend) -> bool:
     """
     if not isinstance(parts.activation, SiluAndMul) or parts.is_partly_rotated or parts.residual_factor != 1:
         return False
-    if not all(isinstance(one, Linear | TritonQuantisedLinear) for one in parts.products):
+    if not all(isinstance(base_of(one), Linear | TritonQuantisedLinear) for one in parts.products):
         return False  # projections of one input in several products
     head_dim = backend.head_dim
     fits = len(parts.input_norm.weight) <= MAX_SIZE and 2 <= head_dim <= 1024
