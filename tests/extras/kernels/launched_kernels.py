@@ -22,7 +22,9 @@ from triton.runtime.jit import JITFunction
 from benchmarks.kernel_resources import GPUS, Resources, read_cubin
 from nanovllm.layers.triton_layers import norm_and_rotate
 from nanovllm_extras import LLM, TINY_QWEN3, TINY_QWEN3_5, SamplingParams
+from nanovllm_extras.kernels.adapter_rows import AdapterRows, LayerShape
 from nanovllm_extras.kernels.cuda import (
+    adapter_kernels,
     few_tokens,
     sample,
     triton_attention,  # noqa: F401 (before the next line)
@@ -88,6 +90,11 @@ def launch_all(kv_cache_dtypes, logits_dtypes):
     speculation = {"method": "ngram", "num_speculative_tokens": 3}
     llm = LLM(TINY_QWEN3_5, **options, max_num_seqs=4, max_num_batched_tokens=45, speculative_config=speculation)
     llm.generate([[5] * 40, [7] * 9], params, use_tqdm=False)
+    rows = AdapterRows()
+    rows.slots = torch.ones(20, dtype=torch.int32)
+    shape, sizes = LayerShape(1024, (0, 2048, 3072, 4096)), (4, torch.bfloat16, 16, torch.device("cpu"))
+    x, y = torch.zeros(20, 1024, dtype=torch.bfloat16), torch.zeros(20, 4096, dtype=torch.bfloat16)
+    adapter_kernels.TritonProducts(shape, rows, *sizes).add(x, y)
     temperatures, uniforms = torch.ones(2), torch.zeros(2, dtype=torch.float64)
     for dtype in logits_dtypes:
         logits = torch.zeros(2, VOCAB_SIZE, dtype=dtype)
