@@ -39,6 +39,9 @@ VALUES: Mapping[str, Mapping[str | None, object]] = {
     "master_addr": {None: "127.0.0.1"},
     "master_port": {None: 29501},
     "disable_hybrid_kv_cache_manager": {None: False},
+    "enable_lora": {None: False},
+    "max_loras": {None: 1},
+    "max_lora_rank": {None: 16},
 }
 """Option of the engine -> vLLM's value -> nanovllm's value with the same meaning."""
 

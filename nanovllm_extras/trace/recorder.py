@@ -82,7 +82,8 @@ class Recorder(Observer):
         self._host_slots: dict[Sequence, int] = {}  # the same for their recurrent states
         self._num_steps = 0
         self._num_admitted = 0  # since the last step
-        self._salts: dict[str, int] = {}  # each with a number
+        # salts and adapters, each with a number
+        self._salts: dict[tuple[str | None, str | None], int] = {}
         self._flights: deque[tuple[int, list[Any]]] = deque()  # steps in flight, and the sequences they sample
         self._loaded: dict[int, str] = {}  # block whose contents came from the K/V store -> name of the tier
         self._snapshots: dict[int, tuple[int, int]] = {}  # slot -> the block at whose end the state was, its tokens
@@ -236,8 +237,9 @@ class Recorder(Observer):
         }
         if seq.priority:
             about["priority"] = seq.priority
-        if seq.cache_salt is not None:
-            about["cache_salt"] = f"salt {self._salts.setdefault(seq.cache_salt, len(self._salts) + 1)}"
+        if seq.cache_salt is not None or seq.adapter is not None:  # an adapter separates blocks as a salt does
+            key = seq.cache_salt, None if seq.adapter is None else seq.adapter.digest
+            about["cache_salt"] = f"salt {self._salts.setdefault(key, len(self._salts) + 1)}"
         return about
 
     def _next_number(self, seq: Sequence) -> int:

@@ -55,6 +55,10 @@ DEFAULTS = {
     "chat_template": None,
     "generation_config": "auto",
     "override_generation_config": None,
+    "enable_lora": False,
+    "max_loras": 1,
+    "max_lora_rank": 16,
+    "max_cpu_loras": None,
     "proposer_cls": None,
 }
 
@@ -86,6 +90,10 @@ GOOD = [
     ("chat_template", [None, "{{ messages }}", Path("a.jinja")]),
     ("generation_config", ["auto", "vllm", Path("/some/where")]),
     ("override_generation_config", [None, {"temperature": 0.5}]),
+    ("enable_lora", [True, False]),
+    ("max_loras", [1, 100]),
+    ("max_lora_rank", [1, 512]),
+    ("max_cpu_loras", [None, 1, 100]),
 ]
 
 BAD_TYPES = [
@@ -108,6 +116,8 @@ BAD_TYPES = [
     ("chat_template", ["", 1]),
     ("generation_config", [None, "", 1]),
     ("override_generation_config", ["{}", [1], {1: 2}]),
+    ("enable_lora", [None, 1, "yes"]),
+    *[(name, NO_INTEGERS) for name in ("max_loras", "max_lora_rank", "max_cpu_loras")],
 ]
 BAD_VALUES = [
     *[(name, [value for value in values if value != "gguf"]) for name, values in core.BAD_VALUES],
@@ -120,6 +130,7 @@ BAD_VALUES = [
     ("master_port", [0, 65536]),
     ("load_format", ["pt", "", None, True]),
     ("self_check", ["", "ON", True, False]),
+    *[(name, [0, -1]) for name in ("max_loras", "max_lora_rank", "max_cpu_loras")],
 ]
 
 

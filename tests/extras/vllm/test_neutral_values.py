@@ -132,7 +132,7 @@ def test_methods():
     for method, names in CALLS.items():
         call = getattr(llm, method)
         assert call(*arguments[method], use_tqdm=False, **dict.fromkeys(names))
-        with pytest.raises(ValueError, match="lora_request=3 is not supported"):
+        with pytest.raises(TypeError, match="lora_request must be a LoRARequest, .* got 3"):
             call(*arguments[method], use_tqdm=False, lora_request=3)
     llm.reset_prefix_cache(reset_running_requests=False, reset_connector=False)
 

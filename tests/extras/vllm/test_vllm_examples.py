@@ -93,7 +93,7 @@ def test_engine_args_from_a_command_line_to_an_llm():
     assert lengths(llm.generate(PROMPTS, params, use_tqdm=tqdm, lora_request=None, priority=1)) == [3, 3, 3]
     assert llm.get_default_sampling_params().max_tokens == 16, "the engine's own are as before"
     assert llm.llm_engine.config.max_num_seqs == 4
-    with pytest.raises(ValueError, match="lora_request='x' is not supported"):
+    with pytest.raises(TypeError, match="lora_request must be a LoRARequest, .* got 'x'"):
         llm.generate(PROMPTS, lora_request="x")
 
 

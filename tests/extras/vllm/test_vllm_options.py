@@ -41,7 +41,7 @@ REFUSED = [
     ("trust_remote_code", True, "no code of a checkpoint is run"),
     ("tokenizer_mode", "slow", "no code"),
     ("quantization_config", {"bits": 4}, "quantization='int8'"),
-    ("enable_lora", True, "merge the adapter"),
+    ("fully_sharded_loras", True, "tensor parallel ranks"),
     ("num_speculative_tokens", 5, "speculative_config"),
     ("diffusion_config", {"steps": 4}, "one after the other"),
     ("swap_space", 4, "swap_space_bytes"),
