@@ -15,20 +15,24 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.parallel.messages import (
+    COMMAND,
     HEADER_BYTES,
     LOGITS,
     MATCH,
     STEP,
     Header,
+    pack_command,
     pack_logits,
     pack_names,
     pack_step,
     receive,
     receive_json,
     send_json,
+    unpack_command,
     unpack_names,
     unpack_step,
 )
+from nanovllm_extras.records.adapter_metadata import AdapterMetadata
 from nanovllm_extras.records.grouped_metadata import GroupedMetadata
 from nanovllm_extras.records.moves import Moves
 from nanovllm_extras.records.tier import BlockName
@@ -68,6 +72,8 @@ def batches(draw):
         max_seqlen_k=draw(st.integers(0, 2**31 - 1)),
         num_prefix_tokens=draw(st.integers(0, 2**31 - 1)),
     )
+    if draw(st.booleans()):
+        metadata = AdapterMetadata(**vars(metadata), adapters=array(n))
     if num_windows := draw(st.integers(0, 2)):
         shapes = metadata.slot_mapping.shape, metadata.block_tables.shape
         slots, tables = ([array(*shape) for _ in range(num_windows)] for shape in shapes)
@@ -121,7 +127,7 @@ def test_a_batch_arrives_as_it_was(batch, has_draw):
     assert type(found.metadata) is type(batch.metadata)
     for field in dataclasses.fields(batch.metadata):
         ours, theirs = getattr(found.metadata, field.name), getattr(batch.metadata, field.name)
-        if isinstance(theirs, int):
+        if isinstance(theirs, int | None):
             assert ours == theirs, field.name
             continue
         if isinstance(theirs, torch.Tensor):
@@ -182,3 +188,11 @@ def test_no_rank_unpickles(tiny_checkpoint, rank_threads, monkeypatch):
     with LLM(tiny_checkpoint[0], tensor_parallel_size=2, attention_backend="torch", num_kv_blocks=20) as llm:
         params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
         assert len(llm.generate([1, 2, 3], params, use_tqdm=False)[0].outputs[0].token_ids) == 3
+
+
+@given(st.lists(st.integers() | st.text(), max_size=4))
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
+@pytest.mark.examples
+def test_a_command_arrives_as_it_was(order):
+    header, values = sent(pack_command(order))
+    assert (header.kind, unpack_command(values)) == (COMMAND, order)
