@@ -14,7 +14,7 @@ from tests.extras.lora.peft_adapters import make_adapter
 OPTIONS = {"dtype": "float32", "num_kv_blocks": 64, "check_invariants": True}
 LORA = {**OPTIONS, "enable_lora": True, "max_loras": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-PROMPT = "What is a block table, and who owns it?"
+PROMPT = "What is a block table, and who owns it? Which blocks are free, and which of them are shared?"
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_blocks_are_shared_by_the_same_adapter_only(llm, folders, tmp_path):
         (output,) = llm.generate(PROMPT, GREEDY, use_tqdm=False, lora_request=request)
         hits.append(output.num_cached_tokens)
     num_full = (len(output.prompt_token_ids) - 1) // 16 * 16
-    assert hits == [0, 0, 0, num_full, num_full]
+    assert hits == [0, 0, 0, num_full, num_full] != [0] * 5
     # in a store, adapters are known by what is in their files: other names and numbers find the same blocks
     config = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": tmp_path}}
     hits = []
