@@ -73,7 +73,7 @@ def report(
     num_rounds: int,
     clock: Callable[[], float],
 ) -> None:
-    """Print the time of each case as a share of the time of an engine that knows no adapters."""
+    """Print the time of each case as a share of the time of an engine without `enable_lora`."""
     without: list[LoRARequest | None] = [None] * len(next(iter(cases.values()))[1])
     times: dict[str, list[float]] = {case: [] for case in ("without", *cases)}
     for _ in range(num_rounds):

@@ -27,6 +27,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 WHY_NOT = {
     "experts": "adapters of experts are not served",
+    "kv_b_proj": "attention multiplies by parts of this weight, so adapters of it are not served",
     "lm_head": "adapters of the output layer are not served",
     "embed_tokens": "adapters of embeddings are not served",
     "gate": "adapters of routers are not served",

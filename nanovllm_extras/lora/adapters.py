@@ -36,7 +36,7 @@ MakeProducts = Callable[[LayerShape, AdapterRows], Products]
 
 
 class Ranks(Protocol):
-    """What tells the other ranks (`execution/alone.py`)."""
+    """What tells the other ranks (`ranks` of the runner)."""
 
     def command(self, order: list[Any], answer: Callable[[], int]) -> int:
         """Send a command to all ranks, of which rank 0 answers by `answer`. Returns the least of the answers."""
@@ -68,7 +68,7 @@ class Adapters:
         self._in_slot: list[int] = [0] * (num_slots + 1)  # numbers of adapters; slot 0 is none
 
     def wrap(self, model: nn.Module, make_products: MakeProducts) -> None:
-        """Put a `LoraLinear` in the place of each linear layer of the network, which has its weights."""
+        """Replace each linear layer of the network by a `LoraLinear` around it. The weights must be loaded."""
         for place in self._share:
             shape = shape_of(place)
             products = make_products(shape, self.rows)

@@ -1,6 +1,6 @@
 """A linear layer of the network with the adapters in its slots.
 
-It is in the place of the layer from the start on, so that a backend replaces the layer inside it by a faster one. Rows
+It replaces the layer before a backend makes layers faster, and the backend then replaces the layer inside it. Rows
 without an adapter have the same bits as without this layer.
 """
 

@@ -10,7 +10,7 @@ from nanovllm.checks import check_int
 class LoRARequest:
     """An adapter: its name, a number that no other adapter of the engine has, and its folder.
 
-    Raises TypeError or ValueError if the name is empty, the number is below 1 or there is no path.
+    Raises TypeError or ValueError if the name is empty, the number is below 1 or the path is empty.
     """
 
     lora_name: str

@@ -20,7 +20,7 @@ from nanovllm_extras.weights.cut import Cutter
 
 
 class Part(Protocol):
-    """The part of the network that a rank has (`execution/alone.py`)."""
+    """The part of the network that a rank has (`part` of the runner)."""
 
     rank: int
     num_ranks: int

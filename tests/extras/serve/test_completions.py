@@ -186,7 +186,7 @@ def test_sampling_fields_reach_the_engine(client, llm, monkeypatch):
         "logprobs": 1,
     }
     client.ask(PATH, prompt="a", **fields, logit_bias={"2": -1.5}, priority=3)
-    (_, _, (params, *_), priority, _) = seen[0]
+    (_, _, (params, *_), priority, *_) = seen[0]
     assert {name: getattr(params, name) for name in fields} == fields
     assert params.logit_bias == {2: -1.5}
     assert priority == 3
