@@ -180,15 +180,18 @@ static int project(const struct step *s, const struct adapted *adapted, const el
     return status == DONE && adapted && s->rows ? add_adapters(adapted, s->rows, x, y, n) : status;
 }
 
+#define MOST_ADDED_ROWS 64
+
 // Compute y = act(gate) * up, with the projections of x. `whole`: a buffer for both projections, if rows have adapters,
-// or only for what the adapters add to them: a product that is fused with its gate is faster.
+// or only for what the adapters add to them: for few rows, a product that is fused with its gate is faster. Both ways
+// round at the same points.
 static int project_gated(const struct layer *l, const struct step *s, const element *x, element *y, element *whole) {
     const struct other_weight *other = l->other_gate_up;
     const long m = s->num_tokens, n = l->intermediate_size, k = l->hidden_size;
     if (!s->rows || !l->adapted_gate_up || !l->adapted_gate_up->max_rank)
         return other ? other->gated_linear(x, other, l->gate_up_bias, y, m, n, k, l->gate)
                      : gated_linear(x, l->gate_up_proj, l->gate_up_bias, y, m, n, k, l->gate);
-    if (other) {
+    if (other || m > MOST_ADDED_ROWS) {
         const int status = project(s, l->adapted_gate_up, x, l->gate_up_proj, other, l->gate_up_bias, whole, 2 * n, k);
         if (status == DONE) gate_and_mul(whole, whole + n, y, m, n, 2 * n, l->gate);
         return status;
