@@ -23,7 +23,7 @@ def select_on_device(self, slots):
     self.slots = slots
 
 
-@pytest.mark.parametrize("has_overlap", [False, True])
+@pytest.mark.parametrize("has_overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_replayed_steps_have_the_adapter_of_each_row(monkeypatch, tmp_path, has_overlap):
     for seed, name in enumerate("ab"):
         make_adapter(tmp_path / name, seed, scale=0.6)
