@@ -22,8 +22,10 @@ import pytest
 from pydantic.json_schema import models_json_schema
 
 from nanovllm_extras.serve.bounds import COSTS
+from nanovllm_extras.serve.messages.pooling_protocol import MAX_INPUTS
 from nanovllm_extras.serve.messages.responses_input import ITEMS
 from nanovllm_extras.serve.routes.app import make_app
+from nanovllm_extras.serve.routes.pooling_route import MAX_NUMBERS
 from nanovllm_extras.serve.server_options import ServerOptions
 from tests.extras.serve.real_server import in_process
 
@@ -34,6 +36,7 @@ PATIENCE_S = 20  # for all attempts
 MIB = 2**20
 LIMIT = ServerOptions(("x",)).max_request_bytes
 PLACE = '"@here@"'
+HIDDEN_SIZE = 256  # the bundled model's
 
 
 # ---- bodies from the schema
@@ -310,7 +313,8 @@ def test_no_field_of_any_request_holds_the_others_up(capsys):
     schema, bodies, start, wrong = document(), found(), time.perf_counter(), []
     tried = [*{(place.name, str(place.nodes)): place for place in places(schema)}.values()]  # each field once
     assert len(tried) > 100, "the schema was read"
-    assert {place.url for place in tried} == {url for url, _ in bodies_of(schema)}
+    kinds = {url: json.dumps(body) for url, body in bodies_of(schema)}  # `/rerank` has three URLs, and one kind of body
+    assert {kinds[place.url] for place in tried} == set(kinds.values())
     assert {f"input[].{name}" for name in ("role", "arguments", "output", "content[].text")} < {
         place.name for place in tried
     }
@@ -337,6 +341,27 @@ def test_long_prompts_hold_a_stream_up_for_a_step_and_log_probabilities_for_litt
             fields = {"prompt": prompts, "ignore_eos": True, "logprobs": 20, **others}
             assert one.attack(str(others), "/v1/completions", json.dumps(fields).encode()) == ""
             report(capsys, one, 1, 0, 0, told=[str(others)])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_as_many_documents_and_numbers_as_allowed_hold_a_stream_up_for_a_step(capsys):
+    """Their prompts are made, and their answers written, in pieces or in a thread."""
+    documents, vectors = [f"document {i}" for i in range(MAX_INPUTS)], {"task": "token_embed"}
+    many = [[(i * j) % 500 + 300 for j in range(1000)] for i in range(1, MAX_NUMBERS // HIDDEN_SIZE // 1000 + 1)]
+    bodies = {
+        "documents": ("/rerank", {"query": "q", "documents": documents}),
+        "pairs": ("/score", {"text_1": documents, "text_2": documents[::-1]}),
+        "vectors": ("/pooling", {"input": documents}),
+        "vectors of tokens": ("/pooling", {"input": many, **vectors}),
+        "in base64": ("/pooling", {"input": many, "encoding_format": "base64", **vectors}),
+    }
+    with attacked("--max-num-batched-tokens", 128) as one:
+        for what, (url, fields) in bodies.items():
+            body = json.dumps(fields).encode()
+            assert one.post(url, body) == 200, what
+            assert one.attack(what, url, body) == ""
+        report(capsys, one, len(bodies), 0, 0, told=bodies)
 
 
 def settled(one):
