@@ -14,7 +14,12 @@ from nanovllm import TINY_QWEN3
 if TYPE_CHECKING:
     from nanovllm_extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
     from nanovllm_extras.beam_search.beam_params import BeamSearchParams
-    from nanovllm_extras.embedding.embedding_outputs import EmbeddingOutput, EmbeddingRequestOutput
+    from nanovllm_extras.embedding.embedding_outputs import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from nanovllm_extras.embedding.pooling_params import PoolingParams
     from nanovllm_extras.engine.engine_stats import EngineStats
     from nanovllm_extras.engine.full_engine import LLMEngine
@@ -39,7 +44,12 @@ LAZY = {
     "beam_search.beam_outputs": ("BeamSearchOutput", "BeamSearchSequence"),
     "beam_search.beam_params": ("BeamSearchParams",),
     "weights.bundled": ("TINY_QWEN3_5",),
-    "embedding.embedding_outputs": ("EmbeddingOutput", "EmbeddingRequestOutput"),
+    "embedding.embedding_outputs": (
+        "EmbeddingOutput",
+        "EmbeddingRequestOutput",
+        "ScoringOutput",
+        "ScoringRequestOutput",
+    ),
     "embedding.pooling_params": ("PoolingParams",),
     "engine.engine_stats": ("EngineStats",),
     "lora.lora_request": ("LoRARequest",),
@@ -76,6 +86,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StepOutput",
     "StructuredOutputsParams",
     "TextPrompt",

@@ -1,4 +1,4 @@
-"""`LLM` with everything: vLLM's options, priorities, chat options, embeddings, beam search, statistics.
+"""`LLM` with everything: vLLM's options, priorities, chat options, embeddings, scores, beam search, statistics.
 
 Calls may interleave: a stream that pauses and another call advance each other's requests.
 """
@@ -29,6 +29,7 @@ from nanovllm_extras.requests.lazy_outputs import RequestOutput
 if TYPE_CHECKING:
     from nanovllm_extras.beam_search import beam_params
     from nanovllm_extras.embedding import pooling_params
+    from nanovllm_extras.embedding import score as pair_score
     from nanovllm_extras.vllm import vllm_metrics
 
 
@@ -86,11 +87,13 @@ class LLM(llm.LLM):
     if TYPE_CHECKING:
         from_engine_args: Callable[[object], "LLM"]
         beam_search, embed = beam_params.beam_search, pooling_params.embed
+        score = pair_score.score
         get_metrics = vllm_metrics.get_metrics
     else:
         from_engine_args = LazyMethod("vllm.engine_args", of_class=True)
         beam_search = LazyMethod("beam_search.beam_params")
         embed = LazyMethod("embedding.pooling_params")
+        score = LazyMethod("embedding.score")
         get_metrics = LazyMethod("vllm.vllm_metrics")
 
     def generate(

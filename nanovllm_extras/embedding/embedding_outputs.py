@@ -1,4 +1,4 @@
-"""What `LLM.embed` returns; names are vLLM's."""
+"""What `LLM.embed` and `LLM.score` return; names are vLLM's."""
 
 from dataclasses import dataclass
 
@@ -29,3 +29,25 @@ class EmbeddingRequestOutput:
     """Prompt tokens whose K and V were found in the prefix cache: none with pooling "mean"."""
     metrics: RequestMetrics
     """`first_token_time` is when the embedding was computed."""
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """The score of a pair of texts."""
+
+    score: float
+    """A probability, a difference of two logits, or a cosine."""
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """What `LLM.score` returns for each pair."""
+
+    request_id: str
+    """By embeddings, the names of both requests, joined by `_`."""
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    """By embeddings, those of both texts."""
+    finished: bool
+    num_cached_tokens: int
+    """Prompt tokens whose K and V were found in the prefix cache."""

@@ -294,8 +294,10 @@ POOLING_OPTIONS = (
     ),
     Refused("give it to the method, such as LLM.generate(…, lora_request=…)", off("lora_request")),
     Refused("use token ids instead of text", off("tokenization_kwargs")),
+    Refused("use the arguments of LLM.score", off("pooling_params")),
+    Refused("use chat_template of LLM", off("chat_template")),
 )
-"""Options of `PoolingParams` and `LLM.embed`."""
+"""Options of `PoolingParams`, `LLM.embed` and `LLM.score`."""
 
 STRUCTURED_OPTIONS = (
     Refused("use grammar", {"structural_tag": (None,)}),

@@ -12,10 +12,10 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
+from nanovllm_extras.embedding.pair_classifier import Classifier
 from nanovllm_extras.lora.lora_request import LoRARequest
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.bounds import Bounds
-from nanovllm_extras.serve.classifier import Classifier
 from nanovllm_extras.serve.errors import APIError
 from nanovllm_extras.serve.ignored_fields import IgnoredFields
 from nanovllm_extras.serve.metrics_route import Metrics

@@ -4,10 +4,11 @@
 https://jina.ai/reranker, https://docs.cohere.com/reference/rerank, https://docs.vllm.ai
 """
 
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from nanovllm_extras.embedding.pairs import Sides
 from nanovllm_extras.serve.messages.protocol import Name, Salt, StrictModel, Text, Texts, TokenIds, Whole, conflict
 
 MAX_INPUTS = 2048  # texts, or pairs of texts, of one request: OpenAI's limit for embeddings
@@ -85,15 +86,6 @@ class RerankRequest(PairFields):
         return self
 
 
-class Sides(NamedTuple):
-    """The two lists of texts that a request compares, with the names of their fields."""
-
-    first_name: str
-    first: list[str]
-    second_name: str
-    second: list[str]
-
-
 SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 """The names of the fields with the texts, as in vLLM. A request has one of these pairs."""
 
@@ -117,13 +109,10 @@ class ScoreRequest(PairFields):
             missing = next((name for pair in SIDES if given[:1] == [pair[0]] for name in pair[1:]), SIDES[0][0])
             message = f"give two fields with texts ({pairs}), got {' and '.join(given) or 'none'}"
             raise conflict(given[2] if len(given) > 2 else missing, message)
-        sides = self.sides
-        if len(sides.first) not in (1, len(sides.second)):
-            raise conflict(
-                sides.second_name,
-                f"{sides.second_name} must have as many texts as {sides.first_name}, or {sides.first_name} one text, "
-                f"got {len(sides.second)} and {len(sides.first)}",
-            )
+        try:
+            self.sides.check_counts()
+        except ValueError as error:
+            raise conflict(self.sides.second_name, str(error)) from error
         return self
 
     @property

@@ -10,10 +10,10 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
+from nanovllm_extras.embedding.pair_classifier import find_classifier
 from nanovllm_extras.serve.access import AccessControl
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.bounds import Bounds
-from nanovllm_extras.serve.classifier import find_classifier
 from nanovllm_extras.serve.errors import install_error_handlers
 from nanovllm_extras.serve.http_metrics import HTTPMetrics
 from nanovllm_extras.serve.messages.protocol import ErrorBody

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from nanovllm.prompts import Prompt
+from nanovllm_extras.embedding.pair_classifier import read_raw_config
 from nanovllm_extras.embedding.pooling_params import EmbeddingRequestOutput, PoolingParams
 from nanovllm_extras.serve.body import JSONRoute
-from nanovllm_extras.serve.classifier import read_raw_config
 from nanovllm_extras.serve.errors import refuse
 from nanovllm_extras.serve.messages.pooling_protocol import MAX_INPUTS
 from nanovllm_extras.serve.messages.protocol import Name, Salt, StrictModel, Text, Texts, TokenIds, Whole

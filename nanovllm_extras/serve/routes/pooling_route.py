@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from nanovllm.prompts import Prompt
 from nanovllm_extras.embedding.pooling_params import PoolingParams
 from nanovllm_extras.embedding.reading_params import TokenStatesParams
+from nanovllm_extras.embedding.text_cuts import cut_to_fit, token_limit
 from nanovllm_extras.engine.input_processor import OtherParams
 from nanovllm_extras.serve.body import JSONRoute
 from nanovllm_extras.serve.bounds import BoundedTokenizer
@@ -22,7 +23,6 @@ from nanovllm_extras.serve.readings import check_all_read, read_prompts, usage_o
 from nanovllm_extras.serve.request_ids import new_id
 from nanovllm_extras.serve.state import ReadyServer, Server
 from nanovllm_extras.serve.streaming import PIECE, encode
-from nanovllm_extras.serve.truncation import cut_to_fit, token_limit
 from nanovllm_extras.serve.workers import Check, unless_client_leaves
 
 router = APIRouter(route_class=JSONRoute)
@@ -61,7 +61,7 @@ async def pool(body: PoolingRequest, request: Request, server: ReadyServer) -> R
 def encode_inputs(server: Server, body: PoolingRequest, check: Check) -> list[Prompt]:
     """Return the prompts, truncated as the request says: texts and token ids are cut at their end."""
     bounds, adds = server.bounds, body.add_special_tokens is not False
-    most = token_limit(body.truncate_prompt_tokens, bounds)
+    most = token_limit(body.truncate_prompt_tokens, bounds.max_model_len, bounds.capacity)
     bounds = bounds if most is None else bounds.of_truncated()
     tokenizer = bounds.tokenizer(server.check_ready().engine.tokenizer, check)
     prompts = encode_prompts(tokenizer, bounds, "input", body.input, adds, MAX_INPUTS)

@@ -9,8 +9,9 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
+from nanovllm_extras.embedding.pairs import Sides
 from nanovllm_extras.serve.body import JSONRoute
-from nanovllm_extras.serve.messages.pooling_protocol import RerankRequest, ScoreRequest, Sides, text_in
+from nanovllm_extras.serve.messages.pooling_protocol import RerankRequest, ScoreRequest, text_in
 from nanovllm_extras.serve.request_ids import new_id
 from nanovllm_extras.serve.scoring import Scores, score_pairs
 from nanovllm_extras.serve.state import ReadyServer, Server

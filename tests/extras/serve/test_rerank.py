@@ -1,4 +1,4 @@
-"""`/rerank`, `/score` and `/pooling`: scores and vectors are those of `transformers` in float32.
+"""`/rerank`, `/score`, `/pooling` and `LLM.score`: scores and vectors are those of `transformers` in float32.
 
 Seen to fail when broken: the two tokens exchanged; a template without its last line; documents that are cut together
 with the template; vectors that are not normalised; results in the order of the documents.
@@ -33,6 +33,16 @@ ROLES = (
     "{{- (messages | selectattr('role', 'eq', 'query') | first).content }}~"
     "{{- (messages | selectattr('role', 'eq', 'document') | first).content }}?"
 )
+
+
+OF_DECODER = {
+    "hf_overrides": {"classifier_from_token": ["n", "y"]},
+    "chat_template": ROLES,
+    "block_size": 4,
+    "max_num_batched_tokens": 12,  # most prompts are computed in several steps
+    "dtype": "float32",
+    "num_kv_blocks": 512,
+}
 
 
 def qwens_prompt(query, document, instruction=WEB):
@@ -73,9 +83,7 @@ def client_of(llm):
 @pytest.fixture(scope="module")
 def decoder(with_tokenizer):
     """A client of the random model, which answers `n` or `y`, with a template of its own."""
-    options = {"hf_overrides": {"classifier_from_token": ["n", "y"]}, "chat_template": ROLES, "block_size": 4}
-    options["max_num_batched_tokens"] = 12  # most prompts are computed in several steps
-    with AsyncLLM(with_tokenizer, dtype="float32", num_kv_blocks=512, **options) as llm:
+    with AsyncLLM(with_tokenizer, **OF_DECODER) as llm:
         yield client_of(llm)
         assert llm.get_stats().num_free_blocks == 512
 
@@ -211,6 +219,68 @@ def test_vectors_of_tokens_and_of_prompts(client, decoder, llm, tiny_checkpoint)
     for given in (texts[0], ids[0]):
         answer = client.ask(POOLING, input=given, task="token_embed", truncate_prompt_tokens=4)
         np.testing.assert_allclose(answer["data"][0]["data"], unit(expected[0])[:4], atol=1e-5)
+
+
+# ---- offline
+
+
+FORMS = [("a query", "it"), ("a query", ["it", "☃", "that"]), (["a", "☃"], ["it", "that"]), (["a"], ["b" * 70])]
+
+
+def test_offline_a_decoder_judges_as_over_http(decoder, judge, with_tokenizer):
+    fields = [{}, {"instruction": "do"}, {"use_activation": False}, {"truncate_prompt_tokens": 14}]
+    fields += [{"truncate_prompt_tokens": -1}, {"max_tokens_per_doc": 2}]
+    with LLM(with_tokenizer, **OF_DECODER) as llm:
+        for first, second in FORMS:
+            for one in fields:
+                answer = decoder.ask(SCORE, text_1=first, text_2=second, **one)
+                outputs = llm.score(first, second, use_tqdm=False, **one)
+                np.testing.assert_allclose([one.outputs.score for one in outputs], scores_of(answer), atol=1e-6)
+                assert sum(len(one.prompt_token_ids) for one in outputs) == answer["usage"]["prompt_tokens"]
+        outputs = llm.score("a query", ["it", "that"], instruction="do", use_tqdm=False)
+        expected = [judge(f"do>a query~{document}?") for document in ("it", "that")]
+        np.testing.assert_allclose([one.outputs.score for one in outputs], expected, atol=1e-6)
+        assert outputs[1].num_cached_tokens >= 8
+        assert all(one.finished for one in outputs)
+
+
+def test_offline_scores_are_cosines_as_over_http(client, tiny_checkpoint, with_tokenizer):
+    with LLM(with_tokenizer, dtype="float32", num_kv_blocks=512) as llm:
+        encode = llm.engine.tokenizer.encode
+        for pooling in (None, "mean"):
+            for first, second in FORMS:
+                outputs = llm.score(first, second, pooling=pooling, use_tqdm=False)
+                answer = client.ask(SCORE, text_1=first, text_2=second, pooling=pooling)
+                found = [one.outputs.score for one in outputs]
+                ids = [encode(a) + encode(b) for a, b in pairs_of(first, second)]
+                assert [one.prompt_token_ids for one in outputs] == ids
+                np.testing.assert_allclose(found, scores_of(answer), atol=1e-5)
+                for one, (a, b) in zip(found, pairs_of(first, second), strict=True):
+                    states = [hf_states(tiny_checkpoint[1], encode(text)) for text in (a, b)]
+                    vectors = unit(np.array([s[-1] if pooling is None else s.mean(axis=0) for s in states]))
+                    assert one == pytest.approx(vectors[0] @ vectors[1], abs=1e-5)
+        bad = [
+            (("a", 3), {}, TypeError, "data_2 must be a str or a list of str"),
+            (("a", []), {}, ValueError, "data_2 must have at least one text"),
+            ((["a", "b"], ["c"]), {}, ValueError, "data_2 must have as many texts as data_1.*got 1 and 2"),
+            (("a", "\ud800"), {}, ValueError, "data_2 must not hold half"),
+            (("a", ["b", "c" * 9999]), {}, ValueError, "at most"),
+            (("a", "b"), {"instruction": "x"}, ValueError, "instruction needs hf_overrides classifier_from_token"),
+            (("a", "b"), {"pooling": "max"}, ValueError, "pooling must be one of"),
+            (("a", "b"), {"truncate_prompt_tokens": 0}, ValueError, "truncate_prompt_tokens must be -1"),
+            (("a", "b"), {"pooling_params": 1}, ValueError, "pooling_params"),
+            (("a", "b"), {"no": 1}, TypeError, "unknown argument no"),
+        ]
+        for texts, fields, kind, message in bad:
+            with pytest.raises(kind, match=message):
+                llm.score(*texts, use_tqdm=False, **fields)
+        assert not llm.engine.has_unfinished_requests()
+        assert llm.score("a", "b", lora_request=None, use_tqdm=False)[0].finished
+
+
+def pairs_of(first, second):
+    first, second = [[one] if isinstance(one, str) else one for one in (first, second)]
+    return list(zip(first if len(first) > 1 else first * len(second), second, strict=True))
 
 
 # ---- refusals

@@ -1,4 +1,4 @@
-"""Find out whether the served model scores a pair of texts by two of its tokens, or by embeddings.
+"""Find out whether a model scores a pair of texts by two of its tokens, or by embeddings.
 
 `models/classifier.py` explains the field `classifier_from_token`, which decides this. Without it, a score is the cosine
 of two embeddings.
