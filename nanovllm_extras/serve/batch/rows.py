@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from nanovllm_extras.options.surrogates import is_utf8
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+RERANK, SCORE = ("/v1/rerank", "/rerank", "/v2/rerank"), ("/v1/score", "/score")
+URLS = (CHAT, COMPLETION, "/v1/embeddings", *SCORE, *RERANK)
 
 
 class Row(NamedTuple):
@@ -94,7 +96,7 @@ class Form:
         if isinstance(prompt, str) and self.chat:
             prompt = [{"role": "user", "content": prompt}]
         is_conversation = isinstance(prompt, list) and isinstance(prompt[0], Mapping)
-        url, name = (URLS[0], "messages") if is_conversation else (URLS[1], "prompt")
+        url, name = (CHAT, "messages") if is_conversation else (COMPLETION, "prompt")
         return url, {**self.body, **own, name: prompt}
 
 

@@ -20,6 +20,10 @@ BODIES = [
     ("/v1/completions", {"prompt": ["hello", "you"], "max_tokens": 3, "n": 2, "seed": 1, "echo": True}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}),
     ("/v1/embeddings", {"input": "hello"}),
+    ("/v1/score", {"text_1": "hello", "text_2": ["hello", "you"]}),
+    ("/v1/rerank", {"query": "hello", "documents": ["you", "hello"]}),
+    ("/v2/rerank", {"query": "hello", "documents": ["you", {"text": "me"}], "top_n": 1}),
+    ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}),
     ("/v1/completions", {"prompt": "hello", "temperature": -1}),
     ("/v1/completions", {"prompt": "hello", "model": "other"}),
     ("/v1/completions", {"prompt": "x" * 100_000}),
@@ -29,7 +33,8 @@ BODIES = [
 
 
 def to_rows(bodies):
-    return [Row(f"r{i}", url, json.dumps(body)) for i, (url, body) in enumerate(bodies)]
+    lines = [{"custom_id": f"r{i}", "method": "POST", "url": url, "body": body} for i, (url, body) in enumerate(bodies)]
+    return [Row(line["custom_id"], *Form().request(line)) for line in lines]
 
 
 def answer(llm, tmp_path, rows, max_in_flight=16):
@@ -48,8 +53,14 @@ def without_names(body):
 
 def with_tolerance(body):
     """A vector's last bits depend on what is computed beside it."""
-    data = [{**one, "embedding": pytest.approx(one["embedding"], abs=1e-5)} for one in body.get("data", ())]
-    return {**body, **({"data": data} if data else {})}
+
+    def near(one):
+        return {
+            name: pytest.approx(value, abs=1e-5) if name in ("embedding", "score", "relevance_score") else value
+            for name, value in one.items()
+        }
+
+    return {**body, **{name: [near(one) for one in body[name]] for name in ("data", "results") if name in body}}
 
 
 def test_answers_are_the_servers(llm, client, tmp_path):
