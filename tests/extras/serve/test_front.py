@@ -261,6 +261,74 @@ def test_a_response_is_asked_of_the_engine_that_stores_it(engines):
     asyncio.run(talk())
 
 
+def test_responses_in_the_background_belong_to_the_decode_engine_that_generates_them(engines):
+    """The front polls, cancels and reads events again. Oracle: the same response in the foreground."""
+    path, (prefill, decode) = "/v1/responses", engines
+    options = FrontOptions(prefill.url, (NOBODY, prefill.url, decode.url))  # a GET without an id's engine would fail
+    body = {"input": "Where is it?", "max_output_tokens": 60, "temperature": 0, "ignore_eos": True}
+    long = body | {"background": True, "max_output_tokens": 400}
+
+    async def talk():
+        app = make_front(options)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://front", timeout=30) as client,
+        ):
+
+            async def read_to_end(name):
+                while (state := (await client.get(f"{path}/{name}")).json())["status"] in ("queued", "in_progress"):
+                    await asyncio.sleep(0.01)
+                return state
+
+            whole, engines_of_ids = (await client.post(path, json=body)).json(), set()
+            for _ in range(2):
+                queued = (await client.post(path, json=body | {"background": True})).json()
+                assert (queued["status"], queued["output"]) == ("queued", [])
+                ended = await read_to_end(queued["id"])
+                assert (ended["status"], texts(ended)) == ("incomplete", texts(whole))
+                engines_of_ids.add(queued["id"].split("_")[1])
+                more = await client.post(path, json=body | {"previous_response_id": queued["id"]})
+                assert more.json()["usage"]["input_tokens"] > whole["usage"]["input_tokens"]
+            assert len(engines_of_ids) == 2, "they take turns"
+            begun = await events_until_client_leaves(app, path, body | {"background": True, "stream": True})
+            name = json.loads(begun.split("data: ")[1].split("\n")[0])["response"]["id"]
+            ended = await read_to_end(name)
+            assert texts(ended) == texts(whole)
+            events = (await client.get(f"{path}/{name}?stream=true")).text
+            assert events.startswith(begun)
+            rest = (await client.get(f"{path}/{name}?stream=true&starting_after=3")).text
+            assert events.endswith("\n\n" + rest)
+            assert rest.count("data: ") == events.count("data: ") - 4
+            name = (await client.post(path, json=long)).json()["id"]
+            assert (await client.post(f"{path}/{name}/cancel")).json()["status"] == "cancelled"
+            assert (await client.get(f"{path}/{name}")).json()["usage"]["output_tokens"] < 400
+
+    asyncio.run(talk())
+
+
+async def events_until_client_leaves(app, path, body):
+    """The first bytes of a stream, whose client then leaves."""
+    begun, requests = [], [{"type": "http.request", "body": json.dumps(body).encode()}]
+    has_begun = asyncio.Event()
+
+    async def receive():
+        if requests:
+            return requests.pop()
+        await has_begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        if message["type"] == "http.response.body" and not has_begun.is_set():
+            begun.append(message["body"])
+            has_begun.set()
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    await asyncio.wait_for(app(scope, receive, send), 20)
+    return begun[0].decode()
+
+
 def texts(response):
     return [part["text"] for item in response["output"] for part in item["content"]]
 
@@ -426,6 +494,9 @@ def test_the_prefill_engine_gets_what_shapes_the_prompt():
     expected = {"messages": CHAT["messages"], "temperature": 0, "ignore_eos": True, "tools": []}
     expected |= {"truncate_prompt_tokens": 5, "max_tokens": 1, "n": 1, "stream": False}
     assert json.loads(asyncio.run(prefill_body(json.dumps(body).encode()))) == expected
+    response = {"input": "a", "max_output_tokens": 9, "background": True, "stream": True}
+    expected = {"input": "a", "max_output_tokens": 1, "background": False, "store": False, "n": 1, "stream": False}
+    assert json.loads(asyncio.run(prefill_body(json.dumps(response).encode()))) == expected
     for bad in (b"", b"[1]", b"{", b"\xff\xfe", b'{"truncate_prompt_tokens": -1}'):
         assert asyncio.run(prefill_body(bad)) is None
 
