@@ -51,6 +51,7 @@ def answers(llm, **adapters):
     (samples,) = llm.generate(PROMPT, n, use_tqdm=False, **adapters)
     (beams,) = llm.beam_search([PROMPT], BeamSearchParams(beam_width=3, max_tokens=5), **adapters)
     (embedding,) = llm.embed(PROMPT, use_tqdm=False, **adapters)
+    (score,) = llm.score(PROMPT, "Blocks are shared.", use_tqdm=False, **adapters)
     (chat,) = llm.chat([{"role": "user", "content": PROMPT}], GREEDY, use_tqdm=False, **adapters)
     return {
         "samples": [one.token_ids for one in samples.outputs],
@@ -58,15 +59,15 @@ def answers(llm, **adapters):
         "beams": [beam.tokens for beam in beams.sequences],
         "chat": chat.outputs[0].text,
         "stream": [output.outputs[0].text for output in llm.stream(PROMPT, GREEDY, **adapters)],
-    }, embedding.outputs.embedding
+    }, [*embedding.outputs.embedding, score.outputs.score]
 
 
 def test_all_kinds_of_requests_are_those_of_the_merged_model(llm, folders):
-    found, embedding = answers(llm, lora_request=adapter(folders, "a"))
+    found, numbers = answers(llm, lora_request=adapter(folders, "a"))
     with LLM(folders / "merged", **OPTIONS) as merged:
-        expected, embedding_of_merged = answers(merged)
+        expected, numbers_of_merged = answers(merged)
     assert found == expected
-    assert embedding == pytest.approx(embedding_of_merged, abs=1e-4)
+    assert numbers == pytest.approx(numbers_of_merged, abs=1e-4)
     assert found != answers(llm)[0], "the adapter changes the answers"
 
 
