@@ -1,6 +1,6 @@
 """`make_page` puts recordings into one HTML file, with the page's program, its libraries and their licences.
 
-The program is about twenty small modules in `viewer/`. `bundle` joins them in the order of their imports and removes
+The program is about thirty small modules in `viewer/`. `bundle` joins them in the order of their imports and removes
 their import and export lines. So no build step is needed, and the page works from `file://`, where browsers refuse to
 load modules. The libraries in `viewer/vendor/` are preact, htm and uPlot as they were published.
 
@@ -65,12 +65,16 @@ DECIDED_BY = {  # code of an event, or what `sourceOf` of events.js returns -> a
 }
 
 
-def make_page(recordings: list[Path], is_live: bool = False) -> str:
-    """Return the page with up to two recordings. A live page has none: it reads the server's events."""
+def make_page(recordings: list[Path], is_live: bool = False, can_ask: bool = False) -> str:
+    """Return the page with up to two recordings. A live page has none: it reads the server's events.
+
+    can_ask: a server answers "what if" (`what_if/server.py`)
+    """
     parts = {
         "licences": "\n".join((VIEWER / "vendor" / name).read_text(encoding="utf-8") for name in LICENCES),
         "style": (VIEWER / "vendor" / "uplot.css").read_text(encoding="utf-8") + read("style.css"),
         "live": " data-live" if is_live else "",
+        "what_if": " data-what-if" if can_ask else "",
         "recordings": "\n".join(map(embed, recordings)),
         "libraries": "\n".join((VIEWER / "vendor" / name).read_text(encoding="utf-8") for name in LIBRARIES),
         "program": f"window.SOURCES = {to_script(read_sources())};\n{bundle('app.js')}",

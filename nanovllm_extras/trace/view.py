@@ -1,7 +1,7 @@
-"""`nanovllm view run.jsonl`: write the page of a recording, and open it in a browser.
+"""`nanovllm view run.jsonl`: show the page of a recording in a browser, or write it.
 
-nanovllm view                                # open the recording that comes with the package
-nanovllm view run.jsonl                      # open the page of a recording
+nanovllm view                                # show the recording that comes with the package
+nanovllm view run.jsonl                      # show the page of a recording, and answer its "what if"
 nanovllm view run.jsonl -o run.html          # write the page
 nanovllm view with.jsonl without.jsonl       # two recordings side by side, scrubbed together
 nanovllm view run.jsonl --gif story.gif      # an animated GIF of its story
@@ -21,6 +21,8 @@ from nanovllm_extras.trace.page import make_page
 from nanovllm_extras.trace.perfetto import to_perfetto
 from nanovllm_extras.trace.recording import read_recording
 from nanovllm_extras.trace.replay import ReplayError
+from nanovllm_extras.what_if.recording_file import read
+from nanovllm_extras.what_if.server import WhatIfServer
 
 STORY = Path(__file__).with_name("story.jsonl")  # made by tools/story_recording.py
 
@@ -68,8 +70,31 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if not (args.output or args.perfetto or args.gif):
-        open_page(paths)
+        show(paths)
     return 0
+
+
+def show(paths: list[Path]) -> None:
+    """Open the page in the browser. For one recording that the core's scheduler can make, serve it until Ctrl-C.
+
+    The page of other recordings has no "what if", so it is a file.
+    """
+    if len(paths) > 1:
+        open_page(paths)
+        return
+    try:
+        run, texts = read(paths[0])
+    except ValueError as error:
+        print(f"The page has no what-if. {error}")
+        open_page(paths)
+        return
+    with WhatIfServer(paths[0], run, texts) as server:
+        print(f"{server.url} (Ctrl-C ends it)", flush=True)
+        webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
 
 
 def export(path: Path, lines: list[dict[str, Any]]) -> str:

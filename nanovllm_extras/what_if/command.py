@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.extension import find_parts
-from nanovllm_extras.trace.check import check_recording
-from nanovllm_extras.trace.recording import read_recording
 from nanovllm_extras.what_if.clock import Clock, Machine, fit_clock
 from nanovllm_extras.what_if.comparison import can_repeat, compare, compare_on_trace
 from nanovllm_extras.what_if.journal import Journal
 from nanovllm_extras.what_if.options import Options, Parts
-from nanovllm_extras.what_if.recorded_run import RecordedRun, read_run
+from nanovllm_extras.what_if.recorded_run import RecordedRun
+from nanovllm_extras.what_if.recording_file import read
 from nanovllm_extras.what_if.report import write_report
 from nanovllm_extras.what_if.run import replay, simulate
 from nanovllm_extras.what_if.trace_requests import plan_trace
@@ -133,17 +132,6 @@ def answer_for_trace(
     return compare_on_trace(lambda: plan_trace(args.trace, args.num_requests, args.speed), base, changes, clock, parts)
 
 
-def read(path: Path) -> tuple[RecordedRun, dict[str, str]]:
-    """Return the run of a recording, and the texts of its tokens. ValueError names the file."""
-    lines = read_recording(path)
-    check_recording(path, lines)
-    try:
-        run = read_run(lines)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return run, {i: text for line in lines[1:] for i, text in line.get("texts", {}).items()}
-
-
 def read_changes(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the options of each run: every combination of the values."""
     given = {name: getattr(args, name) for name in (*SIZES, "enable_prefix_caching") if getattr(args, name) is not None}
@@ -180,11 +168,12 @@ def write_run(
     path: Path, run: RecordedRun, texts: dict[str, str], options: Options, parts: Parts, machine: Machine | None
 ) -> None:
     """Write the simulated run as a recording."""
+    is_repeated = can_repeat(run, [options], machine, parts)
+    clock: Clock | None = None if is_repeated else machine or fit_clock(replay(run).costs)
     with path.open("w", encoding="utf-8") as file:
-        journal = Journal(file, options, run.model, texts)
-        costs = replay(run).costs
-        if can_repeat(run, [options], machine, parts):
+        journal = Journal(file, options, run.model, texts, has_times=clock is None or clock.is_good)
+        if clock is None:
             replay(run, figures=journal)
         else:
-            simulate(run.requests, options, machine or fit_clock(costs), parts, journal)
+            simulate(run.requests, options, clock, parts, journal)
         journal.close()

@@ -16,13 +16,20 @@ from nanovllm_extras.what_if.run import replay, simulate
 
 
 def compare(
-    run: RecordedRun, changes: Sequence[Mapping[str, Any]], machine: Machine | None = None, parts: Parts | None = None
+    run: RecordedRun,
+    changes: Sequence[Mapping[str, Any]],
+    machine: Machine | None = None,
+    parts: Parts | None = None,
+    make_figures: Callable[[Options, bool], Figures] = lambda options, has_times: Figures(),
 ) -> dict[str, Any]:
     """Return the figures of a recorded run, and of one run for each of `changes`, which are options by name.
 
     If nothing changes, the recorded steps are repeated. Otherwise all runs follow a clock: that of `machine`, or one
     that is fitted to the recording. The first one then has the recording's own options, so that the runs differ in
     their options only, and not in the clock.
+
+    make_figures: called once for each run of the result, with its options and whether its times may be shown. It can
+        return a `Journal`, for example
 
     Raises ValueError if the core's scheduler does not make the recorded steps, if an option is invalid, or if a clock
     is needed and cannot be fitted.
@@ -39,14 +46,16 @@ def compare(
         if machine is None:
             about["own_time_s"] = replay(run, clock).figures.time_s
             about["recorded_time_s"] = replayed.figures.time_s
+    has_times = clock is not None and clock.is_good
     rows = []
     if is_repeated:
-        rows = [describe_row({}, run.options, replay(run, clock).figures, clock, "replay")]
+        figures = replay(run, clock, make_figures(run.options, has_times)).figures
+        rows = [describe_row({}, run.options, figures, clock, "replay")]
     elif clock is not None:
-        own = simulate(run.requests, run.options, clock)
+        own = simulate(run.requests, run.options, clock, figures=make_figures(run.options, has_times))
         rows = [describe_row({}, run.options, own, clock, "own options")]
         for change, options in sets:
-            figures = simulate(run.requests, options, clock, parts)
+            figures = simulate(run.requests, options, clock, parts, make_figures(options, has_times))
             rows.append(describe_row(change, options, figures, clock, "simulated"))
     return {
         "model": run.model,

@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 
 
 class Journal(Figures):
-    """Writes a line for each step to `file`. `texts` are those of the token ids that the recording has."""
+    """Writes a line for each step to `file`. `texts` are those of the token ids that the recording has.
 
-    def __init__(self, file: TextIO, options: Options, model: str, texts: Mapping[str, str]) -> None:
+    has_times: the clock is good enough to show times. Otherwise the header says so, and the viewer shows none.
+    """
+
+    def __init__(
+        self, file: TextIO, options: Options, model: str, texts: Mapping[str, str], has_times: bool = True
+    ) -> None:
         super().__init__()
+        self.has_times = has_times
         self.events: list[list[Any]] = []
         self._file = file
         self._texts = {str(UNKNOWN_TOKEN): "?", **texts}
@@ -40,7 +46,7 @@ class Journal(Figures):
             "max_num_batched_tokens": options.max_num_batched_tokens, "max_model_len": options.max_model_len,
             "long_prefill_token_threshold": 0, "sliding_window": None, "scheduling_policy": "fcfs",
             "enable_prefix_caching": options.enable_prefix_caching, "preemption_mode": "recompute",
-            "tensor_parallel_size": 1, "num_swap_blocks": 0, "enable_overlap": False,
+            "tensor_parallel_size": 1, "num_swap_blocks": 0, "enable_overlap": False, "has_times": has_times,
             "description": "simulated by nanovllm what-if",
         }  # fmt: skip
         self._write({
@@ -53,7 +59,9 @@ class Journal(Figures):
 
     def end_step(self, seconds: float) -> None:
         """Write the events until now, and the time of the step."""
-        line: dict[str, Any] = {"t": self._now(), "events": self.events, "times": {"run": round(1e6 * seconds)}}
+        line: dict[str, Any] = {"t": self._now(), "events": self.events}
+        if self.has_times:
+            line["times"] = {"run": round(1e6 * seconds)}
         if self._texts:
             line["texts"], self._texts = self._texts, {}
         self._write(line)

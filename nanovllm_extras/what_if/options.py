@@ -9,13 +9,17 @@ from nanovllm.checks import check_bool, check_class, check_int, checked, checks_
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm.scheduler import Scheduler
 
+MAX_BLOCK_SIZE = 1 << 20
+MAX_BLOCKS = 10_000_000
+"""The largest sizes that a recording may have (`trace/check.py`). A block manager takes memory for each block."""
+
 
 @dataclass(frozen=True)
 class Options:
     """Sizes with the names of `Config`. A bad value raises a TypeError or ValueError that names the field."""
 
-    block_size: int = checked(16, check_int, minimum=1)
-    num_blocks: int = checked(4096, check_int, minimum=1)
+    block_size: int = checked(16, check_int, minimum=1, maximum=MAX_BLOCK_SIZE)
+    num_blocks: int = checked(4096, check_int, minimum=1, maximum=MAX_BLOCKS)
     """Blocks that sequences can own; `num_kv_blocks` of `Config`."""
     max_num_batched_tokens: int = checked(8192, check_int, minimum=1)
     max_num_seqs: int = checked(256, check_int, minimum=1)

@@ -90,6 +90,11 @@ def read_run(lines: list[dict[str, Any]]) -> RecordedRun:
     return reader.run
 
 
+def texts_of(lines: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the text of each token that a recording has, by the token's id, which is a string in JSON."""
+    return {i: text for line in lines[1:] for i, text in line.get("texts", {}).items()}
+
+
 def check_header(header: Mapping[str, Any]) -> None:
     """Raise ValueError, which names it, if the engine had what the core lacks."""
     config = header["config"]

@@ -17,6 +17,8 @@ import { momentAt, Story, useMoments } from "./story.js";
 import { Timeline } from "./timeline.js";
 import { Times } from "./times.js";
 import { formatTime, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useRef, useSettled, useState, View, useView } from "./ui.js";
+import { WhatIf } from "./what_if.js";
+import { askServer } from "./what_if_server.js";
 
 function readHash(hash = location.hash) {
   const values = new URLSearchParams(hash.slice(1));
@@ -39,7 +41,7 @@ const preferred = {
   theme: ["light", "dark"].includes(asked.theme) ? asked.theme : matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light",
 };
 
-function App({ read, unread, live }) {
+function App({ read, unread, live, ask }) {
   const [runs, setRuns] = useState(read);
   const [, setVersion] = useState(0); // a live run grows in place
   const [lang, setLang] = useState(preferred.lang);
@@ -118,6 +120,8 @@ function App({ read, unread, live }) {
     setRuns((before) => (before[0] === run ? before : [run]));
     setVersion((version) => version + 1);
   }, []);
+  const canAsk = ask && runs[0] && !runs[0].isEmpty && (!runs[1] || runs[1].isSimulated);
+  const showOther = useCallback((other) => setRuns((before) => (other ? beside(before[0], other) : before.slice(0, 1))), []);
   const view = useMemo(() => ({ t, theme, choice, choose, showSource: setSource }), [t, theme, choice, choose]);
   return html`<${View.Provider} value=${view}>
     <${Head} ...${{ runs, frame, last, goTo, isPlaying: isPlaying || follows, setPlaying: play, changeLang, changeTheme, live, address, follows, setFollows: (is) => (is ? follow() : stay()) }}
@@ -125,7 +129,8 @@ function App({ read, unread, live }) {
     <${Notices} bad=${bad} runs=${runs} frame=${frame} />
     <main class=${runs.length > 1 ? "two" : "one"}>
       ${live && html`<${Live} grow=${grow} />`}
-      ${runs.length > 1 && html`<${Difference} runs=${runs} />`}
+      ${canAsk && html`<${WhatIf} key=${runs[0].name} run=${runs[0]} other=${runs[1]} show=${showOther} ask=${ask} />`}
+      ${runs.length > 1 && !canAsk && html`<${Difference} runs=${runs} />`}
       ${runs.map((run, i) => html`<${Boundary} key=${run.name} name=${run.name} frame=${frame}><${Recording} run=${run} moments=${i ? [] : moments} moment=${i ? null : moment} tell=${tell} frame=${Math.min(frame, run.lastFrame)} goTo=${goTo} isAlone=${runs.length === 1} columns=${runs.length > 1 ? last + 1 : undefined} /></${Boundary}>`)}
     </main>
     <footer class="soft">${t("keys")}${t("colon")}${t("keysText")} ${!live && t("dropHint")}</footer>
@@ -169,7 +174,7 @@ function Difference({ runs }) {
     steps: about((run) => run.frames.length - 1),
     hits: ends.map((at) => `${(100 * at.hitRate).toFixed(0)} %`).join(" → "),
     preemptions: about((run) => count(run, "preempt")),
-    time: about((run) => formatTime(run.endTime - run.header.t)),
+    time: about((run) => formatTime(run.hasTimes ? run.endTime - run.header.t : null)),
   })}</p>`;
 }
 
@@ -233,7 +238,7 @@ function Source({ code, close }) {
 function useKeys({ run, frame, goTo, choice, choose, setChoice, setPlaying, changeLang, changeTheme, setSource }) {
   useLayoutEffect(() => { // a layout effect: a key pressed right after a frame must act on that frame
     const onKey = (event) => {
-      const isTyping = ["INPUT", "TEXTAREA"].includes(event.target.tagName) && !["range", "checkbox"].includes(event.target.type);
+      const isTyping = ["INPUT", "TEXTAREA"].includes(event.target.tagName) && (!["range", "checkbox"].includes(event.target.type) || event.target.closest(".what-if"));
       const isPool = event.target.getAttribute?.("role") === "application"; // there, arrows choose a block
       if (event.key === "Escape" && (isTyping || isPool)) return event.target.blur();
       if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !run) return;
@@ -303,7 +308,8 @@ async function main() {
   const { read, unread } = await readEmbedded();
   const live = document.body.dataset.live !== undefined;
   window.nanovllm = { runs: read, Run, Replay }; // for tests and for the browser's console
-  render(html`<${App} read=${read} unread=${unread} live=${live} />`, document.getElementById("app"));
+  const ask = window.askWhatIf ?? (document.body.dataset.whatIf === undefined ? null : askServer);
+  render(html`<${App} read=${read} unread=${unread} live=${live} ask=${ask} />`, document.getElementById("app"));
   document.body.dataset.ready = "";
 }
 

@@ -12,6 +12,7 @@ export class Run {
   constructor(name, header) {
     this.name = name;
     this.header = header;
+    this.recording = null; // its text, if it was parsed from one
     this.texts = {};
     this.isCut = false; // whether its last line is incomplete
     this.frames = []; // {step, events, time, sizes…}; frames[i].step is frames[0].step + i
@@ -47,6 +48,7 @@ export class Run {
         run.isCut = true;
       }
     });
+    run.recording = text;
     run.end();
     return run;
   }
@@ -57,6 +59,16 @@ export class Run {
 
   get isEmpty() {
     return this.frames.length < 2 && this.firstStep === 1;
+  }
+
+  // Whether `nanovllm what-if` has made this run.
+  get isSimulated() {
+    return this.header.config?.has_times !== undefined;
+  }
+
+  // Whether its times may be shown: those of a simulated run follow a clock, which may be too wrong.
+  get hasTimes() {
+    return this.header.config?.has_times !== false;
   }
 
   get lastFrame() {
@@ -263,11 +275,11 @@ export class Run {
 
   // Seconds to the first token (ttft) and for each token after it (tpot); null while they are not known.
   ttft(request) {
-    return request.first === null ? null : (request.first - request.arrival) / 1e6;
+    return request.first === null || !this.hasTimes ? null : (request.first - request.arrival) / 1e6;
   }
 
   tpot(request) {
-    if (request.numTokens < 2) return null;
+    if (request.numTokens < 2 || !this.hasTimes) return null;
     return (request.last - request.first) / 1e6 / (request.numTokens - 1);
   }
 
