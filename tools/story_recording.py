@@ -3,7 +3,8 @@
     python -m tools.story_recording            # writes nanovllm_extras/trace/story.jsonl
 
 The requests arrive one after the other and need more than the 20 blocks: they share blocks, wait and are preempted.
-Host memory has space for three blocks, so one request is swapped out and another is computed again.
+The core's scheduler can make this run, so `nanovllm what-if` repeats it, and the page answers "what if". A swap would
+also be a moment of the story, but the core has none.
 """
 
 from pathlib import Path
@@ -18,8 +19,6 @@ OPTIONS = {
     "block_size": 4,
     "max_num_batched_tokens": 16,
     "max_num_seqs": 4,
-    "preemption_mode": "swap",
-    "swap_space_bytes": 60_000,
     "dtype": "float32",
     "device": "cpu",
     "attention_backend": "torch",

@@ -2,7 +2,7 @@
 
     python tools/trace_screenshots.py pictures/
 
-(`nanovllm view --gif docs/images/story.gif` makes the animated GIF of README.)
+(`nanovllm view --gif docs/images/story.gif` makes the animated GIF of docs/trace.md.)
 
 The program records the bundled model with a small pool, so that requests wait, share and copy blocks and are preempted.
 It records the same requests without prefix caching, for the picture of two recordings side by side. It needs the extra

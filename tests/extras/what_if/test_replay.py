@@ -22,7 +22,6 @@ REFUSED = {
     "kv_store": "a K/V store",
     "speculation": "drafts",
     "states": "recurrent states",
-    "story": "swap",
 }
 PLACE_OF_TIME = {"add": 2, "schedule": 2, "update": 2, "fork": 6, "finish": 5}
 
@@ -70,6 +69,7 @@ def test_what_the_core_lacks_is_refused_by_name(path):
     ("name", "value", "message"),
     [
         ("enable_overlap", True, "overlap"),
+        ("num_swap_blocks", 3, "swap"),
         ("scheduling_policy", "sjf", "policy 'sjf'"),
         ("long_prefill_token_threshold", 8, "long_prefill_token_threshold"),
         ("has_own_blocks", True, "of one's own"),
