@@ -109,8 +109,8 @@ function SizeField({ name, own, value, set }) {
   const words = t(`whatIf.${name}`);
   const typed = (event) => { setText(null); set(name, event.target.value === "" ? own : Number(event.target.value)); };
   return html`<div class="option"><span><code>${name}</code> <small>${words}</small></span>
-    <span class="size"><input type="range" min="0" max=${choices.length - 1} value=${nearest(choices, value)} aria-label=${`${name}: ${words}`} aria-valuetext=${value} onInput=${(event) => set(name, choices[Number(event.target.value)])} />
-      <input type="number" min="1" name=${name} value=${text ?? value} aria-label=${`${name}: ${words}`} onInput=${(event) => setText(event.target.value)} onChange=${typed} /></span></div>`;
+    <span class="size"><input type="range" min="0" max=${choices.length - 1} value=${nearest(choices, value)} aria-label=${`${name}${t("colon")}${words}`} aria-valuetext=${value} onInput=${(event) => set(name, choices[Number(event.target.value)])} />
+      <input type="number" min="1" name=${name} value=${text ?? value} aria-label=${`${name}${t("colon")}${words}`} onInput=${(event) => setText(event.target.value)} onChange=${typed} /></span></div>`;
 }
 
 // The figures of the recording, of its own options by the clock, and of the changed options. found: the dict of `compare`
