@@ -72,7 +72,7 @@ COMMANDS: dict[str, Command] = {
     "test": Command(
         "nanovllm_testing.command", "", "find faults in a scheduler, a cache, a backend or a sampler of your own"
     ),
-    "view": Command("nanovllm_extras.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
+    "view": Command("nanovllm_extras.what_if.view_command", "", "replay a recording of LLM(…, trace=…) in a browser"),
     "what-if": Command(
         "nanovllm_extras.what_if.command", "", "run the scheduler again on a recording with other options"
     ),

@@ -6,12 +6,15 @@ nanovllm view run.jsonl -o run.html          # write the page
 nanovllm view with.jsonl without.jsonl       # two recordings side by side, scrubbed together
 nanovllm view run.jsonl --gif story.gif      # an animated GIF of its story
 nanovllm view run.jsonl --perfetto run.json  # for https://ui.perfetto.dev
+
+`what_if/view_command.py` is the command: it also serves the page, so that the page can ask "what if".
 """
 
 import argparse
 import json
 import tempfile
 import webbrowser
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,6 @@ from nanovllm_extras.trace.page import make_page
 from nanovllm_extras.trace.perfetto import to_perfetto
 from nanovllm_extras.trace.recording import read_recording
 from nanovllm_extras.trace.replay import ReplayError
-from nanovllm_extras.what_if.recording_file import read
-from nanovllm_extras.what_if.server import WhatIfServer
 
 STORY = Path(__file__).with_name("story.jsonl")  # made by tools/story_recording.py
 
@@ -50,7 +51,8 @@ def steps_of(text: str) -> list[int]:
     return [step for first, _, last in ranges for step in range(int(first), int(last or first) + 1)]
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, show: Callable[[list[Path]], object] | None = None) -> int:
+    """Run the command. `show` shows the page of one or two recordings; by default as a file (`open_page`)."""
     parser = make_parser()
     args = parser.parse_args(arguments)
     if args.perfetto and args.second:
@@ -70,31 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if not (args.output or args.perfetto or args.gif):
-        show(paths)
+        (show or open_page)(paths)
     return 0
-
-
-def show(paths: list[Path]) -> None:
-    """Open the page in the browser. For one recording that the core's scheduler can make, serve it until Ctrl-C.
-
-    The page of other recordings has no "what if", so it is a file.
-    """
-    if len(paths) > 1:
-        open_page(paths)
-        return
-    try:
-        run, texts = read(paths[0])
-    except ValueError as error:
-        print(f"The page has no what-if. {error}")
-        open_page(paths)
-        return
-    with WhatIfServer(paths[0], run, texts) as server:
-        print(f"{server.url} (Ctrl-C ends it)", flush=True)
-        webbrowser.open(server.url)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print()
 
 
 def export(path: Path, lines: list[dict[str, Any]]) -> str:

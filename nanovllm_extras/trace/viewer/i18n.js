@@ -122,7 +122,7 @@ const WORDS = {
   whatIfRuns: ["The scheduler runs…", "调度器正在运行……"],
   whatIfFigures: ["Figures of both runs", "两次运行的指标"],
   whatIfRecorded: ["recorded", "记录"],
-  whatIfOwn: ["same options, simulated", "原选项，模拟"],
+  whatIfOwn: ["own options, simulated", "原选项，模拟"],
   whatIfColumns: ["Compare the last two columns: they have the same arrivals and the same clock, and differ in their options only.", "请比较最后两列：到达时间和时钟相同，只有选项不同。"],
   whatIfClock: ["The clock is fitted to {count} recorded steps; its mean error is {error}.", "时钟按记录的 {count} 步拟合，平均误差为 {error}。"],
   whatIfNoTimes: ["not shown, because the clock's error is {error} (more than 20 %)", "不显示，因为时钟的误差为 {error}（超过 20 %）"],

@@ -13,6 +13,7 @@ from nanovllm_extras.trace import view
 from nanovllm_extras.what_if.answer import answer
 from nanovllm_extras.what_if.recording_file import read
 from nanovllm_extras.what_if.server import MAX_BODY, WhatIfServer
+from nanovllm_extras.what_if.view_command import main
 
 RECORDING = Path(__file__).resolve().parents[3] / "docs" / "book" / "recordings" / "fragmentation.jsonl"
 QUESTION = {"recording": RECORDING.name, "options": {"block_size": 32}}
@@ -121,8 +122,8 @@ def test_view_serves_the_page_until_it_is_interrupted(monkeypatch, capsys):
 
     monkeypatch.setattr(view.webbrowser, "open", opened.append)
     monkeypatch.setattr(WhatIfServer, "serve_forever", serve_forever)
-    assert view.main([str(RECORDING)]) == 0
-    assert view.main([]) == 0, "the recording that comes with the package"
+    assert main([str(RECORDING)]) == 0
+    assert main([]) == 0, "the recording that comes with the package"
     assert [url.startswith("http://127.0.0.1:") for url in opened] == [True, True]
     assert opened[0] in capsys.readouterr().out
 
@@ -131,7 +132,7 @@ def test_view_opens_a_file_if_the_core_cannot_make_the_run(monkeypatch, capsys, 
     opened = []
     monkeypatch.setattr(view.webbrowser, "open", opened.append)
     monkeypatch.setattr(view.tempfile, "tempdir", str(tmp_path))
-    assert view.main([str(RECORDING.with_name("states.jsonl"))]) == 0
+    assert main([str(RECORDING.with_name("states.jsonl"))]) == 0
     assert opened[0].startswith("file://")
     said = capsys.readouterr().out
     assert "The page has no what-if. " in said
