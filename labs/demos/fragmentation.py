@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from labs import continuous, paged
 from nanovllm.scheduler import Step
 from nanovllm_extras import LLM, TINY_QWEN3, SamplingParams
@@ -31,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare reservations with blocks, at equal memory.")
     parser.add_argument("--trace", type=Path, help="record the engine's run to this file")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # steps are too small for more
     rows = continuous.Engine(TINY_QWEN3, NUM_SLOTS, MAX_MODEL_LEN)
     blocks = paged.Engine(TINY_QWEN3, NUM_SLOTS // BLOCK_SIZE, BLOCK_SIZE)
     prompts = [rows.model.encode(question) for question in QUESTIONS]
