@@ -46,7 +46,8 @@ def compare(picture: Path | None) -> None:
                 continue
             for num_seqs in (1, 32):
                 step_ms, engine_ms = time_steps(llm, num_seqs)
-                num_operations = sum(operation != DECODER_LAYER for operation, _, _ in profile_step(llm, num_seqs))
+                operations = profile_step(llm, num_seqs, num_steps=4)
+                num_operations = sum(operation != DECODER_LAYER for operation, _, _ in operations)
                 rate = 1e3 * num_seqs / step_ms
                 print(
                     f"{name:10}   {num_seqs:9}   {step_ms:9.2f}   {engine_ms:16.2f}   {rate:8.0f}   {num_operations:23}"
@@ -86,14 +87,18 @@ def time_steps(llm: LLM, num_seqs: int) -> tuple[float, float]:
     return min(steps)
 
 
-def profile_step(llm: LLM, num_seqs: int = 1) -> list[tuple[str, float, float]]:
-    """Return (operation, start, end) in microseconds for the shortest of 24 decode steps, without nested operations."""
+def profile_step(llm: LLM, num_seqs: int = 1, num_steps: int = 24) -> list[tuple[str, float, float]]:
+    """Return (operation, start, end) in microseconds for the shortest decode step, without nested operations.
+
+    Reading a step from the profiler takes longer than the step itself. A picture needs many steps, to find a quiet
+    one; to count operations, a few are enough.
+    """
     for module in llm.engine.runner.model.modules():
         if type(module).__name__ == "CpuDecoderLayer" and "forward" not in vars(module):
             module.forward = record_function(DECODER_LAYER)(module.forward)  # the profiler does not see C code
     start_decodes(llm, num_seqs)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(24):
+        for _ in range(num_steps):
             with record_function("step"):
                 llm.engine.step()
     finish(llm)

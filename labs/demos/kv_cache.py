@@ -37,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Show why K and V may be kept, and how much memory they take.")
     parser.add_argument("--trace", help="record nanovllm's run to this file")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # steps are too small for more
     model = CountingModel(TINY_QWEN3)
     token_ids = model.encode(QUESTION)
     compare(model, token_ids)

@@ -9,6 +9,8 @@ import argparse
 from statistics import median
 from typing import Any
 
+import torch
+
 from nanovllm_extras import LLM, TINY_QWEN3, LLMEngine, SamplingParams
 
 LONG_LEN, BUDGETS = 1200, [2048, 256, 64]
@@ -25,6 +27,7 @@ def main() -> None:
     parser.add_argument("--counts", action="store_true", help="print steps and tokens instead of times")
     parser.add_argument("--trace", help="record a small run to this file: 36 tokens, a budget of 16")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # threads that wait for one another would lengthen short steps
     if args.trace:
         with LLM(TINY_QWEN3, trace=args.trace, block_size=4, max_num_batched_tokens=16, **OPTIONS) as llm:
             measure(llm.engine, 36)

@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("question", nargs="?", default="Who are you?")
     parser.add_argument("--trace", help="record nanovllm's run to this file")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # steps are too small for more
     options: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "block_size": 4}
     with LLM(TINY_QWEN3, trace=args.trace, num_kv_blocks=64, **options) as llm:
         message = {"role": "user", "content": args.question}
