@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm_extras.what_if.clock import Machine
 from nanovllm_extras.what_if.comparison import compare
 from nanovllm_extras.what_if.journal import Journal
-from nanovllm_extras.what_if.options import Options
+from nanovllm_extras.what_if.options import Options, Parts
 from nanovllm_extras.what_if.recorded_run import RecordedRun
 
 CHANGEABLE = ("block_size", "num_blocks", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching")
@@ -42,6 +43,21 @@ def answer(
 
     A request that is not valid, or that takes longer than `max_seconds`, gets `{"error": reason}`.
     """
+    try:
+        return find_answer(run, texts, request, max_seconds)
+    except (ValueError, TypeError) as error:
+        return {"error": str(error)}
+
+
+def find_answer(
+    run: RecordedRun,
+    texts: Mapping[str, str],
+    request: Mapping[str, Any],
+    max_seconds: float = MAX_SECONDS,
+    machine: Machine | None = None,
+    parts: Parts | None = None,
+) -> dict[str, Any]:
+    """Return the same as `answer`. Raises ValueError or TypeError instead of returning an error."""
     deadline_s = time.monotonic() + max_seconds
     files: list[io.StringIO] = []
     journals: list[TimedJournal] = []
@@ -52,10 +68,7 @@ def answer(
         journals[-1].deadline_s = deadline_s
         return journals[-1]
 
-    try:
-        figures = compare(run, [read_options(request)], make_figures=make_figures)
-    except (ValueError, TypeError) as error:
-        return {"error": str(error)}
+    figures = compare(run, [read_options(request)], machine, parts, make_figures)
     journals[-1].close()
     return {"figures": figures, "recording": files[-1].getvalue()}
 
