@@ -5,7 +5,8 @@
 
 The pages are plain Markdown, whose links work on a code host. Three kinds of links must change for the site: those to
 README.md, which is the site's first page, to source files, and to recordings, which become pages. The site needs no
-network.
+network, except that its page `what_if.html` loads Pyodide when a reader asks a question there. With
+`-D pyodide_url=pyodide`, it takes a copy from the folder `pyodide` of the site.
 """
 
 import json
@@ -20,10 +21,14 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 
 from nanovllm_extras.trace.page import make_page
+from nanovllm_extras.what_if.browser.site import PYODIDE_URL, write_site
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 BOOK, CHINESE = "book/", "book/zh/"
+WHAT_IF = "nanovllm_extras/what_if/browser"
+"""Links to this folder lead to the page that it makes, `what_if.html`, which begins with the first of these recordings."""
+ASKED = [DOCS / BOOK / "recordings" / f"{name}.jsonl" for name in ("fragmentation", "preemption", "beyond")]
 
 project = "nanovllm"
 html_title = "nanovllm"
@@ -51,11 +56,13 @@ CHINESE_WORDS: dict[str, str] = json.loads((DOCS / "book" / "terms.json").read_t
 
 def setup(app: Sphinx) -> None:
     app.add_config_value("source_url", "", "env", [str])
+    app.add_config_value("pyodide_url", PYODIDE_URL, "html", [str])
     app.connect("source-read", prepare)
     app.connect("doctree-read", resolve_links)
     app.connect("html-page-context", adapt_to_language)
     app.connect("html-page-context", write_sidebar, priority=900)  # after the theme's own
     app.connect("build-finished", write_recordings)
+    app.connect("build-finished", write_what_if)
 
 
 def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -82,7 +89,9 @@ def resolve_links(app: Sphinx, doctree: nodes.document) -> None:
         scheme, _, path = link.get("refuri", "").partition(":")
         if scheme != "repository":
             continue
-        if ".jsonl" in path:
+        if path.rstrip("/") == WHAT_IF:
+            link["refuri"] = what_if_page(app.env.docname)
+        elif ".jsonl" in path:
             link["refuri"] = recording_page(path, app.env.docname)
         elif app.config.source_url:
             link["refuri"] = f"{app.config.source_url}/{path}"
@@ -96,6 +105,12 @@ def recording_page(path: str, docname: str) -> str:
     page = (ROOT / path).with_suffix(".html")
     look = "&lang=zh" if docname.startswith(CHINESE) else ""
     return f"{os.path.relpath(page, (DOCS / docname).parent)}#{shown}{look}"
+
+
+def what_if_page(docname: str) -> str:
+    """Return the address of the page that runs the scheduler, in the language of the link."""
+    look = "#lang=zh" if docname.startswith(CHINESE) else ""
+    return os.path.relpath(DOCS / "what_if.html", (DOCS / docname).parent) + look
 
 
 def adapt_to_language(app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any) -> None:
@@ -150,6 +165,11 @@ def write_sidebar(app: Sphinx, docname: str, template: str, context: dict[str, A
 
 def toctrees_of(app: Sphinx, docname: str) -> list[addnodes.toctree]:
     return [toctree.deepcopy() for toctree in app.env.get_doctree(docname).findall(addnodes.toctree)]
+
+
+def write_what_if(app: Sphinx, error: Exception | None) -> None:
+    if error is None:
+        write_site(Path(app.outdir), "what_if.html", ASKED, app.config.pyodide_url)
 
 
 def write_recordings(app: Sphinx, error: Exception | None) -> None:

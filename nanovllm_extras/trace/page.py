@@ -14,7 +14,7 @@ import gzip
 import html
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PACKAGES = Path(__file__).parents[2]  # the folder of both packages
@@ -65,17 +65,24 @@ DECIDED_BY = {  # code of an event, or what `sourceOf` of events.js returns -> a
 }
 
 
-def make_page(recordings: list[Path], is_live: bool = False, can_ask: bool = False) -> str:
+def make_page(
+    recordings: list[Path], is_live: bool = False, can_ask: bool = False, site: Mapping[str, str] | None = None
+) -> str:
     """Return the page with up to two recordings. A live page has none: it reads the server's events.
 
     can_ask: a server answers "what if" (`what_if/server.py`)
+    site: addresses of the files with which the page answers by itself (`what_if/browser/site.py`). Such a page has any
+        number of recordings, and shows the first one
     """
+    shown, choices = (recordings, []) if site is None else (recordings[:1], recordings[1:])
     parts = {
         "licences": "\n".join((VIEWER / "vendor" / name).read_text(encoding="utf-8") for name in LICENCES),
         "style": (VIEWER / "vendor" / "uplot.css").read_text(encoding="utf-8") + read("style.css"),
         "live": " data-live" if is_live else "",
         "what_if": " data-what-if" if can_ask else "",
-        "recordings": "\n".join(map(embed, recordings)),
+        "workers": "" if site is None else "; worker-src 'self'",
+        "site": "" if site is None else f' data-site="{html.escape(json.dumps(site), quote=True)}"',
+        "recordings": "\n".join([*map(embed, shown), *[embed(path, "choice") for path in choices]]),
         "libraries": "\n".join((VIEWER / "vendor" / name).read_text(encoding="utf-8") for name in LIBRARIES),
         "program": f"window.SOURCES = {to_script(read_sources())};\n{bundle('app.js')}",
     }
@@ -108,11 +115,14 @@ def in_order(name: str, seen: set[str]) -> Iterator[str]:
     yield f"// {name}\n" + EXPORT_LIST.sub("", EXPORTED.sub("", IMPORT.sub("", text)))
 
 
-def embed(path: Path) -> str:
-    """Return a script element with the recording as base64 of gzip, which browsers can unpack."""
+def embed(path: Path, kind: str = "trace") -> str:
+    """Return a script element with the recording as base64 of gzip, which browsers can unpack.
+
+    kind: `trace` for a recording that is shown, `choice` for one that can be chosen
+    """
     data = base64.b64encode(gzip.compress(path.read_bytes(), mtime=0)).decode()
     name = html.escape(path.name, quote=True)
-    return f'<script type="application/x-nanovllm-trace" data-name="{name}">{data}</script>'
+    return f'<script type="application/x-nanovllm-{kind}" data-name="{name}">{data}</script>'
 
 
 # ---- the lines that decide an event

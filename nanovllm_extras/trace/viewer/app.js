@@ -18,6 +18,8 @@ import { Timeline } from "./timeline.js";
 import { Times } from "./times.js";
 import { formatTime, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useRef, useSettled, useState, View, useView } from "./ui.js";
 import { WhatIf } from "./what_if.js";
+import { PyodideDesk } from "./what_if_pyodide.js";
+import { Requests } from "./what_if_requests.js";
 import { askServer } from "./what_if_server.js";
 
 function readHash(hash = location.hash) {
@@ -41,7 +43,7 @@ const preferred = {
   theme: ["light", "dark"].includes(asked.theme) ? asked.theme : matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light",
 };
 
-function App({ read, unread, live, ask }) {
+function App({ read, unread, live, ask, desk, choices }) {
   const [runs, setRuns] = useState(read);
   const [, setVersion] = useState(0); // a live run grows in place
   const [lang, setLang] = useState(preferred.lang);
@@ -73,6 +75,7 @@ function App({ read, unread, live, ask }) {
 
   const address = () => hashOf(follows ? null : runs[0].firstStep + frame, moment?.kind, choice, lang, theme, wasSet);
   useMemo(() => { document.documentElement.dataset.theme = theme; }, [theme]); // before anything is drawn in its colours
+  useEffect(() => { window.nanovllm.runs = runs; }, [runs]);
   useEffect(() => { [document.title, document.documentElement.lang] = [t("title"), lang]; }, [t]);
   useEffect(() => { // delayed: browsers refuse an address that changes too often
     const timer = setTimeout(() => runs[0] && history.replaceState(null, "", address()), 150);
@@ -122,6 +125,7 @@ function App({ read, unread, live, ask }) {
   }, []);
   const canAsk = ask && runs[0] && !runs[0].isEmpty && (!runs[1] || runs[1].isSimulated);
   const showOther = useCallback((other) => setRuns((before) => (other ? beside(before[0], other) : before.slice(0, 1))), []);
+  const turnTo = (run) => { setRuns([run]); goTo(0); setPlaying(false); setStory(null); setChoice({ seq: null, block: null }); };
   const view = useMemo(() => ({ t, theme, choice, choose, showSource: setSource }), [t, theme, choice, choose]);
   return html`<${View.Provider} value=${view}>
     <${Head} ...${{ runs, frame, last, goTo, isPlaying: isPlaying || follows, setPlaying: play, changeLang, changeTheme, live, address, follows, setFollows: (is) => (is ? follow() : stay()) }}
@@ -129,7 +133,8 @@ function App({ read, unread, live, ask }) {
     <${Notices} bad=${bad} runs=${runs} frame=${frame} />
     <main class=${runs.length > 1 ? "two" : "one"}>
       ${live && html`<${Live} grow=${grow} />`}
-      ${canAsk && html`<${WhatIf} key=${runs[0].name} run=${runs[0]} other=${runs[1]} show=${showOther} ask=${ask} />`}
+      ${desk && html`<${Requests} recordings=${choices} run=${runs[0]} choose=${turnTo} desk=${desk} />`}
+      ${canAsk && html`<${WhatIf} key=${runs[0].name} run=${runs[0]} other=${runs[1]} show=${showOther} ask=${ask} desk=${desk} />`}
       ${runs.length > 1 && !canAsk && html`<${Difference} runs=${runs} />`}
       ${runs.map((run, i) => html`<${Boundary} key=${run.name} name=${run.name} frame=${frame}><${Recording} run=${run} moments=${i ? [] : moments} moment=${i ? null : moment} tell=${tell} frame=${Math.min(frame, run.lastFrame)} goTo=${goTo} isAlone=${runs.length === 1} columns=${runs.length > 1 ? last + 1 : undefined} /></${Boundary}>`)}
     </main>
@@ -290,9 +295,10 @@ function beside(first, second) {
 }
 
 // Read the recordings in the page, which are base64 of gzip to keep the file small: {read: runs, unread: [{name, error}]}
-async function readEmbedded() {
+// type: `trace` of those that are shown, `choice` of others
+async function readEmbedded(type) {
   const [read, unread] = [[], []];
-  for (const element of document.querySelectorAll("script[type='application/x-nanovllm-trace']")) {
+  for (const element of document.querySelectorAll(`script[type='application/x-nanovllm-${type}']`)) {
     try {
       const bytes = Uint8Array.from(atob(element.textContent.trim()), (letter) => letter.charCodeAt(0));
       const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
@@ -301,15 +307,19 @@ async function readEmbedded() {
       unread.push({ name: element.dataset.name, error: error.message });
     }
   }
-  return { read: read.length > 1 ? beside(...read) : read, unread };
+  return { read, unread };
 }
 
 async function main() {
-  const { read, unread } = await readEmbedded();
+  const { read, unread } = await readEmbedded("trace");
+  if (read.length > 1) beside(...read);
+  const site = document.body.dataset.site; // only a page of the site has it
+  const desk = site ? new PyodideDesk(JSON.parse(site)) : null;
+  const choices = desk ? [...read, ...(await readEmbedded("choice")).read] : [];
   const live = document.body.dataset.live !== undefined;
-  window.nanovllm = { runs: read, Run, Replay }; // for tests and for the browser's console
-  const ask = window.askWhatIf ?? (document.body.dataset.whatIf === undefined ? null : askServer);
-  render(html`<${App} read=${read} unread=${unread} live=${live} ask=${ask} />`, document.getElementById("app"));
+  window.nanovllm = { runs: read, Run, Replay, desk, choices }; // for tests and for the browser's console
+  const ask = window.askWhatIf ?? desk?.ask ?? (document.body.dataset.whatIf === undefined ? null : askServer);
+  render(html`<${App} read=${read} unread=${unread} live=${live} ask=${ask} desk=${desk} choices=${choices} />`, document.getElementById("app"));
   document.body.dataset.ready = "";
 }
 

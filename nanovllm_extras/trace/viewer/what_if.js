@@ -7,9 +7,14 @@
 //   run       the recorded run; run.name is its file's name, run.recording its text
 //   signal    is aborted if the answer is no longer needed
 //   progress  a function that shows a text until the answer is there, for example what is being loaded
+//   t         translates
 // It returns a promise of {figures, recording}, as `nanovllm_extras/what_if/answer.py` makes them, or of {error: text}.
+//
+// desk, which only a page of the site has, can also run a scheduler that the reader has edited: the request has the text
+// as `schedule`, and {error, line} is the answer if it fails.
 
 import { Run } from "./run.js";
+import { ScheduleEditor } from "./what_if_schedule.js";
 import { html, useEffect, useMemo, useState, useView } from "./ui.js";
 
 const SIZES = ["block_size", "num_blocks", "max_num_batched_tokens", "max_num_seqs"];
@@ -52,15 +57,18 @@ const nameOfChanges = (changes, options) => Object.entries("block_size" in chang
   .map(([name, value]) => `${name} ${value === true ? "on" : value === false ? "off" : value}`).join(", ");
 
 // other: the run that is shown next to `run`, or undefined. show: shows another one, or none.
-export function WhatIf({ run, other, show, ask }) {
+export function WhatIf({ run, other, show, ask, desk }) {
   const { t } = useView();
   const own = useMemo(() => recordedOptions(run), [run]);
   const [changes, setChanges] = useState({});
-  const [state, setState] = useState({}); // {isRunning, progress}, {figures, shown: the run of these figures} or {error}
+  const [schedule, setSchedule] = useState(null); // the text of an edited method, in an array: to run it again is a change
+  const [state, setState] = useState({}); // {isRunning, progress}, {figures, shown: the run of these figures} or {error, line}
+  const isChanged = !!schedule || Object.keys(changes).length > 0;
+  const reset = () => { setChanges({}); setSchedule(null); };
   const isClosed = state.shown && other !== state.shown; // with the page's own button, or a file is shown in its place
-  useEffect(() => { if (isClosed) { setChanges({}); setState({}); } }, [isClosed]);
+  useEffect(() => { if (isClosed) { reset(); setState({}); } }, [isClosed]);
   useEffect(() => {
-    if (!Object.keys(changes).length) {
+    if (!isChanged) {
       if (state.shown) show(null);
       setState({});
       return undefined;
@@ -68,22 +76,26 @@ export function WhatIf({ run, other, show, ask }) {
     const controller = new AbortController();
     const timer = setTimeout(() => follow(controller.signal), PAUSE);
     return () => { clearTimeout(timer); controller.abort(); };
-  }, [changes]);
+  }, [changes, schedule]);
   const follow = async (signal) => {
     const note = (next) => { if (!signal.aborted) setState(next); };
     setState((before) => ({ ...before, error: null, progress: null, isRunning: true }));
     const progress = (text) => note((before) => ({ ...before, progress: text }));
     try {
-      const answer = await ask({ options: changes }, run, { signal, progress });
-      if (signal.aborted) return;
-      if (answer.error) throw new Error(answer.error);
-      const shown = Run.parse(nameOfChanges(changes, answer.figures.runs.at(-1).options), answer.recording);
+      const answer = await ask(schedule ? { options: changes, schedule: schedule[0] } : { options: changes }, run, { signal, progress, t });
+      if (signal.aborted) return undefined;
+      if (answer.error) {
+        show(null);
+        return setState({ error: answer.line ? t("scheduleError", { line: answer.line, error: answer.error }) : answer.error, line: answer.line });
+      }
+      const name = [nameOfChanges(changes, answer.figures.runs.at(-1).options), schedule && t("scheduleName")].filter(Boolean).join(", ");
+      const shown = Run.parse(name, answer.recording);
       show(shown);
-      setState({ figures: answer.figures, shown });
+      return setState({ figures: answer.figures, shown });
     } catch (error) {
-      if (signal.aborted) return;
+      if (signal.aborted) return undefined;
       show(null);
-      setState({ error: error.message });
+      return setState({ error: error.message });
     }
   };
   const set = (name, value) => setChanges((before) => changed(own, before, name, value));
@@ -96,8 +108,9 @@ export function WhatIf({ run, other, show, ask }) {
       <label class="option"><span><code>${CACHE}</code> <small>${t("whatIf.enable_prefix_caching")}</small></span>
         <input type="checkbox" name=${CACHE} checked=${valueOf(own, changes, CACHE)} onChange=${(event) => set(CACHE, event.target.checked)} /></label>
     </div>
-    <p><button disabled=${!Object.keys(changes).length} onClick=${() => setChanges({})}>${t("whatIfReset")}</button> <span role="status">${words}</span></p>
-    ${state.error && html`<p class="bad" role="alert">${state.error}</p>`}
+    <p><button disabled=${!isChanged} onClick=${reset}>${t("whatIfReset")}</button> ${desk && state.isRunning && html`<button onClick=${() => desk.stop()}>${t("whatIfStop")}</button>`} <span role="status">${words}</span></p>
+    ${state.error && !state.line && html`<p class="bad" role="alert">${state.error}</p>`}
+    ${desk && html`<${ScheduleEditor} schedule=${schedule && schedule[0]} setSchedule=${(text) => setSchedule(text === null ? null : [text])} error=${state.line && state.error} line=${state.line} />`}
     ${state.figures && html`<${Figures} found=${state.figures} name=${state.shown.name} />`}
   </details></section>`;
 }

@@ -59,7 +59,7 @@ def plan(number: int, row: Mapping[str, Any]) -> PlannedRequest:
         for start in range(first + row["prompt"], first + row["prompt"] + row["n"] * row["answer"], row["answer"])
     ]
     arrival_s = float(row["arrival"])
-    return PlannedRequest(f"request {number}", prompt, answers, arrival_s, arrival_s, row["answer"])
+    return PlannedRequest(f"r{number}", prompt, answers, arrival_s, arrival_s, row["answer"])
 
 
 def texts_of(requests: list[PlannedRequest]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 // The worker of the page: it loads Pyodide and the Python files once, and calls `reply` of answer.py for each request.
 //
 //   gets   {id, pyodide, files, request}     addresses of Pyodide's folder and of the files; the request as JSON
-//   sends  {id, loaded}                      while Pyodide is loaded: bytes of it so far
+//   sends  {loaded}                          while Pyodide is loaded: bytes of it so far
 //          {id, isReady: true}               it is loaded, and the simulation begins
 //          {id, answer} or {id, failed}      the answer as JSON, or why Pyodide cannot be loaded
 
@@ -10,7 +10,7 @@ let loading = null; // a promise of `reply`; the first request begins it
 self.onmessage = async ({ data }) => {
   const { id, request } = data;
   try {
-    loading ??= load(data, (loaded) => self.postMessage({ id, loaded }));
+    loading ??= load(data, (loaded) => self.postMessage({ loaded }));
     const reply = await loading;
     self.postMessage({ id, isReady: true });
     self.postMessage({ id, answer: reply(request) });
