@@ -8,6 +8,7 @@ that of each step predicted by a fit to all other steps, so a clock with few ste
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import fsum
 from typing import Protocol
 
 from nanovllm.checks import check_number, checked, checks_of
@@ -128,17 +129,17 @@ def fit_clock(steps: Sequence[StepCost]) -> FittedClock:
             f"give a machine by hand (--bandwidth, --flops, --weight-bytes)"
         )
     rows = [row_of(step) for step in steps]
-    matrix = [[sum([row[i] * row[j] for row in rows]) for j in range(3)] for i in range(3)]
-    vector = [sum([row[i] for row in rows]) for i in range(3)]
+    matrix = [[fsum([row[i] * row[j] for row in rows]) for j in range(3)] for i in range(3)]
+    vector = [fsum([row[i] for row in rows]) for i in range(3)]
     errors = []
     for row in rows:
         others = [[matrix[i][j] - row[i] * row[j] for j in range(3)] for i in range(3)]
         costs = solve_non_negative(others, [vector[i] - row[i] for i in range(3)])
-        errors.append(abs(sum([costs[i] * row[i] for i in range(3)]) - 1))
+        errors.append(abs(fsum([costs[i] * row[i] for i in range(3)]) - 1))
     errors.sort()
     middle = (errors[len(errors) // 2] + errors[(len(errors) - 1) // 2]) / 2
     per_step, per_token, per_context_token = solve_non_negative(matrix, vector)
-    return FittedClock(per_step, per_token, per_context_token, len(steps), sum(errors) / len(errors), middle)
+    return FittedClock(per_step, per_token, per_context_token, len(steps), fsum(errors) / len(errors), middle)
 
 
 def row_of(step: StepCost) -> list[float]:
@@ -157,7 +158,7 @@ def solve_non_negative(matrix: list[list[float]], vector: list[float]) -> list[f
             solved = solve([[matrix[i][j] for j in chosen] for i in chosen], [vector[i] for i in chosen])
             if solved is None or min(solved) < 0:
                 continue
-            gain = sum(value * vector[i] for i, value in zip(chosen, solved, strict=True))
+            gain = fsum(value * vector[i] for i, value in zip(chosen, solved, strict=True))
             if gain > best_gain:  # the squared error is the number of steps less the gain
                 costs = dict(zip(chosen, solved, strict=True))
                 best, best_gain = [costs.get(i, 0.0) for i in range(3)], gain
@@ -183,6 +184,6 @@ def solve(matrix: list[list[float]], vector: list[float]) -> list[float] | None:
             rows[k] = [a - factor * b for a, b in zip(rows[k], rows[i], strict=True)]
     solved = [0.0] * size
     for i in reversed(range(size)):
-        rest = rows[i][size] - sum(rows[i][j] * solved[j] for j in range(i + 1, size))
+        rest = rows[i][size] - fsum(rows[i][j] * solved[j] for j in range(i + 1, size))
         solved[i] = rest / rows[i][i]
     return [value / scale for value, scale in zip(solved, scales, strict=True)]

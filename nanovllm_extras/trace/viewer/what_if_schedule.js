@@ -1,6 +1,6 @@
 // A text field with the scheduler's method `schedule`, which the reader can change and run.
 
-import { html, useEffect, useRef, useState, useView } from "./ui.js";
+import { html, useEffect, useLayoutEffect, useRef, useState, useView } from "./ui.js";
 
 // schedule: the text that runs, or null for the engine's own. error: why it has failed, and in which line, from 1
 export function ScheduleEditor({ schedule, setSchedule, error, line }) {
@@ -8,7 +8,7 @@ export function ScheduleEditor({ schedule, setSchedule, error, line }) {
   const own = window.SOURCES.schedule;
   const [text, setText] = useState(schedule ?? own.text);
   const field = useRef(null);
-  useEffect(() => { if (schedule === null) setText(own.text); }, [schedule]);
+  useLayoutEffect(() => { if (schedule === null) setText(own.text); }, [schedule]);
   useEffect(() => { if (line) selectLine(field.current, line); }, [line, schedule]);
   const numbers = text.split("\n").map((_, i) => i + 1).join("\n");
   return html`<details class="schedule"><summary>${t("scheduleEdit")}</summary>
