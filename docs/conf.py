@@ -21,14 +21,13 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 
 from nanovllm_extras.trace.page import make_page
-from nanovllm_extras.what_if.browser.site import PYODIDE_URL, write_site
+from nanovllm_extras.what_if.browser.site import PYODIDE_URL, RECORDINGS, write_site
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 BOOK, CHINESE = "book/", "book/zh/"
 WHAT_IF = "nanovllm_extras/what_if/browser"
-"""Links to this folder lead to the page that it makes, `what_if.html`, which begins with the first of these recordings."""
-ASKED = [DOCS / BOOK / "recordings" / f"{name}.jsonl" for name in ("fragmentation", "preemption", "beyond")]
+"""Links to this folder lead to the page that it makes, `what_if.html`."""
 
 project = "nanovllm"
 html_title = "nanovllm"
@@ -169,7 +168,8 @@ def toctrees_of(app: Sphinx, docname: str) -> list[addnodes.toctree]:
 
 def write_what_if(app: Sphinx, error: Exception | None) -> None:
     if error is None:
-        write_site(Path(app.outdir), "what_if.html", ASKED, app.config.pyodide_url)
+        recordings = [DOCS / BOOK / "recordings" / f"{name}.jsonl" for name in RECORDINGS]
+        write_site(Path(app.outdir), "what_if.html", recordings, app.config.pyodide_url)
 
 
 def write_recordings(app: Sphinx, error: Exception | None) -> None:

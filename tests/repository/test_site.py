@@ -1,9 +1,11 @@
 """The site: the workflow that publishes it, and the folder that any static host can serve."""
 
+import json
 import re
 import shlex
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -92,6 +94,16 @@ def test_each_recording_is_a_page_of_its_own(site):
         page = (site / "book" / "recordings" / recording.name).with_suffix(".html").read_text(encoding="utf-8")
         assert embed(recording) in page
         assert not re.search(r'<(script|link|img)[^>]* (src|href)="(?!data:)', page)
+
+
+@pytest.mark.slow
+def test_links_lead_to_the_page_that_runs_the_scheduler_and_its_files_are_there(site):
+    section = (site / "trace.html").read_text(encoding="utf-8")
+    assert 'href="what_if.html"' in section
+    page = (site / "what_if.html").read_text(encoding="utf-8")
+    about = json.loads(unescape(re.search('data-site="([^"]*)"', page)[1]))
+    assert "scheduler.py" in "".join(json.loads((site / about["files"]).read_text(encoding="utf-8")))
+    assert "onmessage" in (site / about["worker"]).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

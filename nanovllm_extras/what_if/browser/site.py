@@ -10,6 +10,8 @@ from nanovllm_extras.what_if.browser.bundle import make_bundle
 PYODIDE_VERSION = "314.0.7"
 PYODIDE_URL = f"https://cdn.jsdelivr.net/pyodide/v{PYODIDE_VERSION}/full/"
 """The folder of pyodide.mjs. A copy of it on one's own server works, too."""
+RECORDINGS = "fragmentation", "preemption", "beyond"
+"""Of docs/book/recordings, those that the page has. `viewer/i18n.js` has a title of each."""
 WORKER, FILES = "what_if_worker.js", "what_if_files.json"
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_extras.what_if.browser.site import PYODIDE_VERSION, write_site
+from nanovllm_extras.what_if.browser.site import PYODIDE_VERSION, RECORDINGS, write_site
 
-ROOT = Path(__file__).resolve().parents[4]
-RECORDINGS = [ROOT / "docs" / "book" / "recordings" / f"{name}.jsonl" for name in ("fragmentation", "preemption", "beyond")]
+ROOT = Path(__file__).resolve().parents[3]
+PATHS = [ROOT / "docs" / "book" / "recordings" / f"{name}.jsonl" for name in RECORDINGS]
 FOLDER = "NANOVLLM_PYODIDE"
 
 
@@ -37,7 +37,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 def serve_site(folder: Path) -> Iterator[str]:
     """Write the page to `folder` and serve it. Gives the page's address."""
     (folder / "pyodide").symlink_to(pyodide_folder().resolve())
-    write_site(folder, "what_if.html", RECORDINGS, "pyodide")
+    write_site(folder, "what_if.html", PATHS, "pyodide")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/what_if.html"

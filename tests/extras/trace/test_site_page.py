@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from nanovllm_extras.trace.recording import read_recording
 from nanovllm_extras.what_if import command
 from nanovllm_extras.what_if.comparison import compare
 from nanovllm_extras.what_if.recorded_run import read_run
+from tests.extras.trace.axe_themes import check_both_themes
+from tests.extras.trace.site_page import PATHS, serve_site
 from tests.extras.trace.test_page import chromium  # noqa: F401 (a fixture)
-from tests.extras.what_if.browser.site import RECORDINGS, serve_site
 
 pytestmark = pytest.mark.browser
 
@@ -96,17 +96,17 @@ def test_pyodide_is_loaded_with_the_first_question_only(chromium, address):  # n
 
 
 def test_figures_are_the_shells_for_each_recording_and_ten_sets_of_options(opened, capsys):
-    pairs = [(i, options) for i in range(len(RECORDINGS)) for options in OPTIONS]
+    pairs = [(i, options) for i in range(len(PATHS)) for options in OPTIONS]
     answers = opened.evaluate(ASK, [[i, {"options": options}] for i, options in pairs])
     for (i, options), answer in zip(pairs, answers, strict=True):
-        assert answer.get("figures") == shell(capsys, RECORDINGS[i], options), (RECORDINGS[i].name, options, answer)
+        assert answer.get("figures") == shell(capsys, PATHS[i], options), (PATHS[i].name, options, answer)
 
 
 def test_simulated_recording_is_that_of_the_shell_byte_by_byte(opened, tmp_path):
     """Hashes of blocks included: the plain XXH3 and the library's are the same."""
     [answer] = opened.evaluate(ASK, [[2, {"options": {"block_size": 8}}]])
     path = tmp_path / "simulated.jsonl"
-    assert command.main([str(RECORDINGS[2]), "--block-size", "8", "-o", str(path)]) == 0
+    assert command.main([str(PATHS[2]), "--block-size", "8", "-o", str(path)]) == 0
     assert answer["recording"] == path.read_text(encoding="utf-8")
     assert '"register"' in answer["recording"]
 
@@ -118,7 +118,7 @@ def test_edited_schedule_gives_the_figures_of_the_same_class_here(opened, tmp_pa
         + "".join(f"    {line}\n" for line in LAST_FIRST.splitlines())
         + "\n\nscheduler_cls = EditedScheduler\n"
     )
-    assert command.main([str(RECORDINGS[2]), "--max-num-seqs", "2", "--extension", str(tmp_path / "own.py"), "--json"]) == 0
+    assert command.main([str(PATHS[2]), "--max-num-seqs", "2", "--extension", str(tmp_path / "own.py"), "--json"]) == 0
     expected = json.loads(capsys.readouterr().out)
     assert answer["figures"]["runs"] == expected["runs"]
     own, edited = (run["figures"] for run in expected["runs"])
@@ -187,7 +187,9 @@ def test_own_requests_are_recorded_and_asked_about(page):
 
 
 def test_page_fits_a_telephone_in_chinese(chromium, address):  # noqa: F811
-    page = chromium.new_page(viewport={"width": 360, "height": 740}, has_touch=True, locale="zh-CN")
+    page = chromium.new_page(
+        viewport={"width": 360, "height": 740}, has_touch=True, color_scheme="light", locale="zh-CN"
+    )
     page.set_default_timeout(15_000)
     page.goto(address)
     page.get_by_text("如果换一组选项").tap()
@@ -196,8 +198,9 @@ def test_page_fits_a_telephone_in_chinese(chromium, address):  # noqa: F811
     page.locator("input[type=number][name=block_size]").fill("32")
     page.locator("input[type=number][name=num_blocks]").tap()
     page.locator(".figures").wait_for()
-    assert page.evaluate("document.documentElement.scrollWidth") == 360
     texts = page.locator(".requests, .what-if > details > :is(summary, p), .schedule > p").all_inner_texts()
     words = re.sub(r"schedule|token|nanovllm/scheduler.py|TB/s|GPU", "", " ".join(texts))
     assert not re.search("[A-Za-z]{3,}", words), words
+    page.locator("h1").tap()  # a letter typed in a field is text, not a key of the page
+    check_both_themes(page, 360)
     page.close()
