@@ -78,7 +78,7 @@ def test_edited_schedule_decides_and_leaves_the_cores_class_as_it_was():
         ("def schedule(self):\n  x = 1\n return x\n", 3, "IndentationError"),
         ("@missing\ndef schedule(self):\n    pass\n", 1, "NameError: name 'missing' is not defined"),
         ("def schedule(self):\n    raise ValueError('no')\n", 2, "ValueError: no"),
-        ("def schedule(self):\n    self.block_manager.take(None)\n", 2, "in block_manager.py, line "),
+        ("def schedule(self):\n    self.block_manager.free(None)\n", 2, "in block_manager.py, line "),
         ("def schedule(self):\n    return None\n", None, "schedule must return a Step, got None"),
         ("def schedule(self):\n    return Step()\n", None, "computes nothing, although"),
     ],
