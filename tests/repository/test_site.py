@@ -100,6 +100,7 @@ def test_each_recording_is_a_page_of_its_own(site):
 def test_links_lead_to_the_page_that_runs_the_scheduler_and_its_files_are_there(site):
     section = (site / "trace.html").read_text(encoding="utf-8")
     assert 'href="what_if.html"' in section
+    assert 'href="../../what_if.html#lang=zh"' in (site / "book" / "zh" / "README.html").read_text(encoding="utf-8")
     page = (site / "what_if.html").read_text(encoding="utf-8")
     about = json.loads(unescape(re.search('data-site="([^"]*)"', page)[1]))
     assert "scheduler.py" in "".join(json.loads((site / about["files"]).read_text(encoding="utf-8")))

@@ -18,7 +18,7 @@ import { Timeline } from "./timeline.js";
 import { Times } from "./times.js";
 import { formatTime, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useRef, useSettled, useState, View, useView } from "./ui.js";
 import { WhatIf } from "./what_if.js";
-import { PyodideDesk } from "./what_if_pyodide.js";
+import { PyodideClient } from "./what_if_pyodide.js";
 import { Requests } from "./what_if_requests.js";
 import { askServer } from "./what_if_server.js";
 
@@ -43,7 +43,7 @@ const preferred = {
   theme: ["light", "dark"].includes(asked.theme) ? asked.theme : matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light",
 };
 
-function App({ read, unread, live, ask, desk, choices }) {
+function App({ read, unread, live, ask, client, choices }) {
   const [runs, setRuns] = useState(read);
   const [, setVersion] = useState(0); // a live run grows in place
   const [lang, setLang] = useState(preferred.lang);
@@ -133,8 +133,8 @@ function App({ read, unread, live, ask, desk, choices }) {
     <${Notices} bad=${bad} runs=${runs} frame=${frame} />
     <main class=${runs.length > 1 ? "two" : "one"}>
       ${live && html`<${Live} grow=${grow} />`}
-      ${desk && html`<${Requests} recordings=${choices} run=${runs[0]} choose=${turnTo} desk=${desk} />`}
-      ${canAsk && html`<${WhatIf} key=${runs[0].name} run=${runs[0]} other=${runs[1]} show=${showOther} ask=${ask} desk=${desk} />`}
+      ${client && html`<${Requests} recordings=${choices} run=${runs[0]} choose=${turnTo} client=${client} />`}
+      ${canAsk && html`<${WhatIf} key=${runs[0].name} run=${runs[0]} other=${runs[1]} show=${showOther} ask=${ask} client=${client} />`}
       ${runs.length > 1 && !canAsk && html`<${Difference} runs=${runs} />`}
       ${runs.map((run, i) => html`<${Boundary} key=${run.name} name=${run.name} frame=${frame}><${Recording} run=${run} moments=${i ? [] : moments} moment=${i ? null : moment} tell=${tell} frame=${Math.min(frame, run.lastFrame)} goTo=${goTo} isAlone=${runs.length === 1} columns=${runs.length > 1 ? last + 1 : undefined} /></${Boundary}>`)}
     </main>
@@ -314,12 +314,12 @@ async function main() {
   const { read, unread } = await readEmbedded("trace");
   if (read.length > 1) beside(...read);
   const site = document.body.dataset.site; // only a page of the site has it
-  const desk = site ? new PyodideDesk(JSON.parse(site)) : null;
-  const choices = desk ? [...read, ...(await readEmbedded("choice")).read] : [];
+  const client = site ? new PyodideClient(JSON.parse(site)) : null;
+  const choices = client ? [...read, ...(await readEmbedded("choice")).read] : [];
   const live = document.body.dataset.live !== undefined;
-  window.nanovllm = { runs: read, Run, Replay, desk, choices }; // for tests and for the browser's console
-  const ask = window.askWhatIf ?? desk?.ask ?? (document.body.dataset.whatIf === undefined ? null : askServer);
-  render(html`<${App} read=${read} unread=${unread} live=${live} ask=${ask} desk=${desk} choices=${choices} />`, document.getElementById("app"));
+  window.nanovllm = { runs: read, Run, Replay, client, choices }; // for tests and for the browser's console
+  const ask = window.askWhatIf ?? client?.ask ?? (document.body.dataset.whatIf === undefined ? null : askServer);
+  render(html`<${App} read=${read} unread=${unread} live=${live} ask=${ask} client=${client} choices=${choices} />`, document.getElementById("app"));
   document.body.dataset.ready = "";
 }
 

@@ -10,7 +10,7 @@
 //   t         translates
 // It returns a promise of {figures, recording}, as `nanovllm_extras/what_if/answer.py` makes them, or of {error: text}.
 //
-// desk, which only a page of the site has, can also run a scheduler that the reader has edited: the request has the text
+// client, which only a page of the site has, can also run a scheduler that the reader has edited: the request has the text
 // as `schedule`, and {error, line} is the answer if it fails.
 
 import { Run } from "./run.js";
@@ -57,7 +57,7 @@ const nameOfChanges = (changes, options) => Object.entries("block_size" in chang
   .map(([name, value]) => `${name} ${value === true ? "on" : value === false ? "off" : value}`).join(", ");
 
 // other: the run that is shown next to `run`, or undefined. show: shows another one, or none.
-export function WhatIf({ run, other, show, ask, desk }) {
+export function WhatIf({ run, other, show, ask, client }) {
   const { t } = useView();
   const own = useMemo(() => recordedOptions(run), [run]);
   const [changes, setChanges] = useState({});
@@ -108,9 +108,9 @@ export function WhatIf({ run, other, show, ask, desk }) {
       <label class="option"><span><code>${CACHE}</code> <small>${t("whatIf.enable_prefix_caching")}</small></span>
         <input type="checkbox" name=${CACHE} checked=${valueOf(own, changes, CACHE)} onChange=${(event) => set(CACHE, event.target.checked)} /></label>
     </div>
-    <p><button disabled=${!isChanged} onClick=${reset}>${t("whatIfReset")}</button> ${desk && state.isRunning && html`<button onClick=${() => desk.stop()}>${t("whatIfStop")}</button>`} <span role="status">${words}</span></p>
+    <p><button disabled=${!isChanged} onClick=${reset}>${t("whatIfReset")}</button> ${client && state.isRunning && html`<button onClick=${() => client.stop()}>${t("whatIfStop")}</button>`} <span role="status">${words}</span></p>
     ${state.error && !state.line && html`<p class="bad" role="alert">${state.error}</p>`}
-    ${desk && html`<${ScheduleEditor} schedule=${schedule && schedule[0]} setSchedule=${(text) => setSchedule(text === null ? null : [text])} error=${state.line && state.error} line=${state.line} />`}
+    ${client && html`<${ScheduleEditor} schedule=${schedule && schedule[0]} setSchedule=${(text) => setSchedule(text === null ? null : [text])} error=${state.line && state.error} line=${state.line} />`}
     ${state.figures && html`<${Figures} found=${state.figures} name=${state.shown.name} />`}
   </details></section>`;
 }

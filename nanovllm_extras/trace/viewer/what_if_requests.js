@@ -11,8 +11,8 @@ const FIRST_REQUESTS = [
   { prompt: 200, answer: 20, arrival: 0.05, n: 1, shared: 64 },
 ];
 
-// recordings: runs to choose from. run: the one that is shown. choose: shows another one. desk: computes
-export function Requests({ recordings, run, choose, desk }) {
+// recordings: runs to choose from. run: the one that is shown. choose: shows another one. client: computes
+export function Requests({ recordings, run, choose, client }) {
   const { t } = useView();
   return html`<section class="card requests" aria-label=${t("requestsOf")}>
     <h2>${t("requestsOf")}</h2>
@@ -20,11 +20,11 @@ export function Requests({ recordings, run, choose, desk }) {
       const name = one.name.replace(".jsonl", "");
       return html`<button aria-pressed=${one === run} class=${one === run ? "on" : ""} onClick=${() => choose(one)}>${t(`requests.${name}`)}</button>`;
     })}</div>
-    <details><summary>${t("requestsOwn")}</summary><${RequestsForm} choose=${choose} desk=${desk} /></details>
+    <details><summary>${t("requestsOwn")}</summary><${RequestsForm} choose=${choose} client=${client} /></details>
   </section>`;
 }
 
-function RequestsForm({ choose, desk }) {
+function RequestsForm({ choose, client }) {
   const { t } = useView();
   const [rows, setRows] = useState(FIRST_REQUESTS);
   const [state, setState] = useState({}); // {isRunning, words} or {error}
@@ -33,7 +33,7 @@ function RequestsForm({ choose, desk }) {
   const submit = async (event) => {
     event.preventDefault();
     setState({ isRunning: true, words: t("whatIfRuns") });
-    const { recording, error } = await desk.record(rows, { t, progress: (words) => setState({ isRunning: true, words }) });
+    const { recording, error } = await client.record(rows, { t, progress: (words) => setState({ isRunning: true, words }) });
     setState(error ? { error } : {});
     if (!error) choose(Run.parse(`${t("requestsOwn")} ${++count.current}`, recording));
   };
@@ -48,7 +48,7 @@ function RequestsForm({ choose, desk }) {
     </table></div>
     <p><button type="button" onClick=${() => setRows([...rows, rows.at(-1)])}>${t("requestAdd")}</button>
       ${" "}<button type="submit" disabled=${state.isRunning}>${t("requestsRun")}</button>
-      ${state.isRunning && html` <button type="button" onClick=${() => desk.stop()}>${t("whatIfStop")}</button>`} <span role="status">${state.words}</span></p>
+      ${state.isRunning && html` <button type="button" onClick=${() => client.stop()}>${t("whatIfStop")}</button>`} <span role="status">${state.words}</span></p>
     ${state.error && html`<p class="bad" role="alert">${state.error}</p>`}
   </form>`;
 }

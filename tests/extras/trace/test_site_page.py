@@ -31,9 +31,9 @@ LAST_FIRST = """def schedule(self):
     return super().schedule()
 """
 ASK = """async (requests) => {
-  const desk = nanovllm.desk, context = { t: (word, values) => `${word} ${JSON.stringify(values)}`, progress() {} };
+  const client = nanovllm.client, context = { t: (word, values) => `${word} ${JSON.stringify(values)}`, progress() {} };
   const answers = [];
-  for (const [i, request] of requests) answers.push(await desk.ask(request, nanovllm.choices[i], context));
+  for (const [i, request] of requests) answers.push(await client.ask(request, nanovllm.choices[i], context));
   return answers;
 }"""
 
