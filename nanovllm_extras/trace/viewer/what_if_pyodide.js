@@ -3,7 +3,7 @@
 
 const PYODIDE_BYTES = 12.3e6; // of the interpreter and its library, unpacked; only the progress shown depends on it
 
-export class PyodideDesk {
+export class PyodideClient {
   // about: {worker, pyodide, files}, the addresses of the worker, of Pyodide's folder and of the Python files
   constructor(about) {
     this.about = about;

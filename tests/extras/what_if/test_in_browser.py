@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from nanovllm import scheduler
 from nanovllm_extras.trace.recording import read_recording
 from nanovllm_extras.what_if.browser.answer import reply
 from nanovllm_extras.what_if.browser.bundle import make_bundle
@@ -47,7 +48,9 @@ def test_every_length_and_random_seeds_give_the_hash_of_the_library():
 
 def test_bundled_files_answer_by_themselves(tmp_path):
     """In a process that has the standard library only."""
-    for path, text in make_bundle().items():
+    bundle = make_bundle()
+    assert {f"{Path(path).parent}/__init__.py" for path in bundle if path.count("/") > 1} <= bundle.keys()
+    for path, text in bundle.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text, encoding="utf-8")
     changes = {"block_size": 2}
@@ -58,9 +61,11 @@ def test_bundled_files_answer_by_themselves(tmp_path):
     assert json.loads(done.stdout).get("figures") == compare(read_run(read_recording(RECORDING)), [changes])
 
 
-def test_edited_schedule_decides_and_leaves_the_cores_class_as_it_was():
+def test_edited_schedule_decides_and_leaves_the_cores_module_as_it_was():
     one_at_a_time = "def schedule(self):\n    self.max_num_seqs = 1\n    return super().schedule()\n"
+    before = {**vars(scheduler)}
     edited = ask(schedule=one_at_a_time)["figures"]
+    assert vars(scheduler) == before
     assert edited["parts"] == {"scheduler_cls": "EditedScheduler"}
     assert edited["runs"][1]["figures"] == ask(options={"max_num_seqs": 1})["figures"]["runs"][1]["figures"]
     assert edited["runs"][0]["figures"]["steps"] < edited["runs"][1]["figures"]["steps"]
