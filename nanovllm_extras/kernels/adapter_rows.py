@@ -1,6 +1,6 @@
 """Which rows of a step have which LoRA adapter, and the products that add the changes of these adapters to a layer.
 
-An adapter that runs is in a *slot*: 1 is the first, and 0 stands for none. `AdapterRows` is set once for each step, and
+An adapter that runs is in a *slot*: 1 is the first, and 0 represents none. `AdapterRows` is set once for each step, and
 all layers of the network read it. `Products` are the matrices of all slots for one linear layer. This file has those in
 PyTorch; `cpu/cpu_adapters.py` and `cuda/adapter_kernels.py` have faster ones.
 """
