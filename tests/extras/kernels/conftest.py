@@ -26,6 +26,7 @@ KERNEL_TESTS = [
     "test_graph_kernels.py",
     "test_few_tokens_kernels.py",
     "test_quantised_kernels.py",
+    "test_adapter_kernels.py",
 ]
 collect_ignore = []
 if os.environ.get("TRITON_INTERPRET") == "1":
