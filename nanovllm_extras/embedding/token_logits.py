@@ -57,7 +57,7 @@ class LogitRows:
         parts = []
         for start in range(0, len(self.rows), LOGITS_SLICE):
             rows = slice(start, start + LOGITS_SLICE)
-            logits = compute_logits(hidden[self.rows[rows]])  # [LOGITS_SLICE, vocab_size]
+            logits = compute_logits(hidden, self.rows[rows])  # [LOGITS_SLICE, vocab_size]
             parts.append(logits.gather(1, self.token_ids[rows]).float())
         return TwoLogits(torch.cat(parts))
 

@@ -35,6 +35,7 @@ from nanovllm_extras.machine.one_thread import on_one_thread
 from nanovllm_extras.models.network_config import NetworkConfig
 from nanovllm_extras.options.all_options import Config
 from nanovllm_extras.options.speculation_options import MAX_DRAFTED_ROWS
+from nanovllm_extras.records.adapter_metadata import adapters_of
 from nanovllm_extras.sampling.logprobs import Logprobs
 from nanovllm_extras.sampling.runner_hooks import (
     ArrivingTokens,
@@ -178,6 +179,8 @@ class ModelRunner(model_runner.ModelRunner):
         if config.sampler_cls is not None:
             self.draw = config.sampler_cls
         self.device_setup.prepare(self)
+        if self.adapters is not None:
+            self.adapters.wrap_vocabulary(self.model, self.dtype, self.part.rank)
         # from now on, no layer is replaced by a faster version
         self.followers = self.layout.make_followers(self.model, self.kv_caches)
         clock.lap("layers")
@@ -276,11 +279,12 @@ class ModelRunner(model_runner.ModelRunner):
         """Sample a token for each of the step's samples, and let its readers read."""
         hidden, batch, token_ids = computed
         if token_ids is None:
-            token_ids, logprobs = self.choose_tokens(self.take_rows(hidden, batch.logits_indices), batch.sampling)
+            slots, indices = self.slots_of(batch), batch.logits_indices
+            of_samples = None if slots is None else slots[indices]
+            token_ids, logprobs = self.choose_tokens(self.take_rows(hidden, indices), batch.sampling, of_samples)
             readers = getattr(batch, "readers", ())
-            return SampledTokens(
-                token_ids, logprobs, tuple(one.compute(hidden, self.compute_logits) for one in readers)
-            )
+            logits_of = partial(self.logits_of, slots=slots)
+            return SampledTokens(token_ids, logprobs, tuple(one.compute(hidden, logits_of) for one in readers))
         if wants_only_tokens(batch.sampling):
             return SampledTokens(token_ids)
         return SampledTokens(*self.choose_tokens(hidden, self.send(batch.sampling)))
@@ -311,12 +315,33 @@ class ModelRunner(model_runner.ModelRunner):
         """Return the rows of samples: [num_samples, hidden_size]"""
         return hidden[indices] if hidden.is_cuda else on_one_thread(hidden.__getitem__, indices)
 
-    def choose_tokens(self, hidden: Tensor, sampling: SamplingBatch) -> tuple[Tensor, Logprobs | None]:
-        """Sample tokens. hidden: [num_samples, hidden_size] -> token ids [num_samples] int64, and log-probabilities."""
-        return sample(self.compute_logits(hidden), sampling, self.draw)
+    def choose_tokens(
+        self, hidden: Tensor, sampling: SamplingBatch, slots: Tensor | None = None
+    ) -> tuple[Tensor, Logprobs | None]:
+        """Sample tokens. hidden: [num_samples, hidden_size] -> token ids [num_samples] int64, and log-probabilities.
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]"""
+        slots: as those of `compute_logits`
+        """
+        return sample(self.compute_logits(hidden, slots), sampling, self.draw)
+
+    def slots_of(self, batch: Batch) -> Tensor | None:
+        """Return the slots of the adapters of a step's rows, if one changes logits: [num_tokens], otherwise None."""
+        return None if self.adapters is None or not self.adapters.changes_logits else adapters_of(batch.metadata)
+
+    def logits_of(self, hidden: Tensor, rows: Tensor, slots: Tensor | None) -> Tensor:
+        """Compute the logits of some rows of hidden: [num_tokens, hidden_size] -> [len(rows), vocab_size]
+
+        slots: [num_tokens] int32, the slots of the adapters of all rows, or None
+        """
+        return self.compute_logits(hidden[rows], None if slots is None else slots[rows])
+
+    def compute_logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
+        """hidden: [num_rows, hidden_size] -> [num_rows, vocab_size]
+
+        slots: [num_rows] int32, the slots of the rows' LoRA adapters; None if no row has one
+        """
+        if self.adapters is not None:
+            self.adapters.logits_rows.select(slots)
         with self.ranks.logits(hidden):
             return self.model.compute_logits(hidden)
 

@@ -14,6 +14,8 @@ from nanovllm.loader import read_json
 
 CONFIG_FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"
+VOCABULARY = ("embed_tokens", "lm_head")
+"""Modules that `all-linear` does not mean."""
 REFUSED = {
     "use_dora": "weight-decomposed adapters (DoRA) scale each output by a norm of the whole weight",
     "modules_to_save": "these layers were trained whole, and replace those of the base model",
@@ -45,6 +47,8 @@ class AdapterConfig:
     is_stabilised: bool = False
     """Whether the scale is alpha / sqrt(rank), that of rank-stabilised LoRA (https://arxiv.org/abs/2312.03732)."""
     exclude_modules: str | tuple[str, ...] = ()
+    ties_vocabulary: bool = False
+    """Whether an adapter of the embeddings is one of the output layer, too, if these are tied."""
     layers: tuple[int, ...] | None = None
     """The numbers of the layers that it changes, if only those."""
     layers_pattern: tuple[str, ...] = ()
@@ -57,7 +61,7 @@ class AdapterConfig:
         if matches(self.exclude_modules, name):
             return False
         if isinstance(self.target_modules, str) and self.target_modules.lower() == ALL_LINEAR:
-            return True
+            return name.rpartition(".")[2] not in VOCABULARY
         if not matches(self.target_modules, name):
             return False
         is_chosen_whole = isinstance(self.target_modules, str) or name in self.target_modules
@@ -121,6 +125,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             alpha=number(raw["lora_alpha"], "lora_alpha"),
             target_modules=modules(raw["target_modules"], "target_modules"),
             is_stabilised=bool(raw.get("use_rslora")),
+            ties_vocabulary=bool(raw.get("ensure_weight_tying")),
             exclude_modules=modules(raw.get("exclude_modules") or [], "exclude_modules"),
             layers=layers(raw.get("layers_to_transform")),
             layers_pattern=names(raw.get("layers_pattern")),

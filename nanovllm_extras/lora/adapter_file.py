@@ -4,6 +4,11 @@ PEFT's names are those of the checkpoint between a prefix and the kind of the ma
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight     [rank, in_features]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight     [out_features, rank]
+    base_model.model.model.embed_tokens.lora_embedding_A               [rank, vocab_size]
+    base_model.model.model.embed_tokens.lora_embedding_B               [hidden_size, rank]
+
+If an adapter changes embeddings or the output layer, PEFT adds a copy of the base model's table (`base_layer.weight`).
+Only its shape is read: another one is that of a model with other tokens.
 
 The file is safetensors; nothing is ever unpickled. All is checked before anything changes: each tensor has a place of
 its shape, A and B come in pairs, and they are those that the configuration names.
@@ -22,18 +27,26 @@ from torch import Tensor
 from nanovllm.loader import WEIGHT_DTYPES
 from nanovllm_extras.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
 from nanovllm_extras.lora.places import Place, Projection
+from nanovllm_extras.lora.vocabulary import EMBEDDINGS, HEAD
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 WHY_NOT = {
     "experts": "adapters of experts are not served",
     "kv_b_proj": "attention multiplies by parts of this weight, so adapters of it are not served",
-    "lm_head": "adapters of the output layer are not served",
-    "embed_tokens": "adapters of embeddings are not served",
     "gate": "adapters of routers are not served",
     "router": "adapters of routers are not served",
 }
 """A part of a module's name -> why it has no place, if it has none."""
+KINDS = {
+    "lora_A.weight": "A",
+    "lora_B.weight": "B",
+    "lora_embedding_A": "A",
+    "lora_embedding_B": "B",
+    "base_layer.weight": "base",
+}
+"""The end of a tensor's name -> what it is."""
+NAMES = {"A": "lora_A", "B": "lora_B", "base": "base_layer.weight"}
 
 
 class Matrices(NamedTuple):
@@ -55,11 +68,16 @@ class Adapter:
 
 
 def read_adapter(
-    folder: Path, places: list[Place], name_of: Callable[[str], str] = str, max_rank: int | None = None
+    folder: Path,
+    places: list[Place],
+    name_of: Callable[[str], str] = str,
+    max_rank: int | None = None,
+    refused: Mapping[str, str] | None = None,
 ) -> Adapter:
     """Read an adapter for a network with these places. ValueError if it is damaged, or does not fit.
 
-    name_of: returns the network's name of a module of the checkpoint; max_rank: the largest rank that is allowed
+    name_of: returns the network's name of a module of the checkpoint; max_rank: the largest rank that is allowed;
+    refused: more parts of names, and why they have no place
     """
     config = read_adapter_config(folder)
     file = folder / WEIGHTS_FILE
@@ -73,7 +91,7 @@ def read_adapter(
     for stored, kind, tensor in read_tensors(file):
         name = name_of(stored)
         if name not in known:
-            raise ValueError(f"{file} changes {stored}: {why_no_place(stored)}")
+            raise ValueError(f"{file} changes {stored}: {why_no_place(stored, {**WHY_NOT, **(refused or {})})}")
         stored_names[name] = stored
         found.setdefault(name, {})[kind] = tensor
     if not found:
@@ -81,23 +99,29 @@ def read_adapter(
     matrices = {
         name: read_pair(file, config, stored_names[name], pair, *known[name], max_rank) for name, pair in found.items()
     }
+    if config.ties_vocabulary and (tied := sorted({EMBEDDINGS, HEAD} & set(found))):
+        raise ValueError(
+            f"ensure_weight_tying in {folder / CONFIG_FILE} must not be set for {tied[0]}: the matrices of the "
+            f"embeddings would be those of the output layer, too"
+        )
     check_targets(folder, config, set(stored_names.values()), set(known) - set(found))
     largest = max(len(one.a) for one in matrices.values())
     return Adapter(digest_of(folder), largest, matrices)
 
 
 def read_tensors(file: Path) -> list[tuple[str, str, Tensor]]:
-    """Return (module, "A" or "B", tensor) for each tensor of the file. ValueError for any other."""
+    """Return (module, "A", "B" or "base", tensor) for each tensor of the file. ValueError for any other."""
     tensors = []
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (not a dict)
-                module, _, kind = name.removesuffix(".weight").rpartition(".lora_")
-                if name.endswith((".lora_embedding_A", ".lora_embedding_B")):
-                    module = name.rpartition(".")[0].removeprefix(PREFIX)
-                    raise ValueError(f"{file} changes {module}: {WHY_NOT['embed_tokens']}")
-                if kind not in ("A", "B") or not name.startswith(PREFIX) or not name.endswith(".weight"):
-                    what = "a magnitude of DoRA" if "lora_magnitude" in name else "no A or B of a linear layer"
+                module, ending = name.rpartition(".")[0], name.rpartition(".")[2]
+                kind = KINDS.get(ending)
+                if ending == "weight":
+                    module, _, ending = module.rpartition(".")
+                    kind = KINDS.get(f"{ending}.weight")
+                if kind is None or not name.startswith(PREFIX):
+                    what = "a magnitude of DoRA" if "lora_magnitude" in name else "no A or B of a layer"
                     raise ValueError(f"{file} has the tensor {name}, which is {what}")
                 tensors.append((module.removeprefix(PREFIX), kind, opened.get_tensor(name)))
     except SafetensorError as error:
@@ -105,10 +129,10 @@ def read_tensors(file: Path) -> list[tuple[str, str, Tensor]]:
     return tensors
 
 
-def why_no_place(module: str) -> str:
-    """Return why a module has no place, in words."""
+def why_no_place(module: str, reasons: Mapping[str, str]) -> str:
+    """Return why a module has no place, in words. reasons: part of a name -> reason"""
     parts = module.split(".")
-    return next((why for part, why in WHY_NOT.items() if part in parts), "the model has no linear layer of that name")
+    return next((why for part, why in reasons.items() if part in parts), "the model has no linear layer of that name")
 
 
 def read_pair(
@@ -125,17 +149,20 @@ def read_pair(
     if max_rank is not None and rank > max_rank:
         raise ValueError(f"max_lora_rank is {max_rank}, but {file} has rank {rank} for {module}: raise max_lora_rank")
     shapes = {"A": (rank, num_inputs), "B": (projection.num_outputs, rank)}
+    if "base" in pair:
+        is_table = projection.name == EMBEDDINGS
+        shapes["base"] = (num_inputs, projection.num_outputs) if is_table else (projection.num_outputs, num_inputs)
     for kind, shape in shapes.items():
         tensor = pair.get(kind)
         if tensor is None:
-            raise ValueError(f"{file} has no lora_{kind} of {module}, though it has the other matrix")
+            raise ValueError(f"{file} has no {NAMES[kind]} of {module}, though it has another matrix of it")
         if tensor.dtype not in WEIGHT_DTYPES or tuple(tensor.shape) != shape:
             raise ValueError(
-                f"lora_{kind} of {module} in {file} is {tensor.dtype} {list(tensor.shape)}; model and {CONFIG_FILE} "
+                f"{NAMES[kind]} of {module} in {file} is {tensor.dtype} {list(tensor.shape)}; model and {CONFIG_FILE} "
                 f"need {list(shape)} in float32, bfloat16 or float16"
             )
         if not torch.isfinite(tensor).all():
-            raise ValueError(f"lora_{kind} of {module} in {file} has numbers that are not finite")
+            raise ValueError(f"{NAMES[kind]} of {module} in {file} has numbers that are not finite")
     return Matrices(pair["A"].float(), pair["B"].float() * config.scale_of(module))
 
 

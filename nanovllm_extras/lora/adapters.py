@@ -23,6 +23,14 @@ from nanovllm_extras.kernels.adapter_rows import AdapterRows, LayerShape, Produc
 from nanovllm_extras.lora.adapter_file import Adapter, Matrices, read_adapter
 from nanovllm_extras.lora.lora_linear import LoraLinear
 from nanovllm_extras.lora.places import Names, Place, find_places
+from nanovllm_extras.lora.vocabulary import (
+    EMBEDDINGS,
+    HEAD,
+    LoraEmbedding,
+    LoraHead,
+    VocabularyMatrices,
+    find_vocabulary,
+)
 from nanovllm_extras.records.adapter_metadata import with_adapters
 from nanovllm_extras.records.loaded_adapter import LoadedAdapter
 from nanovllm_extras.weights.cut import Cut
@@ -46,7 +54,8 @@ class Adapters:
     """The adapters of one rank.
 
     whole, share: the whole network, and that of this rank, on the meta device; cuts: of the tensors of a checkpoint
-    (`weights/cut.py`), empty for one rank; keep: where packed matrices are kept
+    (`weights/cut.py`), empty for one rank; keep: where packed matrices are kept; refused: `embed_tokens` or
+    `lm_head` -> why adapters of it are refused
     """
 
     def __init__(
@@ -58,11 +67,16 @@ class Adapters:
         max_rank: int,
         rows: AdapterRows,
         keep: Keep = list,
+        refused: Mapping[str, str] | None = None,
     ) -> None:
         self._keep_packed = keep
         self.num_slots, self.max_rank, self.rows = num_slots, max_rank, rows
         self._places, self._share, self._cuts = find_places(whole), find_places(share), cuts
         self._names = Names(whole)
+        self._refused = refused or {}
+        self._vocabulary = [one for one in find_vocabulary(whole) if one.path.rpartition(".")[2] not in self._refused]
+        self.logits_rows = AdapterRows()  # those whose logits are computed
+        self._head: VocabularyMatrices | None = None
         self._products: list[Products] = []
         self._packed: dict[int, list[list[Any]]] = {}  # number of an adapter -> of each place, of each projection
         self._in_slot: list[int] = [0] * (num_slots + 1)  # numbers of adapters; slot 0 is none
@@ -76,6 +90,26 @@ class Adapters:
             parent, _, name = place.path.rpartition(".")
             module = model.get_submodule(parent)
             setattr(module, name, LoraLinear(getattr(module, name), shape, self.rows, products))
+
+    def wrap_vocabulary(self, model: Any, dtype: torch.dtype, rank: int) -> None:
+        """Replace embeddings and output layer, once no layer is replaced by a faster one and the ranks have joined."""
+        head, table = model.lm_head, model.model.embed_tokens  # perhaps one layer
+        for place in self._vocabulary:
+            is_head = place.path == HEAD
+            matrices = VocabularyMatrices(self.logits_rows if is_head else self.rows, self.num_slots, dtype, rank == 0)
+            self._products.append(matrices)
+            if is_head:
+                self._head = matrices
+                model.lm_head = LoraHead(head, matrices)
+            elif hasattr(table, "add_before_sum"):  # of several ranks
+                table.add_before_sum = matrices.add_rows
+            else:
+                model.model.embed_tokens = LoraEmbedding(table, matrices)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether an adapter in a slot changes the output layer."""
+        return self._head is not None and self._head.has_any
 
     # ---- commands
 
@@ -106,15 +140,16 @@ class Adapters:
         return self._put(*values) if kind == PUT else self._forget(*values)
 
     def _read(self, folder: Path) -> Adapter:
-        return read_adapter(folder, self._places, self._names.of, self.max_rank)
+        return read_adapter(folder, [*self._places, *self._vocabulary], self._names.of, self.max_rank, self._refused)
 
     def _keep(self, number: int, adapter: Adapter) -> int:
         packed = []
-        for whole, products in zip(self._places, self._products, strict=True):
+        for whole, products in zip([*self._places, *self._vocabulary], self._products, strict=True):
             own = [adapter.matrices.get(projection.name) for projection in whole.projections]
             parts = zip(own, whole.projections, strict=True)
             packed.append([None if one is None else products.pack(*self._cut(one, to.name)) for one, to in parts])
-        self._packed[number] = self._keep_packed(packed)
+        num_linear = len(self._places)
+        self._packed[number] = [*self._keep_packed(packed[:num_linear]), *packed[num_linear:]]
         return 1
 
     def _put(self, slot: int, number: int) -> int:
@@ -127,7 +162,7 @@ class Adapters:
         self._packed.pop(number, None)
         for slot, one in enumerate(self._in_slot):
             if one == number and slot:
-                for place, products in zip(self._share, self._products, strict=True):
+                for place, products in zip([*self._share, *self._vocabulary], self._products, strict=True):
                     products.put(slot, [None] * len(place.projections))
                 self._in_slot[slot] = 0
         return 1
@@ -135,6 +170,8 @@ class Adapters:
     def _cut(self, matrices: Matrices, name: str) -> tuple[Tensor, Tensor]:
         """Return the rank's part of A and B of a projection."""
         a, b = matrices
+        if name in (EMBEDDINGS, HEAD):
+            return a, b
         cut = self._cuts.get(f"{name}.weight")
         if cut is None or cut.whole == cut.part:
             return a, b

@@ -15,6 +15,7 @@ from torch import nn
 
 from nanovllm_extras.kernels.adapter_rows import AdapterRows, LayerShape, MaskedProducts, Products, TorchProducts
 from nanovllm_extras.kernels.cuda.requirements import why_no_triton
+from nanovllm_extras.lora.adapter_config import VOCABULARY
 from nanovllm_extras.lora.adapters import Adapters, Keep
 from nanovllm_extras.weights.cut import Cutter
 
@@ -66,9 +67,20 @@ def make_adapters(runner: HasNetwork) -> Adapters:
     else:
         rows = AdapterRows()
         make = partial(TorchProducts, num_slots=config.max_loras, dtype=runner.dtype)
-    adapters = Adapters(whole, share, cuts, config.max_loras, max_rank, rows, keep)
+    adapters = Adapters(whole, share, cuts, config.max_loras, max_rank, rows, keep, refused_by(runner))
     adapters.wrap(runner.model, make)
     return adapters
+
+
+def refused_by(runner: HasNetwork) -> dict[str, str]:
+    """Return which of the embeddings and the output layer can have no adapters, and why."""
+    if runner.device.type == "cuda" or runner.config.attention_backend == "triton":
+        why = "on CUDA it can have no adapter: a graph would read a whole table for each slot, also if none is used"
+        return dict.fromkeys(VOCABULARY, why)
+    if runner.config.has_mtp_head:
+        why = "with the method mtp it can have no adapter: the head computes rows of its own with this layer"
+        return dict.fromkeys(VOCABULARY, why)
+    return {} if runner.shape.has_head else {"lm_head": "the checkpoint has no output layer"}
 
 
 def make_for_cpu(shape: LayerShape, rows: Any, num_slots: int, dtype: torch.dtype) -> Products:

@@ -3,8 +3,8 @@
     qkv_proj of nanovllm       q_proj, k_proj and v_proj of PEFT: rows of one weight, each with an A and a B of its own
     o_proj                     one projection of the same name
 
-Experts, routers, embeddings and logits have no places: an adapter that names them is refused by that name. The layers
-of a head that only makes drafts have none either, since a draft changes no output.
+Experts and routers have no places: an adapter that names them is refused by that name. The layers of a head that only
+makes drafts have none either, since a draft changes no output. `vocabulary.py` has embeddings and the output layer.
 """
 
 from collections.abc import Callable, Iterator

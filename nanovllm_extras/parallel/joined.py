@@ -10,6 +10,7 @@ Gemma 4, the table of the layers' own embeddings does the same. Logits are gathe
 `join` adds this to a network that is loaded and has its fast layers. Called by `start_ranks.py`, on every rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ class VocabularyShare(nn.Module):
         self.vocab_size = vocab_size
         self.num_rows = -(-vocab_size // communicator.size)
         self.hears_tokens = hears_tokens
+        self.add_before_sum: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        """Adds to the vectors: [num_tokens, hidden_size] of token ids: [num_tokens]. Only rank 0 may have it."""
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Look up token vectors on every rank: [num_tokens] int -> [num_tokens, hidden_size]"""
@@ -69,6 +72,8 @@ class VocabularyShare(nn.Module):
         rows = token_ids - self.communicator.rank * self.num_rows  # [num_tokens]
         is_elsewhere = (rows < 0) | (rows >= self.num_rows)
         x = self.inner(rows.clamp(0, self.num_rows - 1)).masked_fill(is_elsewhere[:, None], 0)
+        if self.add_before_sum is not None:
+            self.add_before_sum(token_ids, x)
         return self.communicator.all_reduce(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ class TargetRows:
         parts = []
         for start in range(0, len(self.rows), LOGITS_SLICE):
             rows = slice(start, start + LOGITS_SLICE)
-            logits = compute_logits(hidden[self.rows[rows]])  # [LOGITS_SLICE, vocab_size]
+            logits = compute_logits(hidden, self.rows[rows])  # [LOGITS_SLICE, vocab_size]
             parts.append(compute_logprobs(logits, self.targets[rows], self.num_logprobs))
         joined = [torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Logprobs)]
         return TargetLogprobs(Logprobs(*joined))

@@ -21,8 +21,8 @@ import torch
 from nanovllm.scheduler import Step
 from nanovllm_extras.records.full_sequence import Sequence, own_chunks
 
-ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
-"""[num_rows, hidden_size] -> [num_rows, vocab_size]"""
+ComputeLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(hidden: [num_tokens, hidden_size], rows: [num_rows]) -> the logits of these rows: [num_rows, vocab_size]"""
 
 
 class ProcessorRow(NamedTuple):

@@ -70,9 +70,9 @@ def test_values_come_chunk_by_chunk_and_once(monkeypatch, logits_slice):
     (reader,), hidden = seq.readers, random_logits(len(prompt))
     sizes = []
 
-    def compute_logits(rows):
+    def compute_logits(hidden, rows):
         sizes.append(len(rows))
-        return rows
+        return hidden[rows]
 
     for start, num_new in ((0, 3), (3, 1), (3, 1), (4, 4)):
         chunks = [(seq, start, num_new), (other, 0, 3)][: 2 if num_new == 3 else 1]  # the other asks for all

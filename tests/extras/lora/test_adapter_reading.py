@@ -94,9 +94,8 @@ def rename(tensors, name):
 DAMAGED = [
     (lambda all_: {k: v for k, v in all_.items() if k != Q}, "has no lora_A of model.layers.0.self_attn.q_proj"),
     (lambda all_: rename(all_, Q.replace("layers.0", "layers.99")), "the model has no linear layer of that name"),
-    (lambda all_: rename(all_, "base_model.model.lm_head.lora_A.weight"), "adapters of the output layer are not"),
     (lambda all_: rename(all_, Q.replace("self_attn.q", "mlp.experts.3.up")), "adapters of experts are not served"),
-    (lambda all_: rename(all_, "base_model.model.model.embed_tokens.lora_embedding_A"), "adapters of embeddings are"),
+    (lambda all_: rename(all_, Q.replace("lora_A.weight", "lora_A")), "no A or B of"),
     (lambda all_: rename(all_, Q.replace("lora_A", "lora_magnitude_vector")), "a magnitude of DoRA"),
     (lambda all_: {**all_, Q: all_[Q][:, :-1].contiguous()}, r"lora_A of .* need \[8, "),
     (lambda all_: {**all_, Q: all_[Q].to(torch.int8)}, "is torch.int8"),
