@@ -274,9 +274,17 @@ class LLMEngine(engine.LLMEngine):
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget a LoRA adapter, which unfinished requests keep. Returns False if there is none with this number."""
+        """Forget a LoRA adapter, and return whether there is one with this number.
+
+        Unfinished requests keep it. Its memory is free when the last of them has ended.
+        """
         with self.one_thread.use(during_step=True):
             return self._registry().remove(lora_id)
+
+    def retire_lora(self, lora_id: int) -> None:
+        """Free the name of a LoRA adapter before it is removed: only requests that know its number still get it."""
+        with self.one_thread.use(during_step=True):
+            self._registry().retire(lora_id)
 
     def list_loras(self) -> set[int]:
         """Return the numbers of the LoRA adapters that are loaded."""
@@ -307,6 +315,7 @@ class LLMEngine(engine.LLMEngine):
                 self._aborted_meanwhile.append(request)
             else:
                 request.abort(self.scheduler)
+                self._sweep_adapters()
             return request.make_output()
 
     def recover(self) -> None:
@@ -358,6 +367,12 @@ class LLMEngine(engine.LLMEngine):
         for request in self._aborted_meanwhile:
             request.abort(self.scheduler)
         self._aborted_meanwhile.clear()
+        self._sweep_adapters()
+
+    def _sweep_adapters(self) -> None:
+        """Unload the LoRA adapters that were removed and whose last request has ended. No step is computed now."""
+        if self.adapters is not None and self.adapters.has_leaving:
+            self.adapters.sweep()
 
     # ---- the parts
 

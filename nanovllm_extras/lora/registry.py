@@ -37,6 +37,7 @@ class AdapterRegistry:
         self.known: dict[int, Known] = {}
         """lora_int_id -> adapter, the least recently used first."""
         self._leaving: list[int] = []  # numbers of adapters that are forgotten when their requests have finished
+        self._retired: set[int] = set()  # of `known`: other adapters may have their names
 
     def find(self, wanted: LoRARequest) -> LoadedAdapter:
         """Return the adapter of a request, loaded. Raises ValueError, and changes nothing, if it cannot be."""
@@ -51,7 +52,7 @@ class AdapterRegistry:
                 )
             self.known[wanted.lora_int_id] = self.known.pop(wanted.lora_int_id)
             return known.adapter
-        if other := self.named(wanted.name):
+        if (other := self.named(wanted.name)) and wanted.lora_int_id not in self._retired:
             raise ValueError(
                 f"lora_name {wanted.name!r} belongs to the adapter with lora_int_id {other.lora_int_id}, got "
                 f"{wanted.lora_int_id}; give each adapter a name of its own"
@@ -64,16 +65,23 @@ class AdapterRegistry:
         return adapter
 
     def named(self, name: str) -> LoRARequest | None:
-        """Return what a request for the adapter `name` is, if it is loaded."""
-        return next((one.request for one in self.known.values() if one.request.name == name), None)
+        """Return what a request for the adapter `name` is, if it is loaded and not retired."""
+        requests = [one.request for one in self.known.values()]
+        return next((one for one in requests if one.name == name and one.lora_int_id not in self._retired), None)
+
+    def retire(self, lora_int_id: int) -> None:
+        """Free the name of an adapter. Requests with its number still get it, until it is removed."""
+        self._retired.add(lora_int_id)
 
     def remove(self, lora_int_id: int) -> bool:
         """Forget an adapter; unfinished requests keep it. Returns False if there is none of this number."""
-        known = self.known.pop(lora_int_id, None)
-        if known is not None:
-            self._leaving.append(known.adapter.number)
-        self.sweep()
-        return known is not None
+        self._retired.discard(lora_int_id)
+        return self._forget(lora_int_id)
+
+    @property
+    def has_leaving(self) -> bool:
+        """Whether a removed adapter is still in memory."""
+        return bool(self._leaving)
 
     def sweep(self) -> None:
         """Unload adapters that were removed, once no request has them."""
@@ -81,6 +89,13 @@ class AdapterRegistry:
         for number in [one for one in self._leaving if one not in in_use]:
             self._adapters.unload(self._ranks(), number)
             self._leaving.remove(number)
+
+    def _forget(self, lora_int_id: int) -> bool:
+        known = self.known.pop(lora_int_id, None)
+        if known is not None:
+            self._leaving.append(known.adapter.number)
+        self.sweep()
+        return known is not None
 
     def _make_room(self) -> None:
         """Remove the least recently used adapters that no request has, until there is room for another one."""
@@ -90,4 +105,4 @@ class AdapterRegistry:
             if self._max_loaded is None or len(self.known) < self._max_loaded:
                 return
             if known.adapter.number not in in_use:
-                self.remove(lora_int_id)
+                self._forget(lora_int_id)

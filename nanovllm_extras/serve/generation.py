@@ -15,6 +15,7 @@ from uuid import uuid4
 from starlette.requests import Request
 
 from nanovllm.prompts import Prompt
+from nanovllm_extras.lora.lora_request import LoRARequest
 from nanovllm_extras.options.request_params import SamplingParams
 from nanovllm_extras.requests.lazy_outputs import RequestOutput
 from nanovllm_extras.serve.async_llm import AsyncLLM
@@ -48,6 +49,7 @@ class Generation:
         self._num_told: dict[str, int] = {}
         self._shows_ids = self._shows_misses = False
         self._prompts = prompts
+        self._adapter: LoRARequest | None = None
         self.params = params
         self._arrival_time = time.monotonic()
         self._llm: AsyncLLM | None = None
@@ -64,13 +66,19 @@ class Generation:
         check_misses(body, self._llm.engine.config.explain_prefix_misses)
         check_max_tokens(body, self._llm.engine.parts.max_model_len)
         check_lengths(self._prompts, prompt_field, self._server.bounds.of_prompts(body))
-        more = self.params, body.priority or 0, bool(body.stream), self._server.adapter_of(body.model)
+        self._adapter = self._server.adapter_of(body.model)
+        more = self.params, body.priority or 0, bool(body.stream), self._adapter
         requests = [
             NewRequest(request_id, salted(prompt, body.cache_salt), *more)
             for request_id, prompt in zip(self.indices, self._prompts, strict=True)
         ]
-        with refuse(prompt_field):
-            self._inbox = await self._llm.submit(requests, partial(self.workers.run_long, request))
+        self._server.adapters.hold(self._adapter)
+        try:
+            with refuse(prompt_field):
+                self._inbox = await self._llm.submit(requests, partial(self.workers.run_long, request))
+        except BaseException:
+            self._server.adapters.release(self._adapter)
+            raise
         self._server.num_in_progress += 1
 
     async def outputs(self) -> AsyncIterator[list[RequestOutput]]:
@@ -132,6 +140,7 @@ class Generation:
         if self._inbox is not None and self._llm is not None:
             self._llm.close(self._inbox)
             self._server.num_in_progress -= 1
+            self._server.adapters.release(self._adapter)
             for request_id in sorted(self._inbox.unfinished):
                 if request_id in self.latest:
                     self._note_end(self.latest[request_id], "abort")

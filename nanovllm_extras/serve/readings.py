@@ -40,13 +40,18 @@ async def read_prompts(
     params: what is read, such as `PoolingParams`. field: the request's field with the prompts, for errors; model: the
     name that the request gives, perhaps that of an adapter
     """
-    arrival_time, llm = time.monotonic(), server.check_ready()
+    arrival_time, llm, adapter = time.monotonic(), server.check_ready(), server.adapter_of(model)
     requests = [
-        NewRequest(name, salted(prompt, cache_salt), params, priority or 0, False, server.adapter_of(model))
+        NewRequest(name, salted(prompt, cache_salt), params, priority or 0, False, adapter)
         for name, prompt in zip(engine_ids(request_id, len(prompts)), prompts, strict=True)
     ]
-    with refuse(field):
-        inbox = await llm.submit(requests, partial(server.workers.run_long, request))
+    server.adapters.hold(adapter)
+    try:
+        with refuse(field):
+            inbox = await llm.submit(requests, partial(server.workers.run_long, request))
+    except BaseException:
+        server.adapters.release(adapter)
+        raise
     server.num_in_progress += 1
     outputs: dict[str, Any] = {}
     try:
@@ -57,6 +62,7 @@ async def read_prompts(
     finally:
         llm.close(inbox)
         server.num_in_progress -= 1
+        server.adapters.release(adapter)
         for unfinished in sorted(inbox.unfinished):
             server.metrics.note_abort()
             if server.options.log_requests:

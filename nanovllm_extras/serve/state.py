@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
 from nanovllm_extras.embedding.pair_classifier import Classifier
 from nanovllm_extras.lora.lora_request import LoRARequest
+from nanovllm_extras.serve.served_adapters import ServedAdapters
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.bounds import Bounds
 from nanovllm_extras.serve.errors import APIError
@@ -53,13 +54,12 @@ class Server:
     background: set[asyncio.Task[None]] = field(default_factory=set)
     """The tasks that generate responses in the background. asyncio itself does not keep them alive."""
 
-    adapters: dict[str, LoRARequest] = field(init=False)
+    adapters: ServedAdapters = field(init=False)
     """The LoRA adapters that requests may name as their model."""
 
     def __post_init__(self) -> None:
         options = self.options
-        self.adapters = {one.name: one for one in options.lora_modules}
-        self._num_adapters = len(self.adapters)
+        self.adapters = ServedAdapters(options.lora_modules, self._remove_adapter)
         self.responses = ResponseStore(
             StoreBounds(
                 options.max_stored_responses, options.max_stored_response_bytes, options.max_stored_response_age_s
@@ -90,18 +90,23 @@ class Server:
         return self.llm
 
     def adapter_of(self, name: str | None) -> LoRARequest | None:
-        """Return the LoRA adapter that a request names as its model, or None for the model itself."""
+        """Return the LoRA adapter that a request names as its model, or None for the model itself.
+
+        Raises APIError 404 if it is neither, as after an adapter has been unloaded.
+        """
+        self.check_model(name)
         return None if name is None else self.adapters.get(name)
 
     def name_in_answers(self, name: str | None) -> str:
-        """Return the name that answers have for a request whose model is `name`: that of its adapter if it has one."""
-        adapter = self.adapter_of(name)
-        return self.model_name if adapter is None else adapter.name
+        """Return the name that answers have for a request whose model is `name`: that of its adapter if it has one.
 
-    def take_adapter_number(self) -> int:
-        """Return a number for a new adapter, which no other has had."""
-        self._num_adapters += 1
-        return self._num_adapters
+        The adapter may have been unloaded since the request was accepted.
+        """
+        return self.model_name if name is None or name in self.options.model_names else name
+
+    def _remove_adapter(self, number: int) -> None:
+        if self.llm is not None and self.llm.thread.dead is None:
+            self.llm.thread.call(self.llm.engine.remove_lora, number)
 
     def check_model(self, name: str | None) -> None:
         """Raise APIError 404 if `name` is neither a name of the model nor of an adapter."""

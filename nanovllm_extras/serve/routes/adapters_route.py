@@ -36,19 +36,25 @@ async def load_adapter(body: LoadAdapter, server: ReadyServer) -> Response:
     name, llm = body.lora_name, server.check_ready()
     if name in server.options.model_names or name in server.adapters:
         raise APIError(400, f"lora_name {name!r} is the name of a model that this server has", "lora_name")
-    adapter = LoRARequest(name, server.take_adapter_number(), body.lora_path)
-    with refuse("lora_path"):
-        await asyncio.wrap_future(llm.thread.call(llm.engine.add_lora, adapter))
+    adapter = LoRARequest(name, server.adapters.take_number(), body.lora_path)
+    try:
+        with refuse("lora_path"):
+            await asyncio.wrap_future(llm.thread.call(llm.engine.add_lora, adapter))
+    except asyncio.CancelledError:  # it may be loaded all the same
+        llm.thread.call(llm.engine.remove_lora, adapter.lora_int_id)
+        raise
     server.adapters[name] = adapter
     return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_adapter(body: UnloadAdapter, server: ReadyServer) -> Response:
-    """Forget an adapter. Requests in progress keep it."""
+    """Forget an adapter. Requests that were accepted keep it, and its memory is free when the last of them ends."""
     name, llm = body.lora_name, server.check_ready()
-    adapter = server.adapters.pop(name, None)
+    adapter = server.adapters.get(name)
     if adapter is None:
         raise APIError(404, f"unknown LoRA adapter {name!r}", "lora_name", "model_not_found")
-    await asyncio.wrap_future(llm.thread.call(llm.engine.remove_lora, adapter.lora_int_id))
+    retired = llm.thread.call(llm.engine.retire_lora, adapter.lora_int_id)
+    server.adapters.unload(name)  # before anything else runs: it removes the adapter only after it is retired
+    await asyncio.wrap_future(retired)
     return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
