@@ -91,14 +91,19 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
 
 def add_adapter_options(group: argparse._ArgumentGroup) -> None:
     """Add the options of LoRA adapters; those of the engine are among its own."""
-    text = 'adapters as NAME=PATH, or as JSON {"name": "…", "path": "…"}; requests name one as their model'
-    add(group, "lora-modules", filled, text, [], nargs="+")
+    add_lora_modules(group)
     flag(
         group,
         "allow-runtime-lora-updating",
         f"load and unload adapters at /v1/load_lora_adapter and /v1/unload_lora_adapter; also the variable "
         f"{LORA_VARIABLE}",
     )
+
+
+def add_lora_modules(group: argparse._ArgumentGroup) -> None:
+    """Add `--lora-modules`."""
+    text = 'adapters as NAME=PATH, or as JSON {"name": "…", "path": "…"}; requests name one as their model'
+    add(group, "lora-modules", filled, text, [], nargs="+")
 
 
 def lora_modules(given: list[str]) -> tuple[LoRARequest, ...]:
@@ -252,6 +257,11 @@ def settings_of(args: argparse.Namespace) -> Settings:
     options = server_options(args)
     if (options.lora_modules or options.allow_runtime_lora_updating) and not config.enable_lora:
         raise ValueError("--lora-modules and --allow-runtime-lora-updating need --enable-lora")
+    if args.server_ray and options.allow_runtime_lora_updating:
+        raise ValueError(
+            f"--allow-runtime-lora-updating and {LORA_VARIABLE} cannot be used with --ray: only one of the replicas "
+            f"would load the adapter. Name all adapters in --lora-modules"
+        )
     of_ray = ray_options(args, config)
     return Settings(engine_args, options, args.server_max_queued_requests, args.server_log_level, of_ray)
 

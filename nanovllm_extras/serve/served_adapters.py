@@ -1,4 +1,4 @@
-"""`ServedAdapters`: the LoRA adapters that requests may name as their model, and which of them requests in progress use.
+"""`ServedAdapters`: the LoRA adapters that requests may name as their model, and which of them are in use.
 
 A request has accepted its adapter when it is about to be submitted. From then on it keeps the adapter, also if a client
 unloads it meanwhile: the engine forgets an unloaded adapter when its last request has ended. New requests get 404.

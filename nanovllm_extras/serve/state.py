@@ -14,13 +14,13 @@ from fastapi import Depends, Request
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
 from nanovllm_extras.embedding.pair_classifier import Classifier
 from nanovllm_extras.lora.lora_request import LoRARequest
-from nanovllm_extras.serve.served_adapters import ServedAdapters
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.bounds import Bounds
 from nanovllm_extras.serve.errors import APIError
 from nanovllm_extras.serve.ignored_fields import IgnoredFields
 from nanovllm_extras.serve.metrics_route import Metrics
 from nanovllm_extras.serve.response_store import ResponseStore, StoreBounds
+from nanovllm_extras.serve.served_adapters import ServedAdapters
 from nanovllm_extras.serve.server_options import ServerOptions
 from nanovllm_extras.serve.workers import Workers
 

@@ -30,7 +30,10 @@ def test_the_table_has_each_route():
     from nanovllm_extras.serve.routes.ui import LiveLines
     from nanovllm_extras.serve.server_options import ServerOptions
 
-    app = make_app(ServerOptions(("m",), enable_kv_slots=True, enable_tokenizer_info=True), live=LiveLines())
+    app = make_app(
+        ServerOptions(("m",), enable_kv_slots=True, enable_tokenizer_info=True, allow_runtime_lora_updating=True),
+        live=LiveLines(),
+    )
     served = {(method.upper(), path) for path, one in app.openapi_schema["paths"].items() for method in one}
     (others,) = [one.kwargs["paths"] for one in app.user_middleware if "paths" in one.kwargs]
     served |= {("GET", path) for path in others if path not in app.openapi_schema["paths"]}

@@ -8,7 +8,14 @@ from nanovllm import TINY_QWEN3
 from nanovllm_extras.options.argument_types import filled
 from nanovllm_extras.serve.batch.rows import Form
 from nanovllm_extras.serve.parsers.parser_registry import parsers_named
-from nanovllm_extras.serve.serve_settings import add_log_level, add_model_options, add_request_bounds, positive
+from nanovllm_extras.serve.serve_settings import (
+    add_log_level,
+    add_lora_modules,
+    add_model_options,
+    add_request_bounds,
+    lora_modules,
+    positive,
+)
 from nanovllm_extras.serve.server_options import ServerOptions
 from nanovllm_extras.vllm.engine_args import EngineArgs
 
@@ -73,6 +80,7 @@ def add_replicas(group: argparse._ArgumentGroup) -> None:
 def add_requests(group: argparse._ArgumentGroup) -> None:
     """Add the options of requests that `nanovllm serve` has too."""
     add_model_options(group)
+    add_lora_modules(group)
     add_request_bounds(group)
     add_log_level(group, "warning")
 
@@ -97,11 +105,14 @@ def form_of(args: argparse.Namespace) -> Form:
 def options_of(args: argparse.Namespace) -> ServerOptions:
     """Return the options of the server's application, which answers the rows."""
     name = TINY_QWEN3.name if args.model == TINY_QWEN3 else str(args.model)
+    if args.server_lora_modules and not args.enable_lora:
+        raise ValueError("--lora-modules needs --enable-lora")
     return ServerOptions(
         model_names=tuple(args.server_served_model_name or [name]),
         max_request_bytes=args.server_max_request_bytes,
         max_request_values=args.server_max_request_values,
         max_choices=args.server_max_choices,
+        lora_modules=lora_modules(args.server_lora_modules),
         parsers=parsers_named(args.server_tool_call_parser, args.server_reasoning_parser),
         log_requests=False,
     )

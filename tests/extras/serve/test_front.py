@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from nanovllm_extras import SamplingParams
+from nanovllm_extras import LoRARequest, SamplingParams
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.commands.front_command import main
 from nanovllm_extras.serve.disaggregation import prefill_body
 from nanovllm_extras.serve.front import FrontOptions, make_front
 from tests.conftest import hf_greedy
+from tests.extras.lora.peft_adapters import make_adapter
 from tests.extras.serve.conftest import CHAT_TEMPLATE
 from tests.extras.serve.real_server import QUESTIONS, in_thread, started
 
@@ -552,3 +553,32 @@ def test_no_token_differs_when_engines_are_killed(tmp_path, offline):
         if i < 6:
             assert values_of(response)[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
     assert num_cut <= 8  # the streams that the killed engine had
+
+
+@pytest.mark.parametrize("has_prefill", [True, False])
+def test_the_name_of_an_adapter_is_passed_to_the_engines(with_tokenizer, tmp_path, has_prefill):
+    """Its blocks come from the store. A prefill engine that lacks it leaves the prompt to the decode engine."""
+    for seed, name in enumerate(("alice", "bob")):
+        make_adapter(tmp_path / name, seed, with_tokenizer, scale=0.6)
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for role in ("kv_producer", "kv_consumer"):
+            config = {**SMALL, "enable_lora": True, "kv_transfer_config": transfer(tmp_path / "blocks", role)}
+            llm = stack.enter_context(AsyncLLM(with_tokenizer, **config))
+            names = ("alice", "bob") if role == "kv_consumer" or has_prefill else ("bob",)
+            adapters = tuple(LoRARequest(name, i, tmp_path / name) for i, name in enumerate(names, 1))
+            engines.append(stack.enter_context(in_thread(llm, lora_modules=adapters)))
+        prefill, decode = engines
+        bodies = [{**COMPLETION, "model": name} for name in ("alice", "bob", "carol")]
+        options = FrontOptions(prefill.url, (decode.url,))
+        *answers, unknown = ask(options, *[("POST", "/v1/completions", body) for body in bodies])
+        num_loaded = decode.llm.get_stats().kv_store.loaded_tokens
+        expected = [direct(decode, "/v1/completions", body) for body in bodies[:2]]
+        (missing,) = ask(options, ("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "y"}))
+    assert [tokens_of(one) for one in answers] == [tokens_of(one) for one in expected]
+    assert tokens_of(answers[0]) != tokens_of(answers[1])
+    assert [one.json()["model"] for one in answers] == ["alice", "bob"]
+    num_full = (len(answers[0].json()["choices"][0]["prompt_token_ids"]) - 1) // 4 * 4
+    assert num_loaded == num_full * (2 if has_prefill else 1)
+    assert unknown.status_code == missing.status_code == 404
+    assert "unknown model 'carol'" in unknown.text

@@ -44,6 +44,10 @@ BAD = [
     (["--ray", "--ray-routing", "luck"], "invalid choice: 'luck'"),
     (["--ray", "--ui"], "--ui cannot be used with --ray"),
     (["--ray", "--trace", "run.jsonl"], "--trace cannot be used with --ray"),
+    (
+        ["--ray", "--enable-lora", "--allow-runtime-lora-updating"],
+        "--allow-runtime-lora-updating and VLLM_ALLOW_RUNTIME_LORA_UPDATING cannot be used with --ray",
+    ),
     (["--ray", "--block-size", "0"], "block_size"),
 ]
 
