@@ -131,7 +131,12 @@ NEW_SEQUENCE = {
     "num_prompt_tokens": "an integer >= 0",
     "max_num_tokens": "an integer >= 0",
 }
-ASKED = {"params": "an object", "priority": "an integer", "cache_salt": "a string"}  # older files lack these
+ASKED = {  # older files lack these
+    "params": "an object",
+    "priority": "an integer",
+    "cache_salt": "a string",
+    "adapter": "a string",
+}
 SEQUENCE = NEW_SEQUENCE | {
     "number": "a new sequence",
     "status": "a status",

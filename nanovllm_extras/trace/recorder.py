@@ -240,6 +240,8 @@ class Recorder(Observer):
         if seq.cache_salt is not None or seq.adapter is not None:  # an adapter separates blocks as a salt does
             key = seq.cache_salt, None if seq.adapter is None else seq.adapter.digest
             about["cache_salt"] = f"salt {self._salts.setdefault(key, len(self._salts) + 1)}"
+        if seq.adapter is not None:
+            about["adapter"] = seq.adapter.name
         return about
 
     def _next_number(self, seq: Sequence) -> int:

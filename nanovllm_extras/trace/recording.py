@@ -42,6 +42,7 @@ class Asked(TypedDict, total=False):
     params: dict[str, object]
     priority: int
     cache_salt: str
+    adapter: str
 
 
 class NewSequence(Asked):

@@ -63,6 +63,7 @@ class ReplayedSequence:
     params: dict[str, object] = field(default_factory=dict)  # fields of its `SamplingParams` that are not the defaults
     priority: int = 0
     cache_salt: str | None = None
+    adapter: str | None = None  # the name of its LoRA adapter
     arrived: int | None = None  # microseconds since the recording began
 
     @property
@@ -183,6 +184,7 @@ class Replay:
             params=one.params,
             priority=one.priority,
             cache_salt=one.cache_salt,
+            adapter=one.adapter,
             arrived=one.arrived,
         )
 

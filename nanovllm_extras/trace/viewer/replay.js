@@ -521,6 +521,7 @@ function makeSequence(number, about) {
   return {
     number,
     request: about.request,
+    adapter: about.adapter, // the name of its LoRA adapter, if it has one
     sample: about.sample,
     tokens: about.tokens.slice(),
     known: about.tokens.length,

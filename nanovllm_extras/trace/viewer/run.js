@@ -134,7 +134,7 @@ export class Run {
 
   meet(seq, time) {
     if (!this.requests.has(seq.request) || this.requests.get(seq.request).isOver) {
-      this.requests.set(seq.request, { name: nameOf(seq.request, seq.number), number: seq.number, arrival: time, first: null, last: null, numTokens: 0, numPrompt: seq.numPrompt, living: new Set(), seqs: [], rows: [] });
+      this.requests.set(seq.request, { name: nameOf(seq.request, seq.number) + (seq.adapter ? ` · ${seq.adapter}` : ""), number: seq.number, arrival: time, first: null, last: null, numTokens: 0, numPrompt: seq.numPrompt, living: new Set(), seqs: [], rows: [] });
     }
     const request = this.requests.get(seq.request);
     request.living.add(seq.number);

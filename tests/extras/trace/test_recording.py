@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm_extras import LLM, BeamSearchParams, SamplingParams
+from nanovllm import TINY_QWEN3
+from nanovllm_extras import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm_extras.engine.prefix_misses import CAUSES
 from nanovllm_extras.trace import view
 from nanovllm_extras.trace.asked_params import describe_params, read_params
@@ -14,6 +15,7 @@ from nanovllm_extras.trace.page import read_sources
 from nanovllm_extras.trace.perfetto import to_perfetto
 from nanovllm_extras.trace.recording import TraceFile, read_recording
 from nanovllm_extras.trace.replay import EVENTS, Replay
+from tests.extras.lora.peft_adapters import make_adapter
 from tests.extras.trace_traffic import loaded_run
 from tools import story_recording
 
@@ -370,3 +372,23 @@ def test_command_writes_what_it_is_asked_for(recorded, tmp_path, capsys, monkeyp
     with pytest.raises(SystemExit, match="2"):
         view.main([path, path, "--perfetto", str(perfetto)])
     assert "--perfetto exports one recording, got" in capsys.readouterr().err
+
+
+def test_requests_have_the_names_of_their_adapters(tmp_path):
+    """Salts stay numbers, and requests of one adapter and salt have the same."""
+    for seed, name in enumerate(("alice", "bob")):
+        make_adapter(tmp_path / name, seed)
+    adapters = [None, *[LoRARequest(name, i, tmp_path / name) for i, name in enumerate(("alice", "bob", "alice"), 1)]][
+        :3
+    ]
+    prompts = [{"prompt_token_ids": [5, 6, 7], **({"cache_salt": "secret"} if i == 4 else {})} for i in range(5)]
+    with LLM(TINY_QWEN3, trace=tmp_path / "run.jsonl", enable_lora=True, max_loras=2, num_kv_blocks=32) as llm:
+        llm.generate(
+            prompts, SamplingParams(max_tokens=2), use_tqdm=False, lora_request=[*adapters, adapters[1], adapters[1]]
+        )
+    assert "secret" not in (tmp_path / "run.jsonl").read_text()
+    lines = read_recording(tmp_path / "run.jsonl")
+    check_recording(tmp_path / "run.jsonl", lines)
+    seqs = [*replay_of(lines).seqs.values()]
+    assert [seq.adapter for seq in seqs] == [None, "alice", "bob", "alice", "alice"]
+    assert [seq.cache_salt for seq in seqs] == [None, "salt 1", "salt 2", "salt 1", "salt 3"]
