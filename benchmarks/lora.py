@@ -41,12 +41,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=5, help="decode steps of each measurement")
     parser.add_argument("--processor-time", action="store_true", help="of all threads, instead of the time that passes")
+    parser.add_argument("--json", type=Path, help="write the figures and the machine to this file")
     args = parser.parse_args()
     clock = time.process_time if args.processor_time else time.perf_counter
     options = {"model": args.model, "load_format": "dummy", "dtype": args.dtype, "skip_tokenizer_init": True}
     options |= {"max_model_len": 2 * args.prompt_len, "max_num_seqs": NUM_ROWS, "enable_prefix_caching": False}
     plain = LLMEngine(Config(**options))
-    print(describe_machine(str(plain.runner.device)))
+    machine, figures = describe_machine(str(plain.runner.device)), []
+    print(machine)
     engine = LLMEngine(Config(**options, enable_lora=True, max_loras=NUM_ROWS, max_lora_rank=args.rank))
     with tempfile.TemporaryDirectory() as root:
         for name, targets in TARGETS.items():
@@ -56,12 +58,16 @@ def main() -> None:
                 "8 rows, one adapter": (engine, adapters[:1] * NUM_ROWS),
                 "8 rows, 8 adapters": (engine, adapters),
             }
-            report(name, cases, plain, 16, args.steps, args.rounds, clock)
+            figures += report(name, cases, plain, 16, args.steps, args.rounds, clock)
             cases = {"a prompt, none": (engine, [None]), "a prompt, one adapter": (engine, adapters[:1])}
-            report(name, cases, plain, args.prompt_len, 0, args.rounds, clock)
+            figures += report(name, cases, plain, args.prompt_len, 0, args.rounds, clock)
             for adapter in adapters:
                 assert adapter is not None
                 engine.remove_lora(adapter.lora_int_id)
+    if args.json is not None:
+        asked = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+        asked["model"] = args.model.name
+        args.json.write_text(json.dumps({"machine": machine, "options": asked, "figures": figures}, indent=1) + "\n")
 
 
 def report(
@@ -72,16 +78,19 @@ def report(
     num_steps: int,
     num_rounds: int,
     clock: Callable[[], float],
-) -> None:
-    """Print the time of each case as a share of the time of an engine without `enable_lora`."""
+) -> list[dict[str, object]]:
+    """Print and return the time of each case, and its share of the time of an engine without `enable_lora`."""
     without: list[LoRARequest | None] = [None] * len(next(iter(cases.values()))[1])
     times: dict[str, list[float]] = {case: [] for case in ("without", *cases)}
     for _ in range(num_rounds):
         for case, (engine, adapters) in {"without": (plain, without), **cases}.items():
             times[case] += measure(engine, adapters, prompt_len, num_steps, clock)
     base = min(times.pop("without"))
+    rows: list[dict[str, object]] = []
     for case, found in times.items():
+        rows.append({"adapters of": name, "case": case, "ratio": min(found) / base, "without_ms": 1e3 * base})
         print(f"{name:>9}: {case:<22} {min(found) / base:.3f} of {1e3 * base:.1f} ms without", flush=True)
+    return rows
 
 
 def measure(

@@ -370,8 +370,8 @@ class LLMEngine(engine.LLMEngine):
         self._sweep_adapters()
 
     def _sweep_adapters(self) -> None:
-        """Unload the LoRA adapters that were removed and whose last request has ended. No step is computed now."""
-        if self.adapters is not None and self.adapters.has_leaving:
+        """Unload LoRA adapters that are not needed since a request has ended. No step is computed now."""
+        if self.adapters is not None and self.adapters.needs_sweep:
             self.adapters.sweep()
 
     # ---- the parts

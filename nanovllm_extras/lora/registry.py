@@ -76,33 +76,35 @@ class AdapterRegistry:
     def remove(self, lora_int_id: int) -> bool:
         """Forget an adapter; unfinished requests keep it. Returns False if there is none of this number."""
         self._retired.discard(lora_int_id)
-        return self._forget(lora_int_id)
+        is_known = lora_int_id in self.known
+        if is_known:
+            self._leaving.append(self.known.pop(lora_int_id).adapter.number)
+        self.sweep()
+        return is_known
 
     @property
-    def has_leaving(self) -> bool:
-        """Whether a removed adapter is still in memory."""
-        return bool(self._leaving)
+    def needs_sweep(self) -> bool:
+        """Whether there is something to unload, perhaps only once a request has ended."""
+        return bool(self._leaving) or (self._max_loaded is not None and len(self.known) > self._max_loaded)
 
     def sweep(self) -> None:
-        """Unload adapters that were removed, once no request has them."""
+        """Unload adapters that no request has: those that were removed, and those above `max_loaded`."""
         in_use = self._in_use()
+        self._trim(self._max_loaded, in_use)
         for number in [one for one in self._leaving if one not in in_use]:
             self._adapters.unload(self._ranks(), number)
             self._leaving.remove(number)
 
-    def _forget(self, lora_int_id: int) -> bool:
-        known = self.known.pop(lora_int_id, None)
-        if known is not None:
-            self._leaving.append(known.adapter.number)
-        self.sweep()
-        return known is not None
-
     def _make_room(self) -> None:
-        """Remove the least recently used adapters that no request has, until there is room for another one."""
+        """Unload the least recently used adapters that no request has, until there is room for another one."""
+        if self._max_loaded is not None:
+            self._trim(self._max_loaded - 1, self._in_use())
         self.sweep()
-        in_use = self._in_use()
+
+    def _trim(self, most: int | None, in_use: Collection[int]) -> None:
+        """Forget the least recently used adapters that no request has, until at most `most` are known."""
         for lora_int_id, known in [*self.known.items()]:
-            if self._max_loaded is None or len(self.known) < self._max_loaded:
+            if most is None or len(self.known) <= most:
                 return
             if known.adapter.number not in in_use:
-                self._forget(lora_int_id)
+                self._leaving.append(self.known.pop(lora_int_id).adapter.number)
