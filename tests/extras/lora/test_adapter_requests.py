@@ -127,3 +127,20 @@ def test_what_cannot_be_served_is_refused_before_anything_is_queued(llm, folders
     for values, error in ((("", 1, "x"), ValueError), (("a", 0, "x"), ValueError), (("a", 1, None), TypeError)):
         with pytest.raises(error):
             LoRARequest(*values)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_memory_is_free_when_the_last_request_of_a_removed_adapter_ends(llm, folders, is_aborted):
+    engine, in_memory = llm.engine, llm.engine.runner.adapters._packed
+    for name in "ab":
+        engine.add_request(name, PROMPT, GREEDY, lora_request=adapter(folders, name))
+    engine.step()
+    assert engine.remove_lora(1)
+    assert len(in_memory) == 2, "its request still runs"
+    if is_aborted:
+        engine.abort_request("a")
+        assert len(in_memory) == 1
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert len(in_memory) == 1
+    assert engine.list_loras() == {2}
