@@ -12,7 +12,7 @@ from nanovllm_extras.what_if.recording_file import read
 from nanovllm_extras.what_if.report import LINES
 from tests.extras.trace.test_page import Recorder, chromium, is_local, show  # noqa: F401 (fixtures)
 from tests.extras.trace.test_page_accessibility import ALL_SHOWN, SMALL
-from tests.extras.what_if.test_server import RECORDING, serve
+from tests.extras.what_if.test_what_if_server import RECORDING, serve
 
 pytestmark = pytest.mark.browser
 
