@@ -37,13 +37,14 @@ def list_steps(name: str, language: Language) -> str:
         title, minutes = CHAPTERS[chapter].show(language), round_to_five(chapter_minutes(chapter))
         read, unit = Text("Read", "读").show(language), Text("min", "分钟").show(language)
         lines.append(f"- [ ] {read} [{title}]({chapter}.md): {minutes} {unit}")
-        lines += [f"  - [ ] `{command}`" for command in commands_of(chapter)]
+        before, after = [], []  # the commands
         for one in exercises:
             if one.chapter == chapter:
                 start = f"`nanovllm learn start {one.name}`"
-                lines.append(
-                    f"  - [ ] {start}: {one.title.show(language)}, {round_to_five(exercise_minutes(one))} {unit}"
-                )
+                minutes = round_to_five(exercise_minutes(one))
+                box = f"  - [ ] {start}: {one.title.show(language)}, {minutes} {unit}"
+                (before if begins_before_commands(one) else after).append(box)
+        lines += [*before, *(f"  - [ ] `{command}`" for command in commands_of(chapter)), *after]
     return "\n".join(lines)
 
 
@@ -84,6 +85,12 @@ def num_lines(exercise: Build) -> int:
         first = body[1] if ast.get_docstring(functions[name]) is not None and len(body) > 1 else body[0]
         found += (body[-1].end_lineno or 0) - first.lineno + 1
     return found
+
+
+def begins_before_commands(exercise: Exercise) -> bool:
+    """Return whether the chapter starts the exercise before its section "Measure", whose commands print the answer."""
+    page = (BOOK / f"{exercise.chapter}.md").read_text(encoding="utf-8")
+    return f"nanovllm learn start {exercise.name}" in page.partition("\n## Measure\n")[0]
 
 
 def commands_of(chapter: str) -> list[str]:

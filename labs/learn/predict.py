@@ -44,8 +44,8 @@ class Predict(Exercise):
     def make_starter(self, language: Language) -> str:
         note = Text("a number or an expression, in", "数字或表达式，单位：").show(language)
         first = Text(
-            "# Predict it before you read the chapter, which may have the number.",
-            "# 先预测，再读章节：里面可能有答案。",
+            "# Predict it before you read on in the chapter, which may have the number.",
+            "# 先预测，再接着读章节：后面可能有答案。",
         )
         line = f"ANSWER = None  # {note} {self.unit.show(language)}"
         return f"{make_header(self, language)}{first.show(language)}\n{line}\n"

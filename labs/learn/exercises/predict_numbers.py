@@ -50,13 +50,13 @@ KV_BYTES = Predict(
         "bfloat16, 2 bytes a value. How many bytes does one token take in the cache, in all layers together?\n"
         "\n"
         "Chapter 2 has this number in a table: set ANSWER before you read on there. Your first prediction is kept.\n"
-        "For a smaller model with 2 layers, 1 KV head and 4 dimensions, the answer would be 2 · 2 · 1 · 4 · 2 = 32.\n"
-        "Give bytes, not KiB.",
+        "For a smaller model with 2 layers, 2 query heads, 1 KV head and 4 dimensions, the answer would be 32. Give\n"
+        "bytes, not KiB.",
         "Qwen3-0.6B 有 28 层、16 个查询头、8 个 KV 头，每个头 128 维。KV cache 用 bfloat16，每个值 2 字节。\n"
         "一个 token 在所有层的缓存里一共占多少字节？\n"
         "\n"
         "第 2 章的一张表里有这个数：先写下 ANSWER，再接着读。第一次预测会保留下来。\n"
-        "如果是一个小模型，2 层、1 个 KV 头、4 维，答案就是 2 · 2 · 1 · 4 · 2 = 32。单位是字节，不是 KiB。",
+        "如果是一个小模型，2 层、2 个查询头、1 个 KV 头、4 维，答案就是 32。单位是字节，不是 KiB。",
     ),
     hints=(
         Text(
