@@ -72,9 +72,11 @@ class Lesson:
         The exercises of the route come first, then the core, then all others.
         """
         exercises = list_exercises()
-        start = 0 if after is None else number_of(after)
-        in_order = exercises[start:] + exercises[:start]
         of_route = {one.name for one in self.route.list_exercises()}
+        is_route_done = all(self.folder.has_passed(one) for one in exercises if one.name in of_route)
+        is_core_done = all(self.folder.has_passed(one) for one in exercises if one.name in CORE)
+        start = number_of(after) if after and (is_core_done or not is_route_done) else 0  # the core from its beginning
+        in_order = exercises[start:] + exercises[:start]
         in_order.sort(key=lambda one: (one.name not in of_route, one.name not in CORE))
         return next((one for one in in_order if not self.folder.has_passed(one)), after or in_order[-1])
 
@@ -109,7 +111,15 @@ class Lesson:
         action = "check" if self.folder.file_of(exercise).exists() else "start"
         command = f"nanovllm learn {action} {number_of(exercise)}"
         title = exercise.title
-        self.say(Text(f"Next: {command} ({title.en})", f"下一个：{command}（{title.zh}）"))
+        if exercise in self.route.list_exercises():
+            self.say(Text(f"Next: {command} ({title.en})", f"下一个：{command}（{title.zh}）"))
+        else:
+            self.say(
+                Text(
+                    f"Next: {command} ({title.en}), which is not in the route",
+                    f"下一个：{command}（{title.zh}），不在这条路线里",
+                )
+            )
 
     def start(self, exercise: Exercise) -> int:
         file = self.folder.file_of(exercise)

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from labs.learn import learn_command
 from labs.learn.catalog import CHAPTERS
 from labs.learn.folder import Folder
-from labs.learn.routes import CORE
+from labs.learn.routes import AFTERNOON, CORE
 from nanovllm_extras.trace.recording import read_recording
 
 
@@ -186,6 +186,18 @@ def test_where_one_is_on_a_route(learn):
     out = learn("--lang", "en")[1]
     assert "6 of 6, all done (route: an afternoon)" in out
     assert "Next: nanovllm learn start 14 (" in out, "the core comes before all others"
+    assert "which is not in the route" in out
+
+
+def test_after_the_last_exercise_of_a_route_check_and_status_suggest_the_same(learn):
+    folder = Folder(learn.folder)
+    learn("--route", "afternoon")
+    for name in AFTERNOON.names:
+        folder.write(name, passed="yes")
+    learn("start", "3")
+    expected = "Next: nanovllm learn start 5 (Attention with a KV cache), which is not in the route"
+    assert expected in predict(learn, 114_688)
+    assert expected in learn()[1]
 
 
 def test_a_short_status_without_an_action(learn):
