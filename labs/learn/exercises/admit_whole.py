@@ -219,6 +219,31 @@ EXERCISES = (
                 (("        seq.num_computed_tokens = 0\n", ""),),
             ),
             Mistake(
+                Text("A refused sequence is changed", "拒绝的序列也改了"),
+                Text(
+                    "If the result is False, nothing has changed. Set `num_computed_tokens` to 0 only after the "
+                    "comparison.",
+                    "返回 False 时，什么都不能改。比较之后才把 `num_computed_tokens` 设为 0。",
+                ),
+                ((NEEDED, "        seq.num_computed_tokens = 0\n" + NEEDED),),
+            ),
+            Mistake(
+                Text("The blocks are in the order of `free`", "块按 `free` 里的顺序排列"),
+                Text(
+                    "The last free block is taken first, as by `pop()`, so it is the first one of the table: the "
+                    "example asks for [2, 1, 0]. A slice such as `self.free[-n:]` keeps the order of the list.",
+                    "最后一个空闲块最先取走（和 `pop()` 一样），所以它是块表里的第一块：例子要求 [2, 1, 0]。"
+                    "`self.free[-n:]` 这样的切片保持列表的顺序。",
+                ),
+                (
+                    (
+                        TAKE,
+                        "        seq.block_table = self.free[len(self.free) - num_new :]\n"
+                        "        del self.free[len(self.free) - num_new :]\n",
+                    ),
+                ),
+            ),
+            Mistake(
                 Text("Too few free blocks are not noticed", "没有发现空闲块不够"),
                 Text(
                     "`pop` from an empty list raises IndexError: the engine stops, with blocks that are already taken.",

@@ -153,6 +153,15 @@ MISTAKES = (
         (("token in end_tokens:", "any(one in end_tokens for one in tokens):"),),
     ),
     Mistake(
+        Text("The last token of the prompt is checked", "检查了提示词的最后一个 token"),
+        Text(
+            "The check before the first call looks at the prompt. A prompt may end with an end token, and the model "
+            "still has to answer: check only tokens that the model gave.",
+            "第一次调用之前的检查看的是提示词。提示词的最后一个可以是结束 token，模型仍然要回答：只检查模型给出的 token。",
+        ),
+        (("while len(output) < max_tokens:", "while len(output) < max_tokens and tokens[-1] not in end_tokens:"),),
+    ),
+    Mistake(
         Text("One token too many", "多了一个 token"),
         Text(
             "`max_tokens` is the largest length of the output. The loop may continue only while the output is shorter: "
@@ -286,6 +295,7 @@ EXERCISES = (
         examples=(
             Case((0, 1), (2, 6, 3, 4), 5),
             Case((1, 6, 0), (2, 7, 3), 4),
+            Case((1, 6), (2, 3), 4),
             Case((0,), (1, 2, 3, 4), 2),
             Case((0, 1, 2), (3, 4), 1),
             Case((4,), (5, 1), 3),

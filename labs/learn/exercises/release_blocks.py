@@ -232,6 +232,23 @@ EXERCISES = (
                 ),
             ),
             Mistake(
+                Text("A shared block keeps its owner", "共享的块没有减去所有者"),
+                Text(
+                    "Each block of the table has one owner less, also a shared one. Otherwise it never becomes free: "
+                    "when its last owner ends, `num_owners` is still 2.",
+                    "块表里的每一块都少一个所有者，共享的块也一样。否则它永远不会变空闲："
+                    "最后一个所有者结束时，`num_owners` 还是 2。",
+                ),
+                (
+                    (
+                        "            self.num_owners[block_id] -= 1\n"
+                        "            if not self.num_owners[block_id]:\n",
+                        "            if self.num_owners[block_id] == 1:\n"
+                        "                self.num_owners[block_id] = 0\n",
+                    ),
+                ),
+            ),
+            Mistake(
                 Text("All owners are removed", "去掉了所有的所有者"),
                 Text(
                     "Only one sequence leaves. Another owner still reads the block, so subtract 1.",

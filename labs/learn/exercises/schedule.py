@@ -321,6 +321,34 @@ MISTAKES = (
         (("        return chunks\n", "        self.budget = budget\n        return chunks\n"),),
     ),
     Mistake(
+        Text("`num_tokens` is compared with `max_tokens`", "拿 `num_tokens` 和 `max_tokens` 比较"),
+        Text(
+            "`num_tokens` also has the prompt: `num_tokens - num_prompt_tokens` are the output tokens. If the prompt is "
+            "longer than `max_tokens`, the two are never equal, and the sequence never ends.",
+            "`num_tokens` 里还有提示词，输出的 token 数是 `num_tokens - num_prompt_tokens`。提示词比 `max_tokens` 长时，"
+            "两个数永远不相等，序列永远不结束。",
+        ),
+        (("if seq.num_tokens - seq.num_prompt_tokens == seq.max_tokens:", "if seq.num_tokens == seq.max_tokens:"),),
+    ),
+    Mistake(
+        Text("Computed tokens are counted twice", "已计算的 token 记了两次"),
+        Text(
+            "`schedule` and `update` both add the chunk to `num_computed_tokens`. The engine of chapter 4 counts in "
+            "`schedule`, and this exercise in `update`: once is enough.",
+            "`schedule` 和 `update` 都把 chunk 加到了 `num_computed_tokens` 上。第 4 章的引擎在 `schedule` 里记，"
+            "这个练习在 `update` 里记：只记一次。",
+        ),
+        (
+            (
+                FIRST_LOOP + SECOND_LOOP,
+                (FIRST_LOOP + SECOND_LOOP).replace(
+                    "            budget -= num_new_tokens\n",
+                    "            budget -= num_new_tokens\n            seq.num_computed_tokens += num_new_tokens\n",
+                ),
+            ),
+        ),
+    ),
+    Mistake(
         Text("A sequence ends one token early", "序列早一个 token 结束"),
         Text(
             "A sequence leaves `running` when it has `max_tokens` output tokens, the new one included.",

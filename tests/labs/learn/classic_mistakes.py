@@ -486,7 +486,7 @@ ADMIT_WHOLE = (
     ),
     plant(
         "The block table is in the wrong order.",
-        None,
+        "The blocks are in the order of `free`",
         ("[self.free.pop() for _ in range(num_new)]", "[self.free.pop() for _ in range(num_new)][::-1]"),
     ),
     plant(

@@ -20,7 +20,7 @@ TABLE = {  # named, only rejected, passed
     "block_diagonal_mask": (9, 1, 0),
     "grow_table": (9, 1, 0),
     "release_blocks": (7, 3, 0),
-    "admit_whole": (8, 2, 0),
+    "admit_whole": (9, 1, 0),
     "attend_to_blocks": (5, 5, 0),
     "fork": (7, 3, 0),
     "copy_on_write": (7, 3, 0),
