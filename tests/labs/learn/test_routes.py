@@ -50,7 +50,9 @@ def test_a_page_has_the_steps_of_its_route(name, folder):
     assert {find_exercise(one).chapter for one in started} <= set(chapters)
     commands = [found[1].replace(".", "/") for box in boxes if (found := re.match(r"`python -m ([\w.]+)", box))]
     assert len(commands) >= len(chapters)
-    assert [one for one in commands if not any((ROOT / f"{one}{end}").exists() for end in (".py", "/__main__.py"))] == []
+    assert [
+        one for one in commands if not any((ROOT / f"{one}{end}").exists() for end in (".py", "/__main__.py"))
+    ] == []
     times = [int(found[1]) for box in boxes if (found := re.search(r"(\d+) (?:min|分钟)$", box))]
     steps = times[: len(chapters) + len(started)]  # after them, the extensions
     assert f"**{sum(steps) / 60:.1f} " in page
