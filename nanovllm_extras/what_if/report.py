@@ -57,6 +57,8 @@ def write_report(found: Mapping[str, Any]) -> str:
     lines = [describe_options(found["options"]), *describe_clock(found["clock"]), "", *align(table)]
     if any(run["kind"] == "replay" for run in runs):
         lines += ["", "The replay has the steps of the recording, one by one."]
+    if any(run["kind"] == "own options" for run in runs):
+        lines += ["", "Compare with own options: the recording's options, simulated by the same clock."]
     if any(figures["unknown_answers"] for _, figures in columns):
         lines += ["", "Of answers that an abort, the pool or the end of the recording has cut, the rest is unknown: "
                   "each run ends them there."]  # fmt: skip
