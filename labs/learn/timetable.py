@@ -120,7 +120,9 @@ def describe_requests(requests: tuple[Request, ...]) -> Text:
             when = (
                 Text("", "")
                 if one.arrival == 0
-                else Text(f", already running, {one.prompt_len - 1} computed", f"，已在运行，已算 {one.prompt_len - 1} 个")
+                else Text(
+                    f", already running, {one.prompt_len - 1} computed", f"，已在运行，已算 {one.prompt_len - 1} 个"
+                )
             )
         en.append(f"{name}: {count(one.prompt_len, 'token')}{when.en}; max_tokens {one.max_tokens}.")
         zh.append(f"{name}：{one.prompt_len} 个 token{when.zh}；max_tokens {one.max_tokens}。")

@@ -157,7 +157,8 @@ MISTAKES = (
         Text(
             "The check before the first call looks at the prompt. A prompt may end with an end token, and the model "
             "still has to answer: check only tokens that the model gave.",
-            "第一次调用之前的检查看的是提示词。提示词的最后一个可以是结束 token，模型仍然要回答：只检查模型给出的 token。",
+            "第一次调用之前的检查看的是提示词。提示词的最后一个可以是结束 token，模型仍然要回答："
+            "只检查模型给出的 token。",
         ),
         (("while len(output) < max_tokens:", "while len(output) < max_tokens and tokens[-1] not in end_tokens:"),),
     ),

@@ -241,8 +241,7 @@ EXERCISES = (
                 ),
                 (
                     (
-                        "            self.num_owners[block_id] -= 1\n"
-                        "            if not self.num_owners[block_id]:\n",
+                        "            self.num_owners[block_id] -= 1\n            if not self.num_owners[block_id]:\n",
                         "            if self.num_owners[block_id] == 1:\n"
                         "                self.num_owners[block_id] = 0\n",
                     ),

@@ -323,10 +323,10 @@ MISTAKES = (
     Mistake(
         Text("`num_tokens` is compared with `max_tokens`", "拿 `num_tokens` 和 `max_tokens` 比较"),
         Text(
-            "`num_tokens` also has the prompt: `num_tokens - num_prompt_tokens` are the output tokens. If the prompt is "
-            "longer than `max_tokens`, the two are never equal, and the sequence never ends.",
-            "`num_tokens` 里还有提示词，输出的 token 数是 `num_tokens - num_prompt_tokens`。提示词比 `max_tokens` 长时，"
-            "两个数永远不相等，序列永远不结束。",
+            "`num_tokens` also has the prompt: `num_tokens - num_prompt_tokens` are the output tokens. If the prompt "
+            "is longer than `max_tokens`, the two are never equal, and the sequence never ends.",
+            "`num_tokens` 里还有提示词，输出的 token 数是 `num_tokens - num_prompt_tokens`。"
+            "提示词比 `max_tokens` 长时，两个数永远不相等，序列永远不结束。",
         ),
         (("if seq.num_tokens - seq.num_prompt_tokens == seq.max_tokens:", "if seq.num_tokens == seq.max_tokens:"),),
     ),
