@@ -101,15 +101,17 @@ def test_loading_shows_its_progress_in_a_terminal_alone(tiny_checkpoint, tmp_pat
 
 
 class Mapped(TorchDispatchMode):
-    """The most bytes of files that are mapped into this process at once, while tensors are copied."""
+    """The most bytes of a folder's files that are mapped into this process at once, while tensors are copied."""
 
-    num_bytes = 0
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.num_bytes = folder, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
             parts = Path("/proc/self/smaps").read_text().split("VmFlags")
-            sizes = [re.search(r"Rss: +(\d+)", part) for part in parts if ".safetensors" in part]
+            sizes = [re.search(r"Rss: +(\d+)", part) for part in parts if str(self.folder) in part]
             self.num_bytes = max(self.num_bytes, sum(int(size.group(1)) << 10 for size in sizes if size))
         return out
 
@@ -123,7 +125,7 @@ def test_what_was_read_of_a_file_does_not_stay_in_memory(checkpoints, load):
     num_bytes = (folder / "model.safetensors").stat().st_size
     assert num_bytes > 5 * largest
     gc.collect()  # errors that other tests expected hold the tensor at which they were raised
-    with Mapped() as mapped:
+    with Mapped(folder) as mapped:
         load(folder)
     page = 64 << 10  # Linux maps some pages around the one that is asked for
     assert largest / 2 < mapped.num_bytes < 2 * largest + 4 * page

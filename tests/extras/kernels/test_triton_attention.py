@@ -29,9 +29,7 @@ pytest.importorskip("triton")
 from benchmarks.kernel_resources import BUILDS, GPUS, VERSIONS, compile_case, table_cases, table_of
 from nanovllm.layers import triton_layers
 from nanovllm_extras.kernels.cuda import (
-    cuda_quantised as quantised,
-)
-from nanovllm_extras.kernels.cuda import (
+    adapter_kernels,
     delta_chunks,
     delta_kernels,
     few_tokens,
@@ -40,6 +38,9 @@ from nanovllm_extras.kernels.cuda import (
     paged_attention,
     store_kv,
     truncate,
+)
+from nanovllm_extras.kernels.cuda import (
+    cuda_quantised as quantised,
 )
 from nanovllm_extras.kernels.cuda import (
     norm_kernels as norm,
@@ -59,8 +60,8 @@ pytestmark = pytest.mark.triton
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
-    *(triton_layers, delta_chunks, delta_kernels, few_tokens, inverse_cdf, logit_weights, norm, paged_attention),
-    *(quantised, store_kv, truncate),
+    *(triton_layers, adapter_kernels, delta_chunks, delta_kernels, few_tokens, inverse_cdf, logit_weights, norm),
+    *(paged_attention, quantised, store_kv, truncate),
 )
 TABLES = {one: json.loads(table_of(one).read_text(encoding="utf-8")) for one in VERSIONS}
 KERNELS = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
