@@ -37,7 +37,8 @@ def list_steps(name: str, language: Language) -> str:
         title, minutes = CHAPTERS[chapter].show(language), round_to_five(chapter_minutes(chapter))
         read, unit = Text("Read", "读").show(language), Text("min", "分钟").show(language)
         lines.append(f"- [ ] {read} [{title}]({chapter}.md): {minutes} {unit}")
-        before, after = [], []  # the commands
+        before: list[str] = []  # the commands
+        after: list[str] = []
         for one in exercises:
             if one.chapter == chapter:
                 start = f"`nanovllm learn start {one.name}`"
