@@ -65,8 +65,8 @@ def main() -> None:
                 assert adapter is not None
                 engine.remove_lora(adapter.lora_int_id)
     if args.json is not None:
-        asked = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-        asked["model"] = args.model.name
+        asked = {**vars(args), "model": args.model.name}
+        del asked["json"]
         args.json.write_text(json.dumps({"machine": machine, "options": asked, "figures": figures}, indent=1) + "\n")
 
 
