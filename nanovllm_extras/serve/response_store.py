@@ -59,6 +59,7 @@ class Turn:
 
     input: Sequence[StoredItem]
     output: Sequence[StoredItem]
+    """Empty until the response has ended."""
     parent: "Turn | None"
     num_users: int = 0
     """The number of stored responses and of later turns that need this turn."""
@@ -73,11 +74,15 @@ class Turn:
 
     def items_before(self) -> list[StoredItem]:
         """Return the items of the turns before this one, the oldest first."""
-        turns, turn = [], self.parent
-        while turn is not None:
-            turns.append(turn)
-            turn = turn.parent
+        turns = [] if self.parent is None else [*self.parent.chain()]
         return [item for turn in reversed(turns) for item in (*turn.input, *turn.output)]
+
+    def chain(self) -> Iterator["Turn"]:
+        """Yield this turn and those before it, the newest first."""
+        turn: Turn | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.parent
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,14 @@ class RunningResponse(Protocol):
         """The events, which clients may read; None if they are only sent to the client of the request."""
         ...
 
-    def snapshot(self) -> dict[str, object]:
-        """Return the JSON of the response in its current state."""
+    @property
+    def turn(self) -> Turn:
+        """The input, and the turns before it."""
+        ...
+
+    @property
+    def answer(self) -> bytes:
+        """The JSON of the response in its current state."""
         ...
 
     async def cancel(self) -> None:
@@ -134,7 +145,8 @@ class StoreBounds:
 class ResponseStore:
     """The stored responses of one server. clock: the time in seconds, from which ages are computed.
 
-    If there are too many responses or bytes, the least recently used responses are evicted.
+    If there are too many responses or bytes, the least recently used responses are evicted. A response that cannot fit
+    evicts none.
     """
 
     bounds: StoreBounds
@@ -155,10 +167,13 @@ class ResponseStore:
         return f"{prefix}_{self.tag}_{uuid4().hex}"
 
     def put(self, response: StoredResponse) -> None:
-        """Store a response, and evict others to keep the bounds. Does nothing if the store is off."""
+        """Store a response, and evict others to keep the bounds. Does nothing if the store is off, or too small."""
         if not self.bounds.is_on:
             return
         self._expire()
+        if response.num_bytes + sum(turn.num_bytes for turn in response.turn.chain()) > self.bounds.max_bytes:
+            logger.warning("%s and its conversation are larger than the store, so it is not stored", response.id)
+            return
         self._responses[response.id] = response
         self._times[response.id] = self.clock()
         self.num_bytes += response.num_bytes
@@ -170,8 +185,6 @@ class ResponseStore:
             self._evict("number")
         while self.num_bytes > self.bounds.max_bytes:
             self._evict("bytes")
-        if response.id not in self._responses:
-            logger.warning("%s is larger than the bytes that may be stored, so it is not stored", response.id)
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
         """Return a response of `owner`, which is now the most recently used one; None if there is none."""
@@ -242,20 +255,18 @@ class ResponseStore:
                 del self._items[response.owner, item.id]
         self._leave(response.turn)
 
-    def _use(self, turn: Turn | None) -> None:
+    def _use(self, newest: Turn) -> None:
         """Count a user of a turn, and the bytes of turns that had none."""
-        while turn is not None:
+        for turn in newest.chain():
             turn.num_users += 1
             if turn.num_users > 1:
                 return
             self.num_bytes += turn.num_bytes
-            turn = turn.parent
 
-    def _leave(self, turn: Turn | None) -> None:
+    def _leave(self, newest: Turn) -> None:
         """Remove a user of a turn, and the bytes of turns that have none left."""
-        while turn is not None:
+        for turn in newest.chain():
             turn.num_users -= 1
             if turn.num_users > 0:
                 return
             self.num_bytes -= turn.num_bytes
-            turn = turn.parent

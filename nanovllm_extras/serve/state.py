@@ -53,6 +53,8 @@ class Server:
     """The responses that later requests may continue."""
     background: set[asyncio.Task[None]] = field(default_factory=set)
     """The tasks that generate responses in the background. asyncio itself does not keep them alive."""
+    num_in_background: int = 0
+    """The number of these responses, with those whose requests are still being read."""
 
     adapters: ServedAdapters = field(init=False)
     """The LoRA adapters that requests may name as their model."""

@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from nanovllm_extras.answer_parts.text_offsets import TokenPieces
 from nanovllm_extras.engine.full_engine import LLMEngine
@@ -17,7 +17,7 @@ from nanovllm_extras.serve.generation import Generation
 from nanovllm_extras.serve.messages.responses_protocol import ResponsesRequest
 from nanovllm_extras.serve.miss_causes import misses_field
 from nanovllm_extras.serve.openai_logprobs import chat_logprobs
-from nanovllm_extras.serve.response_store import StoredItem, StoredResponse, Turn
+from nanovllm_extras.serve.response_store import StoredResponse, Turn
 from nanovllm_extras.serve.routes.responses_history import stored_output
 from nanovllm_extras.serve.routes.responses_items import Event, OutputItems
 from nanovllm_extras.serve.state import Server
@@ -30,13 +30,11 @@ CUT_OFF = "max_output_tokens"
 ABORTED = "the request was aborted before its end"
 
 
-@dataclass(frozen=True)
-class Destination:
-    """How a response is stored. parent: the turn that it continues. input: its own items."""
+class Destination(NamedTuple):
+    """How a response is stored. turn: gets the output at the end."""
 
     owner: str
-    parent: Turn | None
-    input: list[StoredItem]
+    turn: Turn
 
 
 class GrowingResponse:
@@ -82,9 +80,16 @@ class GrowingResponse:
             self._store.end(self._id)
             self._has_ended.set()
 
-    def snapshot(self) -> dict[str, object]:
-        """Return the JSON of the response in its current state."""
-        return self._describe(None)
+    @property
+    def turn(self) -> Turn:
+        """The input, and the turns before it, of a response that will be stored."""
+        assert self._destination is not None
+        return self._destination.turn
+
+    @property
+    def answer(self) -> bytes:
+        """The JSON of the response in its current state."""
+        return encode(self._describe(None), go_on)
 
     async def cancel(self) -> None:
         """Abort the generation, and return when the response has ended."""
@@ -95,8 +100,8 @@ class GrowingResponse:
     def keep(self, answer: bytes) -> None:
         """Store the response, if it shall be stored. answer: its JSON."""
         if self._destination is not None:
-            owner, parent, items = self._destination.owner, self._destination.parent, self._destination.input
-            turn = Turn(items, [stored_output(item) for item in self._items.items], parent)
+            owner, turn = self._destination
+            turn.output = [stored_output(item) for item in self._items.items]
             log_bytes = 0 if self.log is None else self.log.num_bytes + len(answer)  # the last event has the answer
             is_background = bool(self._body.background)
             self._store.put(StoredResponse(self._id, owner, answer, turn, is_background, self.log, log_bytes))

@@ -17,6 +17,7 @@ from nanovllm_extras.serve.messages.responses_protocol import ResponsesRequest
 from nanovllm_extras.serve.response_store import ResponseStore, StoredItem, Turn
 
 BYTES_OF_CHARACTER = 6  # of the JSON of a character, at most
+RUNNING = "is still being generated; continue it when it has ended"
 NOT_STORED = "Responses with store=false are not stored, and stored ones are deleted when they are old or rarely used"
 
 
@@ -51,6 +52,9 @@ def find_history(store: ResponseStore, owner: str, body: ResponsesRequest, bound
     items: list[StoredItem] = []
     parent = None
     if body.previous_response_id is not None:
+        if store.running(owner, body.previous_response_id) is not None:
+            message = f"The response with id '{body.previous_response_id}' {RUNNING}."
+            raise APIError(400, message, "previous_response_id")
         previous = store.get(owner, body.previous_response_id)
         if previous is None:
             message = f"Previous response with id '{body.previous_response_id}' not found. {NOT_STORED}."

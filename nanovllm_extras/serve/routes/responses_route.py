@@ -5,8 +5,8 @@ https://platform.openai.com/docs/api-reference/responses
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
@@ -19,6 +19,7 @@ from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest
 from nanovllm_extras.serve.messages.responses_protocol import ResponsesRequest
 from nanovllm_extras.serve.prompts import chat_prompt
 from nanovllm_extras.serve.request_ids import new_id
+from nanovllm_extras.serve.response_store import Turn
 from nanovllm_extras.serve.routes.chat_route import prepare_chat
 from nanovllm_extras.serve.routes.growing_response import Destination, GrowingResponse
 from nanovllm_extras.serve.routes.responses_conversation import FIELDS, to_chat
@@ -48,9 +49,25 @@ SOON = {"Retry-After": "1"}
 async def create_response(body: ResponsesRequest, request: Request, server: ReadyServer) -> Response:
     """Answer a conversation of items."""
     server.check_model(body.model)
-    is_stored = body.store is not False and server.responses.bounds.is_on
     if body.background:
-        check_background(server)
+        with ExitStack() as held:
+            held.enter_context(background_place(server))
+            generation, growing = await begin(body, request, server)
+            held.enter_context(growing.listed())
+            stream = ResponseStream(generation, growing)
+            return start_background(server, growing, stream.parts(str(request.state.caller)), held.pop_all())
+    generation, growing = await begin(body, request, server)
+    if body.stream:
+        return ResponseStream(generation, growing)
+    with growing.listed():
+        response = await answer_whole(request, generation, growing.whole)
+        growing.keep(bytes(response.body))
+    return response
+
+
+async def begin(body: ResponsesRequest, request: Request, server: Server) -> tuple[Generation, GrowingResponse]:
+    """Queue the request at the engine, and return its generation and its response."""
+    is_stored = body.store is not False and server.responses.bounds.is_on
     with renamed_fields(FIELDS):
         history, conversation, chat = await read_request(body, request, server)
         prompt, params = await prepare_chat(server, request, chat)
@@ -59,17 +76,11 @@ async def create_response(body: ResponsesRequest, request: Request, server: Read
         generation = Generation(server, name, [prompt], params)
         await generation.start(request, chat, "messages")
     answer = Answer(chat, prompt, server.options.parsers, server.token_bytes)
-    destination = Destination(server.owner_of(request), history.parent, conversation.input) if is_stored else None
+    destination = None
+    if is_stored:
+        destination = Destination(server.owner_of(request), Turn(conversation.input, [], history.parent))
     # a name that a client has chosen could be guessed
-    growing = GrowingResponse(body, answer, generation, server, own_id if is_stored else name, destination)
-    if body.background:
-        return start_background(server, growing, ResponseStream(generation, growing), str(request.state.caller))
-    if body.stream:
-        return ResponseStream(generation, growing)
-    with growing.listed():
-        response = await answer_whole(request, generation, growing.whole)
-        growing.keep(bytes(response.body))
-    return response
+    return generation, GrowingResponse(body, answer, generation, server, own_id if is_stored else name, destination)
 
 
 @router.post("/v1/responses/input_tokens")
@@ -104,29 +115,36 @@ async def read_request(
     return history, *(await server.workers.run(request, read))
 
 
-def check_background(server: Server) -> None:
-    """Raise APIError if a response cannot be generated in the background."""
+@contextmanager
+def background_place(server: Server) -> Iterator[None]:
+    """Hold one of the places for responses in the background. Raises APIError if there is none."""
     most = server.responses.bounds.max_responses
     if not server.responses.bounds.is_on:
         raise APIError(400, "background cannot be used: this server stores no responses", "background")
-    if len(server.background) >= most:
+    if server.num_in_background >= most:
         message = f"{most} responses are already generated in the background; try again later"
         raise APIError(429, message, code="queue_full", headers=SOON)
+    server.num_in_background += 1
+    try:
+        yield
+    finally:
+        server.num_in_background -= 1
 
 
-def start_background(server: Server, growing: GrowingResponse, stream: "ResponseStream", caller: str) -> Response:
+def start_background(
+    server: Server, growing: GrowingResponse, events: AsyncIterator[bytes], held: ExitStack
+) -> Response:
     """Start to generate a response, and return what the client gets: its events, or its first state."""
-    listing = ExitStack()
-    listing.enter_context(growing.listed())
-    task = asyncio.create_task(generate(growing, stream.parts(caller), listing))
+    first = Response(growing.answer, media_type="application/json") if growing.log is None else read_log(growing.log)
+    task = asyncio.create_task(generate(growing, events, held))
     server.background.add(task)
     task.add_done_callback(server.background.discard)
-    return JSON(growing.snapshot()) if growing.log is None else read_log(growing.log)
+    return first
 
 
-async def generate(growing: GrowingResponse, events: AsyncIterator[bytes], listing: ExitStack) -> None:
-    """Generate a response to its end. listing: is closed at the end."""
-    with listing:
+async def generate(growing: GrowingResponse, events: AsyncIterator[bytes], held: ExitStack) -> None:
+    """Generate a response to its end. held: is closed at the end."""
+    with held:
         try:
             async for part in events:
                 if growing.log is not None:

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query, Request, Response
 
 from nanovllm_extras.serve.body import JSONRoute
 from nanovllm_extras.serve.errors import APIError
-from nanovllm_extras.serve.response_store import StoredResponse
+from nanovllm_extras.serve.response_store import RunningResponse, StoredResponse
 from nanovllm_extras.serve.state import ReadyServer, Server
-from nanovllm_extras.serve.streaming import JSON, encode, go_on, read_log
+from nanovllm_extras.serve.streaming import JSON, encode, read_log
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -34,23 +34,24 @@ async def get_response(
     With `stream`, return the events of a response in the background, later ones included.
     starting_after: the number of the event before the first one.
     """
-    running = server.responses.running(server.owner_of(request), response_id)
-    stored = find(server, request, response_id) if running is None else None
+    response = find(server, request, response_id)
     if stream:
-        log = running.log if running is not None else stored.log if stored is not None else None
-        if log is None:
+        if response.log is None:
             raise APIError(400, NO_STREAM, "stream")
-        return read_log(log, 0 if starting_after is None else starting_after + 1)
+        return read_log(response.log, 0 if starting_after is None else starting_after + 1)
     if starting_after is not None:
         raise APIError(400, NO_START, "starting_after")
-    answer = encode(running.snapshot(), go_on) if running is not None else stored.answer if stored is not None else b""
-    return Response(answer, media_type="application/json")
+    return Response(response.answer, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, request: Request, server: ReadyServer) -> Response:
-    """Delete a stored response."""
-    if not server.responses.delete(server.owner_of(request), response_id):
+    """Delete a stored response. The generation of one that is being generated is ended first."""
+    owner = server.owner_of(request)
+    running = server.responses.running(owner, response_id)
+    if running is not None:
+        await running.cancel()
+    if not server.responses.delete(owner, response_id) and running is None:
         raise not_found(response_id)
     return JSON({"id": response_id, "object": "response", "deleted": True})
 
@@ -58,14 +59,13 @@ async def delete_response(response_id: str, request: Request, server: ReadyServe
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, request: Request, server: ReadyServer) -> Response:
     """End the generation of a response, and return the response."""
-    running = server.responses.running(server.owner_of(request), response_id)
-    if running is None:
-        ended = find(server, request, response_id)
-        if ended.is_background:  # cancelling is idempotent: the response may have ended just now
-            return Response(ended.answer, media_type="application/json")
+    response = find(server, request, response_id)
+    if not isinstance(response, StoredResponse):
+        await response.cancel()
+        response = find(server, request, response_id)
+    elif not response.is_background:  # in the background it may have ended just now
         raise APIError(400, NOT_RUNNING, "response_id")
-    await running.cancel()
-    return Response(find(server, request, response_id).answer, media_type="application/json")
+    return Response(response.answer, media_type="application/json")
 
 
 @router.get("/v1/responses/{response_id}/input_items")
@@ -98,9 +98,10 @@ async def list_input_items(
     return Response(fields[:-1] + b',"data":[' + data + b"]}", media_type="application/json")
 
 
-def find(server: Server, request: Request, response_id: str) -> StoredResponse:
-    """Return a stored response. Raises APIError 404 if there is none that the request's key may read."""
-    response = server.responses.get(server.owner_of(request), response_id)
+def find(server: Server, request: Request, response_id: str) -> RunningResponse | StoredResponse:
+    """Return a response. Raises APIError 404 if there is none that the request's key may read."""
+    owner = server.owner_of(request)
+    response = server.responses.running(owner, response_id) or server.responses.get(owner, response_id)
     if response is None:
         raise not_found(response_id)
     return response

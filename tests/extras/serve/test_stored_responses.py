@@ -396,7 +396,16 @@ def test_a_response_in_the_background_is_cancelled_or_fails(http, llm, server, t
         assert http.post(f"{PATH}/{name}/cancel").json() == http.get(f"{PATH}/{name}").json() == cancelled
     name = http.post(PATH, json=LONG).json()["id"]
     assert refused(http.get(f"{PATH}/{name}?stream=true")) == (400, "stream", None)
+    (item,) = http.get(f"{PATH}/{name}/input_items").json()["data"]
+    assert item["content"] == [{"type": "input_text", "text": "What?"}]
+    early = http.post(PATH, json={"input": "And?", "previous_response_id": name})
+    assert "still being generated" in early.json()["error"]["message"]
     poll(http, name)
+
+    name = http.post(PATH, json=LONG).json()["id"]
+    assert http.delete(f"{PATH}/{name}").json()["deleted"]
+    assert http.get(f"{PATH}/{name}").status_code == http.delete(f"{PATH}/{name}").status_code == 404
+    assert http.get("/load").json() == {"server_load": 0}
 
     def fail(*given):
         raise RuntimeError("told to fail")
@@ -413,10 +422,13 @@ def test_what_the_background_refuses(new_client):
     new_client(max_stored_responses=0).refuse(PATH, LONG, "background", "stores no responses")
 
     async def work(one):
-        return [await one.post(PATH, json=LONG) for _ in range(2)]
+        long = LONG | {"metadata": {str(i): "x" * 400 for i in range(16)}}  # such a body is read in a thread
+        asked = await asyncio.gather(*[one.post(PATH, json=long) for _ in range(3)])
+        return sorted([*asked, await one.post(PATH, json=LONG)], key=lambda answer: answer.status_code)
 
-    first, second = in_one_loop(new_client(max_stored_responses=1), work)
-    assert (first.status_code, refused(second)) == (200, (429, None, "queue_full"))
+    first, *others = in_one_loop(new_client(max_stored_responses=1), work)
+    assert first.status_code == 200
+    assert [refused(one) for one in others] == [(429, None, "queue_full")] * 3
 
 
 # ---- the store
@@ -441,7 +453,11 @@ class Naive:
 
     def put(self, response):
         self.expire()
-        self.alive.append((response, self.now))
+        before, self.alive = self.alive, [(response, self.now)]
+        if self.num_bytes() > self.bounds.max_bytes:  # it cannot fit, so nothing else is evicted for it
+            self.alive = before
+            return
+        self.alive = [*before, (response, self.now)]
         while len(self.alive) > self.bounds.max_responses or self.num_bytes() > self.bounds.max_bytes:
             self.alive.pop(0)
 
