@@ -104,6 +104,8 @@ def from_validation(error: RequestValidationError) -> APIError:
     if not path and first["type"] in ("missing", "model_attributes_type", "dict_type"):
         return APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "none_required":
+        message = "must be absent or null: other values are not supported"
     if first["type"] == CONFLICT:
         return APIError(400, message, param=first["ctx"]["field"])
     return APIError(400, f"{'.'.join(path) or 'the body'}: {message}", param=path[0] if path else None)
@@ -138,6 +140,9 @@ async def answer(request: Request, error: Exception) -> Response:
     if told.status_code == 404 and told.detail == NO_PATH:
         hint = "the base URL of OpenAI's clients ends with /v1, that of Anthropic's clients is without /v1"
         told = APIError(404, f"there is no {request.scope['path']}; {hint}")
+    elif told.status_code == 405:
+        message = f"{request.scope['path']} does not take {request.method}; /openapi.json lists its methods"
+        told = APIError(405, message, headers=dict(told.headers or {}))
     if told.status_code == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     else:

@@ -220,8 +220,12 @@ def test_another_model_is_404(client):
 
 def test_other_paths_and_methods(client):
     """Clients add `/chat/completions` to their `base_url`, and the user sees only the message."""
-    for method, path, status in (("GET", "/v2/x", 404), ("GET", CHAT, 405), ("PUT", "/health", 405)):
-        check_error(client.request(method, path), status)
+    check_error(client.get("/v2/x"), 404)
+    for method, path in (("GET", CHAT), ("PUT", "/health"), ("POST", "/v1/responses/compact")):
+        assert check_error(client.request(method, path), 405).startswith(f"{path} does not take {method}; ")
+    assert "must be absent or null" in check_error(
+        client.post("/pooling", {"input": "a", "dimensions": 2}), 400, "dimensions"
+    )
     for path in ("/chat/completions", "/v1/v1/models", "/"):
         assert check_error(client.post(path, {}), 404).startswith(f"there is no {path}; ")
         assert "ends with /v1" in check_error(client.get(path), 404)
