@@ -141,7 +141,7 @@ async def answer(request: Request, error: Exception) -> Response:
         hint = "the base URL of OpenAI's clients ends with /v1, that of Anthropic's clients is without /v1"
         told = APIError(404, f"there is no {request.scope['path']}; {hint}")
     elif told.status_code == 405:
-        message = f"{request.scope['path']} does not take {request.method}; /openapi.json lists its methods"
+        message = f"{request.scope['path']} does not take {request.method}; use another method"
         told = APIError(405, message, headers=dict(told.headers or {}))
     if told.status_code == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)

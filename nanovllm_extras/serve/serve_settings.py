@@ -7,6 +7,7 @@ import logging
 import os
 import ssl
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanovllm import TINY_QWEN3
@@ -64,11 +65,11 @@ def add_server_options(group: argparse._ArgumentGroup) -> None:
     """Add the options of the server itself."""
     add(group, "host", filled, "address to listen on; 0.0.0.0 for all addresses", "127.0.0.1")
     add(group, "port", port, "port to listen on; 0 for any free port", 8000)
-    add_model_options(group)
-    add_adapter_options(group)
+    add_shared_options(group, "info")
+    updating = "load and unload adapters at /v1/load_lora_adapter and /v1/unload_lora_adapter; also the variable "
+    flag(group, "allow-runtime-lora-updating", updating + LORA_VARIABLE)
     add(group, "root-path", str, "path under which a proxy serves this server", "")
     flag(group, "disable-log-requests", "do not log a line for each request")
-    add_log_level(group, "info")
     add(group, "trace", filled, "record each step in this file; nanovllm view replays it")
     flag(group, "ui", "serve a page that shows each step, at /ui")
     flag(
@@ -81,29 +82,16 @@ def add_server_options(group: argparse._ArgumentGroup) -> None:
     add(group, "drain-timeout", seconds, "time for requests to finish after SIGTERM", ServerOptions.drain_timeout_s)
 
 
-def add_model_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options for the model's names and for the format of its answers."""
+def add_shared_options(group: argparse._ArgumentGroup, log_level: str) -> None:
+    """Add the options that `nanovllm run-batch` has, too. log_level: the default of `--log-level`."""
     add(group, "served-model-name", filled, "names of the model in requests; answers have the first one", nargs="+")
     tool_parsers, reasoning_parsers = sorted(TOOL_PARSERS), sorted(REASONING_PARSERS)
     add(group, "tool-call-parser", str, "format of the model's tool calls", "hermes", choices=tool_parsers)
     add(group, "reasoning-parser", str, "format of the model's reasoning", "qwen3", choices=reasoning_parsers)
-
-
-def add_adapter_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options of LoRA adapters; those of the engine are among its own."""
-    add_lora_modules(group)
-    flag(
-        group,
-        "allow-runtime-lora-updating",
-        f"load and unload adapters at /v1/load_lora_adapter and /v1/unload_lora_adapter; also the variable "
-        f"{LORA_VARIABLE}",
-    )
-
-
-def add_lora_modules(group: argparse._ArgumentGroup) -> None:
-    """Add `--lora-modules`."""
     text = 'adapters as NAME=PATH, or as JSON {"name": "…", "path": "…"}; requests name one as their model'
     add(group, "lora-modules", filled, text, [], nargs="+")
+    levels = ["debug", "info", "warning", "error"]
+    add(group, "log-level", str, "least severe level to log", log_level, choices=levels)
 
 
 def lora_modules(given: list[str]) -> tuple[LoRARequest, ...]:
@@ -123,20 +111,15 @@ def lora_modules(given: list[str]) -> tuple[LoRARequest, ...]:
             name, _, path = text.partition("=")
             if not name or not path:
                 raise ValueError(f"--lora-modules must be NAME=PATH or a JSON object, got {text!r}")
-        if name in found:
+        adapter = LoRARequest(name, number, path)
+        if found.setdefault(name, adapter) is not adapter:
             raise ValueError(f"--lora-modules has the name {name!r} twice")
-        found[name] = LoRARequest(name, number, path)
     return tuple(found.values())
 
 
 def allows_updating(args: argparse.Namespace) -> bool:
     """Return whether adapters can be loaded over HTTP: by the option, or by vLLM's variable, if it is 1 or true."""
     return args.server_allow_runtime_lora_updating or os.environ.get(LORA_VARIABLE, "").lower() in ("1", "true")
-
-
-def add_log_level(group: argparse._ArgumentGroup, default: str) -> None:
-    """Add `--log-level`."""
-    add(group, "log-level", str, "least severe level to log", default, choices=["debug", "info", "warning", "error"])
 
 
 def add_request_bounds(group: argparse._ArgumentGroup) -> None:
@@ -255,8 +238,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if not (args.server_ray and (args.server_ray_address or os.environ.get("RAY_ADDRESS"))):
         check_files(engine_args)  # otherwise, other machines read the files
     options = server_options(args)
-    if (options.lora_modules or options.allow_runtime_lora_updating) and not config.enable_lora:
-        raise ValueError("--lora-modules and --allow-runtime-lora-updating need --enable-lora")
+    if options.allow_runtime_lora_updating and not config.enable_lora:
+        raise ValueError(f"--allow-runtime-lora-updating and {LORA_VARIABLE} need --enable-lora")
     if args.server_ray and options.allow_runtime_lora_updating:
         raise ValueError(
             f"--allow-runtime-lora-updating and {LORA_VARIABLE} cannot be used with --ray: only one of the replicas "
@@ -272,19 +255,28 @@ def check_files(engine_args: EngineArgs) -> None:
         check_chat_template(engine_args.chat_template)
 
 
-def server_options(args: argparse.Namespace) -> ServerOptions:
-    """Return the server's options. Raises ValueError if they are invalid."""
+def shared_options(args: argparse.Namespace) -> ServerOptions:
+    """Return the options that `nanovllm run-batch` has, too. Raises ValueError if they are invalid."""
+    if args.server_lora_modules and not args.enable_lora:
+        raise ValueError("--lora-modules needs --enable-lora")
     name = TINY_QWEN3.name if args.model == TINY_QWEN3 else str(args.model)
     return ServerOptions(
         model_names=tuple(args.server_served_model_name or [name]),
-        api_keys=(*args.server_api_key, *keys_of_environment()),
         max_request_bytes=args.server_max_request_bytes,
         max_request_values=args.server_max_request_values,
-        max_requests_per_minute=args.server_max_requests_per_minute,
         max_choices=args.server_max_choices,
-        allowed_origins=tuple(args.server_allowed_origins),
         parsers=parsers_named(args.server_tool_call_parser, args.server_reasoning_parser),
         lora_modules=lora_modules(args.server_lora_modules),
+    )
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """Return the server's options. Raises ValueError if they are invalid."""
+    return replace(
+        shared_options(args),
+        api_keys=(*args.server_api_key, *keys_of_environment()),
+        max_requests_per_minute=args.server_max_requests_per_minute,
+        allowed_origins=tuple(args.server_allowed_origins),
         allow_runtime_lora_updating=allows_updating(args),
         root_path=args.server_root_path,
         log_requests=not args.server_disable_log_requests,

@@ -4,19 +4,9 @@ import argparse
 import json
 from pathlib import Path
 
-from nanovllm import TINY_QWEN3
 from nanovllm_extras.options.argument_types import filled
 from nanovllm_extras.serve.batch.rows import Form
-from nanovllm_extras.serve.parsers.parser_registry import parsers_named
-from nanovllm_extras.serve.serve_settings import (
-    add_log_level,
-    add_lora_modules,
-    add_model_options,
-    add_request_bounds,
-    lora_modules,
-    positive,
-)
-from nanovllm_extras.serve.server_options import ServerOptions
+from nanovllm_extras.serve.serve_settings import add_request_bounds, add_shared_options, positive
 from nanovllm_extras.vllm.engine_args import EngineArgs
 
 ROWS_PER_PART = 1000
@@ -40,7 +30,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_files(files)
     add_rows(rows)
     add_replicas(replicas)
-    add_requests(requests)
+    add_shared_options(requests, "warning")
+    add_request_bounds(requests)
     return parser
 
 
@@ -77,14 +68,6 @@ def add_replicas(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-in-flight", type=positive, metavar="N", help=text)
 
 
-def add_requests(group: argparse._ArgumentGroup) -> None:
-    """Add the options of requests that `nanovllm serve` has too."""
-    add_model_options(group)
-    add_lora_modules(group)
-    add_request_bounds(group)
-    add_log_level(group, "warning")
-
-
 def form_of(args: argparse.Namespace) -> Form:
     """Return the form of the rows. Raises ValueError or TypeError if the options contradict each other."""
     names = ("chat", "id_column", "body", "body_columns")
@@ -100,19 +83,3 @@ def form_of(args: argparse.Namespace) -> Form:
     if args.body.get("stream"):
         raise ValueError("--body must not set stream: run-batch does not stream answers")
     return Form(args.prompt_column, args.id_column, args.chat, {**args.body, **own}, tuple(args.body_columns))
-
-
-def options_of(args: argparse.Namespace) -> ServerOptions:
-    """Return the options of the server's application, which answers the rows."""
-    name = TINY_QWEN3.name if args.model == TINY_QWEN3 else str(args.model)
-    if args.server_lora_modules and not args.enable_lora:
-        raise ValueError("--lora-modules needs --enable-lora")
-    return ServerOptions(
-        model_names=tuple(args.server_served_model_name or [name]),
-        max_request_bytes=args.server_max_request_bytes,
-        max_request_values=args.server_max_request_values,
-        max_choices=args.server_max_choices,
-        lora_modules=lora_modules(args.server_lora_modules),
-        parsers=parsers_named(args.server_tool_call_parser, args.server_reasoning_parser),
-        log_requests=False,
-    )

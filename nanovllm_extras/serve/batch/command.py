@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +16,12 @@ from nanovllm_extras.machine.printing import say
 from nanovllm_extras.options.option_checks import first_given
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.batch.batch_inputs import Digests, Input, are_in, find_sources, scan
-from nanovllm_extras.serve.batch.batch_options import form_of, make_parser, options_of
+from nanovllm_extras.serve.batch.batch_options import form_of, make_parser
 from nanovllm_extras.serve.batch.one_machine import answer_here
 from nanovllm_extras.serve.batch.parts import Parts
 from nanovllm_extras.serve.batch.replica import ReplicaSpec
 from nanovllm_extras.serve.batch.rows import Form
-from nanovllm_extras.serve.serve_settings import keep_from_collector, log_to_stderr
+from nanovllm_extras.serve.serve_settings import keep_from_collector, log_to_stderr, shared_options
 from nanovllm_extras.serve.server_options import ServerOptions
 from nanovllm_extras.vllm.engine_args import EngineArgs
 
@@ -37,7 +38,7 @@ def main(arguments: list[str]) -> int:
     try:
         engine_args = EngineArgs.from_cli_args(args)
         engine_args.create_engine_config()
-        form, options = form_of(args), options_of(args)
+        form, options = form_of(args), replace(shared_options(args), log_requests=False)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     try:

@@ -97,7 +97,7 @@ def test_the_command_line_names_adapters(monkeypatch):
     for bad, message in (("a", "NAME=PATH"), ("=b", "NAME=PATH"), ('{"name": "a"}', "name and path")):
         with pytest.raises(ValueError, match=message):
             options("--lora-modules", bad)
-    with pytest.raises(ValueError, match="need --enable-lora"):
+    with pytest.raises(ValueError, match="--lora-modules needs --enable-lora"):
         settings_of(make_parser().parse_args(["--lora-modules", "a=b"]))
 
 
