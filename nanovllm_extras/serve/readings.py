@@ -18,6 +18,7 @@ from nanovllm_extras.engine.input_processor import OtherParams
 from nanovllm_extras.serve.engine_thread import NewRequest
 from nanovllm_extras.serve.errors import APIError, refuse
 from nanovllm_extras.serve.generation import engine_ids, told_name
+from nanovllm_extras.serve.messages.pooling_protocol import PoolingFields
 from nanovllm_extras.serve.prompts import salted
 from nanovllm_extras.serve.state import RETRY_LATER, Server
 
@@ -27,22 +28,20 @@ logger = logging.getLogger(__name__)
 async def read_prompts(
     server: Server,
     request: Request,
+    body: PoolingFields,
     params: OtherParams,
     request_id: str,
     prompts: list[Prompt],
     field: str,
-    priority: int | None,
-    cache_salt: str | None,
-    model: str | None,
 ) -> list[Any]:
     """Return the outputs of all prompts, in their order. If cancelled, it aborts the unfinished requests.
 
-    params: what is read, such as `PoolingParams`. field: the request's field with the prompts, for errors; model: the
-    name that the request gives, perhaps that of an adapter
+    Raises APIError 503 if a request was aborted, because the server shuts down. params: what is read, such as
+    `PoolingParams`. field: the request's field with the prompts, for errors
     """
-    arrival_time, llm, adapter = time.monotonic(), server.check_ready(), server.adapter_of(model)
+    arrival_time, llm, adapter = time.monotonic(), server.check_ready(), server.adapter_of(body.model)
     requests = [
-        NewRequest(name, salted(prompt, cache_salt), params, priority or 0, False, adapter)
+        NewRequest(name, salted(prompt, body.cache_salt), params, body.priority or 0, False, adapter)
         for name, prompt in zip(engine_ids(request_id, len(prompts)), prompts, strict=True)
     ]
     server.adapters.hold(adapter)
@@ -67,6 +66,8 @@ async def read_prompts(
             server.metrics.note_abort()
             if server.options.log_requests:
                 logger.info("%s abort: before it was embedded", told_name(unfinished))
+    if any(map(is_aborted, outputs.values())):
+        raise APIError(503, "the server is shutting down", code="draining", headers=RETRY_LATER)
     return [outputs[request.request_id] for request in requests]
 
 
@@ -84,12 +85,6 @@ def note_end(server: Server, output: Any, arrival_time: float) -> None:
 def is_aborted(output: Any) -> bool:
     """Return whether a request has ended before its prompt was computed."""
     return output.metrics.first_token_time is None
-
-
-def check_all_read(outputs: Iterable[Any]) -> None:
-    """Raise APIError 503 if a request was aborted, because the server shuts down."""
-    if any(map(is_aborted, outputs)):
-        raise APIError(503, "the server is shutting down", code="draining", headers=RETRY_LATER)
 
 
 def usage_of_prompts(outputs: Iterable[Any]) -> dict[str, object]:

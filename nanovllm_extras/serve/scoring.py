@@ -11,7 +11,7 @@ from nanovllm_extras.serve.bounds import BoundedTokenizer
 from nanovllm_extras.serve.errors import refuse
 from nanovllm_extras.serve.messages.pooling_protocol import PairFields
 from nanovllm_extras.serve.prompts import MANY, check_lengths, require_tokenizer
-from nanovllm_extras.serve.readings import check_all_read, read_prompts, usage_of_prompts
+from nanovllm_extras.serve.readings import read_prompts, usage_of_prompts
 from nanovllm_extras.serve.state import Server
 from nanovllm_extras.serve.workers import Check
 
@@ -42,18 +42,7 @@ async def score_pairs(server: Server, request: Request, body: PairFields, score_
     prompts = await server.workers.run(
         request, lambda check: make_prompts(server, scoring, check), is_long=is_long or None
     )
-    outputs = await read_prompts(
-        server,
-        request,
-        scoring.params,
-        score_id,
-        prompts,
-        sides.second_name,
-        body.priority,
-        body.cache_salt,
-        body.model,
-    )
-    check_all_read(outputs)
+    outputs = await read_prompts(server, request, body, scoring.params, score_id, prompts, sides.second_name)
     if is_long:
         values = await server.workers.write(request.state.caller, lambda check: scoring.scores(outputs))
     else:

@@ -1,6 +1,6 @@
-"""Define the fields of requests that score pairs of texts, or return the vectors of tokens.
+"""Define the fields of requests that score pairs of texts, or return vectors of prompts or of tokens.
 
-`/rerank` has the fields of Jina's and of Cohere's API, the others those of vLLM.
+`/rerank` has the fields of Jina's and of Cohere's API, `/v1/embeddings` those of OpenAI's, the others those of vLLM.
 https://jina.ai/reranker, https://docs.cohere.com/reference/rerank, https://docs.vllm.ai
 """
 
@@ -126,20 +126,40 @@ class ScoreRequest(PairFields):
         return [text_in(one) for one in (given if isinstance(given, list) else [given])]
 
 
-class PoolingRequest(PoolingFields):
-    """A request for the embeddings of prompts, or of each of their tokens."""
+class InputFields(PoolingFields):
+    """The common fields of requests for vectors."""
 
     input: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     """One text or several texts, or the token ids of one prompt or of several prompts."""
-    task: Literal["embed", "token_embed"] | None = None
-    """One vector for each prompt (the default), or one for each token."""
     encoding_format: Literal["float", "base64"] | None = None
     """`base64` encodes float32 numbers in little-endian order, those of a prompt's tokens one after the other."""
-    use_activation: bool | None = None
-    """Whether vectors are normalised to the length 1, which is the default."""
     normalize: bool | None = None
-    """The older name of `use_activation`."""
+    """Whether vectors are normalised to the length 1, which is the default."""
     add_special_tokens: bool | None = None
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether vectors are normalised."""
+        return self.normalize is not False
+
+
+class EmbeddingRequest(InputFields):
+    """A request for the embeddings of prompts."""
+
+    dimensions: Whole | None = Field(None, ge=1)
+    """The length to which vectors are cut, for models that were trained for this (Matryoshka embeddings).
+
+    Any model has vectors of its own length.
+    """
+
+
+class PoolingRequest(InputFields):
+    """A request for the embeddings of prompts, or of each of their tokens."""
+
+    task: Literal["embed", "token_embed"] | None = None
+    """One vector for each prompt (the default), or one for each token."""
+    use_activation: bool | None = None
+    """The newer name of `normalize`."""
     # accepted only with the value that has no effect
     dimensions: None = None
     embed_dtype: Literal["float32"] | None = None
@@ -154,4 +174,4 @@ class PoolingRequest(PoolingFields):
     @property
     def is_normalized(self) -> bool:
         """Whether vectors are normalised."""
-        return self.use_activation is not False and self.normalize is not False
+        return super().is_normalized and self.use_activation is not False

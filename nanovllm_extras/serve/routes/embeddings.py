@@ -5,20 +5,17 @@ https://platform.openai.com/docs/api-reference/embeddings
 
 import base64
 from functools import partial
-from typing import Annotated, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
 
-from nanovllm.prompts import Prompt
 from nanovllm_extras.embedding.pair_classifier import read_raw_config
 from nanovllm_extras.embedding.pooling_params import EmbeddingRequestOutput, PoolingParams
 from nanovllm_extras.serve.body import JSONRoute
 from nanovllm_extras.serve.errors import refuse
-from nanovllm_extras.serve.messages.pooling_protocol import MAX_INPUTS
-from nanovllm_extras.serve.messages.protocol import Name, Salt, StrictModel, Text, Texts, TokenIds, Whole
-from nanovllm_extras.serve.prompts import are_many, check_lengths, encode_prompts
+from nanovllm_extras.serve.messages.pooling_protocol import EmbeddingRequest
+from nanovllm_extras.serve.pooling_inputs import encode_inputs
+from nanovllm_extras.serve.prompts import are_many
 from nanovllm_extras.serve.readings import read_prompts, usage_of_prompts
 from nanovllm_extras.serve.request_ids import new_id
 from nanovllm_extras.serve.state import ReadyServer, Server
@@ -26,25 +23,6 @@ from nanovllm_extras.serve.streaming import encode
 from nanovllm_extras.serve.workers import Check, unless_client_leaves
 
 router = APIRouter(route_class=JSONRoute)
-
-
-class EmbeddingRequest(StrictModel):
-    model: Name | None = None
-    input: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    """One text or several texts, or the token ids of one prompt or of several prompts."""
-    encoding_format: Literal["float", "base64"] | None = None
-    """`base64` encodes float32 numbers in little-endian order."""
-    dimensions: Whole | None = Field(None, ge=1)
-    """The length to which vectors are cut, for models that were trained for this (Matryoshka embeddings).
-
-    Any model has vectors of its own length.
-    """
-    # nanovllm's additions
-    pooling: Literal["last", "mean"] | None = None
-    normalize: bool | None = None
-    add_special_tokens: bool | None = None
-    priority: Whole | None = Field(None, ge=-(2**31), lt=2**31)
-    cache_salt: Salt | None = None
 
 
 @router.post("/v1/embeddings")
@@ -56,18 +34,12 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
         raw = await server.workers.run(request, lambda check: read_raw_config(engine), is_long=True)
         with refuse("dimensions"):
             check_dimensions(body.dimensions, engine.parts.model_config.hidden_size, raw)
-    bounds, adds = server.bounds, body.add_special_tokens is not False
-    prompts = await server.workers.run(
-        request,
-        lambda check: encode_prompts(
-            bounds.tokenizer(engine.tokenizer, check), bounds, "input", body.input, adds, MAX_INPUTS
-        ),
-        is_long=are_many(body.input) or None,
-    )
+    prompts = await encode_inputs(server, request, body)
     embedding_id = new_id("embd", request)
+    params = PoolingParams(body.pooling or "last", body.is_normalized)
 
     async def embed_and_write() -> bytes:
-        outputs = await embed(server, request, body, embedding_id, prompts)
+        outputs = await read_prompts(server, request, body, params, embedding_id, prompts, "input")
         write = partial(write_answer, server, body, embedding_id, outputs)
         return await server.workers.write(request.state.caller, write) if are_many(outputs) else write(lambda: None)
 
@@ -86,16 +58,6 @@ def write_answer(
         check()
         vectors.append(encode(describe(i, one, body)))
     return whole[:-1] + b',"data":[' + b",".join(vectors) + b"]}"
-
-
-async def embed(
-    server: Server, request: Request, body: EmbeddingRequest, embedding_id: str, prompts: list[Prompt]
-) -> list[EmbeddingRequestOutput]:
-    """Return the embeddings of all prompts, in their order. If cancelled, it aborts the unfinished requests."""
-    params = PoolingParams(body.pooling or "last", True if body.normalize is None else body.normalize)
-    check_lengths(prompts, "input", server.bounds)
-    own = body.priority, body.cache_salt, body.model
-    return await read_prompts(server, request, params, embedding_id, prompts, "input", *own)
 
 
 def check_dimensions(dimensions: int, size: int, raw: dict[str, object]) -> None:
@@ -118,7 +80,7 @@ def describe(index: int, output: EmbeddingRequestOutput, body: EmbeddingRequest)
     embedding: list[float] | str = output.outputs.embedding
     if body.dimensions is not None and body.dimensions < len(embedding):
         vector = output.outputs.embedding[: body.dimensions]
-        length = float(np.linalg.norm(vector)) if body.normalize is not False else 1.0
+        length = float(np.linalg.norm(vector)) if body.is_normalized else 1.0
         embedding = [value / max(length, 1e-12) for value in vector]
     if body.encoding_format == "base64":
         embedding = base64.b64encode(np.array(embedding, dtype="<f4").tobytes()).decode("ascii")

@@ -12,14 +12,12 @@ from fastapi import APIRouter, Request, Response
 from nanovllm.prompts import Prompt
 from nanovllm_extras.embedding.pooling_params import PoolingParams
 from nanovllm_extras.embedding.reading_params import TokenStatesParams
-from nanovllm_extras.embedding.text_cuts import cut_to_fit, token_limit
 from nanovllm_extras.engine.input_processor import OtherParams
 from nanovllm_extras.serve.body import JSONRoute
-from nanovllm_extras.serve.bounds import BoundedTokenizer
-from nanovllm_extras.serve.errors import APIError, refuse
-from nanovllm_extras.serve.messages.pooling_protocol import MAX_INPUTS, PoolingRequest
-from nanovllm_extras.serve.prompts import are_many, check_lengths, encode_prompts, encode_text
-from nanovllm_extras.serve.readings import check_all_read, read_prompts, usage_of_prompts
+from nanovllm_extras.serve.errors import APIError
+from nanovllm_extras.serve.messages.pooling_protocol import PoolingRequest
+from nanovllm_extras.serve.pooling_inputs import encode_inputs
+from nanovllm_extras.serve.readings import read_prompts, usage_of_prompts
 from nanovllm_extras.serve.request_ids import new_id
 from nanovllm_extras.serve.state import ReadyServer, Server
 from nanovllm_extras.serve.streaming import PIECE, encode
@@ -38,50 +36,19 @@ async def pool(body: PoolingRequest, request: Request, server: ReadyServer) -> R
     by_token = body.task == "token_embed"
     if by_token and body.pooling is not None:
         raise APIError(400, "pooling needs the task embed: token_embed returns all vectors", "pooling")
-    encoding = partial(encode_inputs, server, body)
-    prompts = await server.workers.run(request, encoding, is_long=are_many(body.input) or None)
-    check_lengths(prompts, "input", server.bounds)
+    prompts = await encode_inputs(server, request, body)
     if by_token:
         check_numbers(server, prompts)
-    pooling_id, is_normalized = new_id("pool", request), body.is_normalized
-    params: OtherParams = TokenStatesParams(is_normalized)
+    pooling_id = new_id("pool", request)
+    params: OtherParams = TokenStatesParams(body.is_normalized)
     if not by_token:
-        params = PoolingParams(body.pooling or "last", is_normalized)
+        params = PoolingParams(body.pooling or "last", body.is_normalized)
 
     async def read_and_write() -> bytes:
-        outputs = await read_prompts(
-            server, request, params, pooling_id, prompts, "input", body.priority, body.cache_salt, body.model
-        )
-        check_all_read(outputs)
+        outputs = await read_prompts(server, request, body, params, pooling_id, prompts, "input")
         return await server.workers.write(request.state.caller, partial(write, server, body, pooling_id, outputs))
 
     return Response(await unless_client_leaves(request.receive, read_and_write()), media_type="application/json")
-
-
-def encode_inputs(server: Server, body: PoolingRequest, check: Check) -> list[Prompt]:
-    """Return the prompts, truncated as the request says: texts and token ids are cut at their end."""
-    bounds, adds = server.bounds, body.add_special_tokens is not False
-    most = token_limit(body.truncate_prompt_tokens, bounds.max_model_len, bounds.capacity)
-    bounds = bounds if most is None else bounds.of_truncated()
-    tokenizer = bounds.tokenizer(server.check_ready().engine.tokenizer, check)
-    prompts = encode_prompts(tokenizer, bounds, "input", body.input, adds, MAX_INPUTS)
-    if most is None:
-        return prompts
-    with refuse("input"):
-        return [truncated(tokenizer, prompt, adds, most) for prompt in prompts]
-
-
-def truncated(tokenizer: BoundedTokenizer | None, prompt: Any, adds: bool, most: int) -> Prompt:
-    """Return an encoded prompt with at most `most` tokens."""
-    if not isinstance(prompt, dict):
-        ids: list[int] = prompt[:most]
-        return ids
-    if len(prompt["prompt_token_ids"]) <= most:
-        whole: Prompt = prompt
-        return whole
-    assert tokenizer is not None
-    text = cut_to_fit(tokenizer, prompt["prompt"], lambda cut: len(tokenizer.encode(cut, adds)), most)
-    return encode_text(tokenizer, text, adds)
 
 
 def check_numbers(server: Server, prompts: list[Prompt]) -> None:

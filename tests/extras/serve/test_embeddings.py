@@ -1,8 +1,11 @@
 """`/v1/embeddings`: the vectors are the engine's, which are those of `transformers` (`test_embedding.py`)."""
 
+import asyncio
 import base64
 import dataclasses
+import threading
 
+import httpx
 import numpy as np
 import pytest
 
@@ -91,3 +94,38 @@ def test_bad_requests_are_named(client):
     for body, param, word in BAD:
         client.refuse(PATH, body, param, word)
     assert client.post(PATH, {"input": "a", "model": "gpt"}).status_code == 404
+
+
+def test_long_texts_are_cut_if_the_request_says_so(client, llm):
+    client.refuse(PATH, {"input": "a" * 5000}, "input", "maximum context length")
+    longest = min(llm.engine.parts.max_model_len - 1, client.server.bounds.capacity)
+    ids = llm.engine.tokenizer.encode("a" * 5000)
+    expected = vectors(client, input=[ids[:3], ids[:longest]])
+    for path, name in ((PATH, "embedding"), ("/pooling", "data")):
+        for most, wanted in zip((3, -1), expected, strict=True):
+            (found,) = client.ask(path, input="a" * 5000, truncate_prompt_tokens=most)["data"]
+            np.testing.assert_allclose(found[name], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"input": ["a", "b"]}),
+        ("/pooling", {"input": "a", "task": "token_embed"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+    ],
+)
+def test_requests_that_the_end_of_the_server_aborts_have_no_answer(client, llm, path, body):
+    async def ask():
+        may_go_on = threading.Event()
+        llm.thread.call(may_go_on.wait)  # so no step runs before the abort
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(client.app), base_url="http://test") as http:
+            asking = asyncio.create_task(http.post(path, json=body))
+            while not client.server.num_in_progress:
+                await asyncio.sleep(0.001)
+            await llm.abort_all()
+            may_go_on.set()
+            return await asking
+
+    response = asyncio.run(ask())
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")

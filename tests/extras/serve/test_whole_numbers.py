@@ -9,7 +9,12 @@ import pydantic
 import pytest
 
 from nanovllm_extras.serve.messages.anthropic_protocol import MessagesRequest
-from nanovllm_extras.serve.messages.pooling_protocol import PoolingRequest, RerankRequest, ScoreRequest
+from nanovllm_extras.serve.messages.pooling_protocol import (
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from nanovllm_extras.serve.messages.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -18,7 +23,6 @@ from nanovllm_extras.serve.messages.protocol import (
     TokenizeRequest,
 )
 from nanovllm_extras.serve.messages.responses_protocol import ResponsesRequest
-from nanovllm_extras.serve.routes.embeddings import EmbeddingRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 GREEDY = {"temperature": 0, "max_tokens": 3}
