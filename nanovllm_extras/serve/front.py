@@ -21,7 +21,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from nanovllm_extras.serve.access import limited
-from nanovllm_extras.serve.anthropic_errors import is_messages_path
 from nanovllm_extras.serve.disaggregation import (
     GENERATING,
     Dispatcher,
@@ -32,7 +31,7 @@ from nanovllm_extras.serve.errors import APIError, install_error_handlers
 from nanovllm_extras.serve.request_ids import NAME as REQUEST_ID
 from nanovllm_extras.serve.response_holder import replica_of
 from nanovllm_extras.serve.server_options import PREFILL_TIMEOUT_S, ServerOptions
-from nanovllm_extras.serve.streaming import DONE, named_event, to_event
+from nanovllm_extras.serve.streaming import error_events
 from nanovllm_extras.serve.workers import ClientGone, unless_client_leaves
 
 logger = logging.getLogger(__name__)
@@ -189,19 +188,10 @@ class Relay(StreamingResponse):
         except httpx.TransportError as error:
             logger.warning("decode engine %s: %r in the middle of a stream", self._upstream.url, error)
             message = "the engine that served this request has died; send the request again"
-            tail = self._end_of_stream(APIError(503, message, code="engine_died"))
+            failure, request_id = APIError(503, message, code="engine_died"), self._upstream.headers.get(REQUEST_ID)
+            tail = error_events(failure, self._upstream.url.path, self._num_events, request_id)
         if tail:
             yield tail
-
-    def _end_of_stream(self, error: APIError) -> bytes:
-        """Return the events that end a stream with an error, in the form of the request's API."""
-        if is_messages_path(self._upstream.url.path):
-            return named_event("error", error.anthropic_body(self._upstream.headers.get(REQUEST_ID)))
-        if "/responses" in self._upstream.url.path:
-            told = error.body()["error"]
-            fields = {name: told[name] for name in ("code", "message", "param")}
-            return named_event("error", {"type": "error", **fields, "sequence_number": self._num_events})
-        return to_event(error.body()) + DONE
 
 
 def passed(upstream: httpx.Response) -> dict[str, str]:

@@ -15,7 +15,8 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from nanovllm_extras.serve.errors import as_api_error
+from nanovllm_extras.serve.anthropic_errors import is_messages_path
+from nanovllm_extras.serve.errors import APIError, as_api_error
 from nanovllm_extras.serve.event_log import EventLog
 from nanovllm_extras.serve.generation import Generation
 from nanovllm_extras.serve.workers import Check, ClientGone, unless_client_leaves
@@ -146,6 +147,20 @@ def to_event(value: object, check: Check | None = None) -> bytes:
 def named_event(name: str, value: object, check: Check | None = None) -> bytes:
     """Return the server-sent event with a name and the JSON of `value`."""
     return b"event: " + name.encode() + b"\n" + to_event(value, check)
+
+
+def error_events(error: APIError, path: str, num_events: int, request_id: str | None) -> bytes:
+    """Return the events that end a stream with an error, in the form of the path's API.
+
+    num_events: the number of the stream's earlier events. request_id: the name that Anthropic's form has
+    """
+    if is_messages_path(path):
+        return named_event("error", error.anthropic_body(request_id))
+    body = error.body()
+    if "/responses" not in path:
+        return to_event(body) + DONE
+    fields = {name: body["error"][name] for name in ("code", "message", "param")}
+    return named_event("error", {"type": "error", **fields, "sequence_number": num_events})
 
 
 ENCODER = json.JSONEncoder(separators=(",", ":"))  # `json.dumps` would create one for each chunk

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from nanovllm_extras.serve.access import AccessControl
-from nanovllm_extras.serve.anthropic_errors import is_messages_path, request_id_of
+from nanovllm_extras.serve.anthropic_errors import request_id_of
 from nanovllm_extras.serve.body import JSONRequest
 from nanovllm_extras.serve.disaggregation import GENERATING, Dispatcher
 from nanovllm_extras.serve.errors import APIError, as_api_error
@@ -31,7 +31,7 @@ from nanovllm_extras.serve.response_holder import replica_of
 from nanovllm_extras.serve.serve_settings import log_to_stderr
 from nanovllm_extras.serve.server_options import PREFILL_TIMEOUT_S, ServerOptions
 from nanovllm_extras.serve.state import RETRY_LATER, Server
-from nanovllm_extras.serve.streaming import DONE, JSON, named_event, to_event
+from nanovllm_extras.serve.streaming import JSON, error_events
 from nanovllm_extras.serve.workers import ClientGone, unless_client_leaves
 
 logger = logging.getLogger(__name__)
@@ -198,21 +198,10 @@ class Answer:
         if not self._is_started:
             await self.send_whole(error.response(self._scope), self._scope)
         elif self._is_stream:
-            await self._grow(self._event(error), is_last=True)
+            path, request_id = self._scope["path"], request_id_of(self._scope)
+            await self._grow(error_events(error, path, self._num_events, request_id), is_last=True)
         else:
             raise error  # this closes the connection, so the client sees that the answer is incomplete
-
-    def _event(self, error: APIError) -> bytes:
-        if is_messages_path(self._scope["path"]):
-            return named_event("error", error.anthropic_body(request_id_of(self._scope)))
-        if "/responses" not in self._scope["path"]:
-            return to_event(error.body()) + DONE
-        told = error.body()["error"]
-        failure = {"type": "error", "sequence_number": self._num_events, **{key: told[key] for key in KEYS}}
-        return named_event("error", failure)
-
-
-KEYS = ("code", "message", "param")
 
 
 def told(error: Exception) -> APIError:
