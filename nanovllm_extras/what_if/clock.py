@@ -1,13 +1,19 @@
 """How long does a step take? A clock that is fitted to a recording's steps, or that of a machine given by hand.
 
 `FittedClock` knows three costs: of a step, of each token that it computes, and of each token of context that it reads
-(`context_of`). They are the non-negative numbers with the smallest squared relative error. The error that is stated is
-that of each step predicted by a fit to all other steps, so a clock with few steps does not look better than it is.
+(`context_of`). They are non-negative numbers, fitted by weighted least squares. The square of each error is divided by
+the predicted time of its step. Two simpler weights are worse: divided by the square of the measured time, predictions
+are too small, because an overestimate counts more; without weights, long prefill steps decide and decodes hardly count.
+With the predicted time, the predictions add up to the time of all steps. That matters, because TTFT, TPOT and the time
+of a run are sums over steps.
+
+The stated errors are those of times that the fit has not seen, so a clock with few steps does not look better than it
+is: each step is predicted by a fit to all other steps, and each quarter of the run by a fit to the other quarters.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement, pairwise
 from math import fsum
 from typing import Protocol
 
@@ -17,6 +23,12 @@ from nanovllm.scheduler import Step
 MAX_ERROR = 0.2
 """A clock with a larger mean relative error gives no times."""
 MIN_STEPS = 8
+NUM_PARTS = 4
+"""Parts of the run whose total time is predicted by a fit to the other parts."""
+MIN_SECONDS = 1e-12
+"""The smallest time that a weight is made of: a step may be predicted to take no time."""
+MAX_ROUNDS = 50
+"""A fit needs about 10: each one fits the costs with the weights of the costs before."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,8 @@ class FittedClock:
     num_steps: int
     mean_error: float
     median_error: float
+    total_error: float
+    """The largest relative error of the time of a quarter of the run."""
 
     def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
         return self.per_step + self.per_token * num_tokens + self.per_context_token * num_context_tokens
@@ -71,6 +85,7 @@ class FittedClock:
             "num_steps": self.num_steps,
             "mean_error": self.mean_error,
             "median_error": self.median_error,
+            "total_error": self.total_error,
             "is_good": self.is_good,
         }
 
@@ -128,23 +143,55 @@ def fit_clock(steps: Sequence[StepCost]) -> FittedClock:
             f"a clock needs the times of at least {MIN_STEPS} steps, and the recording has {len(steps)}; "
             f"give a machine by hand (--bandwidth, --flops, --weight-bytes)"
         )
-    rows = [row_of(step) for step in steps]
-    matrix = [[fsum([row[i] * row[j] for row in rows]) for j in range(3)] for i in range(3)]
-    vector = [fsum([row[i] for row in rows]) for i in range(3)]
+    costs = fit_costs(steps)
+    matrix, vector = make_equations(steps, costs)
     errors = []
-    for row in rows:
-        others = [[matrix[i][j] - row[i] * row[j] for j in range(3)] for i in range(3)]
-        costs = solve_non_negative(others, [vector[i] - row[i] for i in range(3)])
-        errors.append(abs(fsum([costs[i] * row[i] for i in range(3)]) - 1))
+    for step in steps:  # predicted by the other steps, with the weights of all
+        own_matrix, own_vector = make_equations([step], costs)
+        others = [[matrix[i][j] - own_matrix[i][j] for j in range(3)] for i in range(3)]
+        own = solve_non_negative(others, [vector[i] - own_vector[i] for i in range(3)])
+        errors.append(abs(predict(own, step) / step.seconds - 1))
     errors.sort()
     middle = (errors[len(errors) // 2] + errors[(len(errors) - 1) // 2]) / 2
-    per_step, per_token, per_context_token = solve_non_negative(matrix, vector)
-    return FittedClock(per_step, per_token, per_context_token, len(steps), fsum(errors) / len(errors), middle)
+    mean = fsum(errors) / len(errors)
+    return FittedClock(costs[0], costs[1], costs[2], len(steps), mean, middle, find_total_error(steps))
 
 
-def row_of(step: StepCost) -> list[float]:
-    """Return the factors of the three costs, divided by the time of the step: the costs should add up to 1."""
-    return [1 / step.seconds, step.num_tokens / step.seconds, step.num_context_tokens / step.seconds]
+def find_total_error(steps: Sequence[StepCost]) -> float:
+    """Return the largest relative error of the time of a part of the run, predicted by a fit to the other parts."""
+    ends = [len(steps) * i // NUM_PARTS for i in range(NUM_PARTS + 1)]
+    errors = []
+    for start, end in pairwise(ends):
+        costs = fit_costs([*steps[:start], *steps[end:]])
+        predicted = fsum([predict(costs, step) for step in steps[start:end]])
+        errors.append(abs(predicted / fsum([step.seconds for step in steps[start:end]]) - 1))
+    return max(errors)
+
+
+def fit_costs(steps: Sequence[StepCost]) -> list[float]:
+    """Return the costs of a step, a token and a token of context, whose sum over the steps is the time of all steps."""
+    mean = fsum([step.seconds for step in steps]) / len(steps)
+    costs = [mean, 0.0, 0.0]
+    for _ in range(MAX_ROUNDS):
+        before, costs = costs, solve_non_negative(*make_equations(steps, costs))
+        if all(abs(new - old) <= 1e-9 * new for new, old in zip(costs, before, strict=True)):
+            break
+    return costs
+
+
+def make_equations(steps: Sequence[StepCost], costs: Sequence[float]) -> tuple[list[list[float]], list[float]]:
+    """Return the normal equations of the fit, each step divided by its time according to `costs`."""
+    rows = [(1.0, float(step.num_tokens), float(step.num_context_tokens)) for step in steps]
+    weights = [1 / max(predict(costs, step), MIN_SECONDS) for step in steps]
+    matrix = [[0.0] * 3 for _ in range(3)]
+    for i, j in combinations_with_replacement(range(3), 2):
+        matrix[i][j] = matrix[j][i] = fsum([w * row[i] * row[j] for w, row in zip(weights, rows, strict=True)])
+    times = [w * step.seconds for w, step in zip(weights, steps, strict=True)]
+    return matrix, [fsum([time * row[i] for time, row in zip(times, rows, strict=True)]) for i in range(3)]
+
+
+def predict(costs: Sequence[float], step: StepCost) -> float:
+    return costs[0] + costs[1] * step.num_tokens + costs[2] * step.num_context_tokens
 
 
 def solve_non_negative(matrix: list[list[float]], vector: list[float]) -> list[float]:
@@ -159,7 +206,7 @@ def solve_non_negative(matrix: list[list[float]], vector: list[float]) -> list[f
             if solved is None or min(solved) < 0:
                 continue
             gain = fsum(value * vector[i] for i, value in zip(chosen, solved, strict=True))
-            if gain > best_gain:  # the squared error is the number of steps less the gain
+            if gain > best_gain:  # the squared error is a constant less the gain
                 costs = dict(zip(chosen, solved, strict=True))
                 best, best_gain = [costs.get(i, 0.0) for i in range(3)], gain
     return best

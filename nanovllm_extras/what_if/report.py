@@ -98,11 +98,12 @@ def describe_clock(clock: Mapping[str, Any] | None) -> list[str]:
     lines = [
         f"A step takes {1e6 * clock['per_step_s']:.1f} µs + {1e6 * clock['per_token_s']:.2f} µs per token + "
         f"{1e6 * clock['per_context_token_s']:.4f} µs per token of context, fitted to {clock['num_steps']} steps.",
-        f"Error of a step: mean {percent(clock['mean_error'])}, median {percent(clock['median_error'])}.",
+        f"Error of a step: mean {percent(clock['mean_error'])}, median {percent(clock['median_error'])}. "
+        f"Error of the time of a quarter of the run: at most {percent(clock['total_error'])}.",
     ]
     if "own_time_s" in clock:
-        lines[-1] += (
-            f" The recorded run takes {clock['own_time_s']:.3f} s by this clock, and took "
+        lines.append(
+            f"The recorded run takes {clock['own_time_s']:.3f} s by this clock, and took "
             f"{clock['recorded_time_s']:.3f} s."
         )
     if not clock["is_good"]:

@@ -124,7 +124,7 @@ const WORDS = {
   whatIfRecorded: ["recorded", "记录"],
   whatIfOwn: ["own options, simulated", "原选项，模拟"],
   whatIfColumns: ["Compare the last two columns: they have the same arrivals and the same clock, and differ in their options only.", "请比较最后两列：到达时间和时钟相同，只有选项不同。"],
-  whatIfClock: ["The clock is fitted to {count} recorded steps; its mean error is {error}.", "时钟按记录的 {count} 步拟合，平均误差为 {error}。"],
+  whatIfClock: ["The clock is fitted to {count} recorded steps. Its mean error for a step is {error}, and its error for the time of a quarter of the run is at most {total}.", "时钟按记录的 {count} 步拟合：单步的平均误差为 {error}；把运行分成四段，每段总时间的误差最大为 {total}。"],
   whatIfNoTimes: ["not shown, because the clock's error is {error} (more than 20 %)", "不显示，因为时钟的误差为 {error}（超过 20 %）"],
   whatIfLoads: ["Python is loaded: {share} % of {size} MB", "正在加载 Python：{size} MB 的 {share} %"],
   whatIfStop: ["Stop", "停止"],

@@ -146,6 +146,6 @@ function Figures({ found, name }) {
       ${Object.entries(LATENCIES).map(([figure, write], i) => (hasTimes ? rowOf(figure, write) : untimed(figure, write, i)))}
       ${COUNTS_IF_ANY.filter((figure) => columns.some((one) => one[figure])).map((figure) => rowOf(figure, grouped))}
     </tbody></table></div>
-    <p class="soft">${t("whatIfColumns")} ${hasTimes && found.clock?.kind === "fitted" && t("whatIfClock", { error: inPercent(found.clock.mean_error), count: found.clock.num_steps })}
+    <p class="soft">${t("whatIfColumns")} ${hasTimes && found.clock?.kind === "fitted" && t("whatIfClock", { error: inPercent(found.clock.mean_error), total: inPercent(found.clock.total_error), count: found.clock.num_steps })}
       ${columns.some((one) => one.unknown_answers) && ` ${t("whatIfUnknown")}`}</p>`;
 }
