@@ -1,13 +1,10 @@
 """Play a case (`traffic.py`) with parts of one's own, without a model, and explain what does not hold."""
 
-import signal
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import nanovllm
@@ -15,6 +12,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.prefix_cache import PrefixCache
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import CachedBlock, Sequence
+from nanovllm_testing.interrupt import TimeIsOver, interrupt_after
 from nanovllm_testing.progress import Progress
 from nanovllm_testing.run import RecordingStats, Run
 from nanovllm_testing.timetable import Row, draw_state, draw_timetable, label, make_row
@@ -159,25 +157,13 @@ def play(parts: Parts, traffic: Traffic, seconds: float = TIME_LIMIT) -> Played:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise a Hang in code that computes longer, for example a loop without an end. Only in the main thread on Unix.
-
-    seconds: of the processor's time, so that a busy machine makes no difference
-    """
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def give_up(number: int, frame: FrameType | None) -> None:
-        place = describe_place(traceback.extract_stack(frame))
-        raise Hang(f"a run of few requests has not ended after {seconds:g} s; it is in {place}")
-
-    before = signal.signal(signal.SIGVTALRM, give_up)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    """Raise a Hang in code that uses more processor time, for example a loop without an end (`interrupt_after`)."""
     try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        with interrupt_after(seconds):
+            yield
+    except TimeIsOver as error:
+        place = describe_place(error.stack)
+        raise Hang(f"a run of few requests has not ended after {seconds:g} s; it is in {place}") from None
 
 
 def describe_error(error: Exception) -> str:

@@ -20,10 +20,11 @@ from hypothesis.errors import NoSuchExample
 from labs.learn.answers import Raised, Stopped, load, observe
 from labs.learn.differences import colon, draw_difference, mark_rows, shorten, show, unwrap
 from labs.learn.findings import Drawing, Report
-from labs.learn.limits import TimeIsOver, at_most, capture
+from labs.learn.limits import at_most, capture
 from labs.learn.seen import Mistake, Seen, combine
 from labs.learn.texts import Language, Text
 from labs.learn.traffic import Traffic, drop_requests
+from nanovllm_testing.interrupt import TimeIsOver
 
 if TYPE_CHECKING:
     from labs.learn.exercise import Build

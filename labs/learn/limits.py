@@ -6,7 +6,6 @@ They protect the learner from mistakes, not the machine from attacks.
 import faulthandler
 import io
 import math
-import signal
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from types import TracebackType
 
 from labs.learn.answers import Stopped
 from labs.learn.texts import Text
+from nanovllm_testing.interrupt import TimeIsOver, interrupt_after
 
 MAX_PRINTED = 4_000  # characters
 MEMORY_BYTES = 1 << 30  # more than the process has at the start
@@ -163,26 +163,8 @@ def describe_wait(line: int | None, seconds: float) -> Text:
     )
 
 
-class TimeIsOver(BaseException):
-    """Ends a search. `except Exception` does not catch it."""
-
-
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
     """End a block after `seconds` of processor time, where the system can do that."""
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+    with suppress(TimeIsOver), interrupt_after(seconds):
         yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TimeIsOver
-
-    handler = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, seconds, 0.02)  # again, if it came in a callback that ignores it
-    try:
-        with suppress(TimeIsOver):
-            yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, signal.SIG_IGN)  # forgets a signal that is on its way
-        signal.signal(signal.SIGPROF, handler)
