@@ -107,7 +107,9 @@ def describe_clock(clock: Mapping[str, Any] | None) -> list[str]:
             f"{clock['recorded_time_s']:.3f} s."
         )
     if not clock["is_good"]:
-        lines.append("The mean error is above 20 %, so the clock only orders arrivals and steps, and no times are shown.")
+        lines.append(
+            "The mean error is above 20 %, so the clock only orders arrivals and steps, and no times are shown."
+        )
     return lines
 
 
