@@ -2,10 +2,10 @@
 
 `FittedClock` knows three costs: of a step, of each token that it computes, and of each token of context that it reads
 (`context_of`). They are non-negative numbers, fitted by weighted least squares. The square of each error is divided by
-the predicted time of its step. Two simpler weights are worse: divided by the square of the measured time, predictions
-are too small, because an overestimate counts more; without weights, long prefill steps decide and decodes hardly count.
-With the predicted time, the predictions add up to the time of all steps. That matters, because TTFT, TPOT and the time
-of a run are sums over steps.
+the predicted time of its step, so the predictions add up to the time of all steps. That matters, because TTFT, TPOT and
+the time of a run are sums over steps. Divided by the square of the measured time, predictions are too small, because an
+overestimate counts more. Without weights, the sum is right only if the cost of a step is above 0, and the longest steps
+count most.
 
 The stated errors are those of times that the fit has not seen, so a clock with few steps does not look better than it
 is: each step is predicted by a fit to all other steps, and each quarter of the run by a fit to the other quarters.
