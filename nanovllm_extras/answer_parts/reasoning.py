@@ -12,6 +12,8 @@ White space next to the tags is dropped.
 import re
 from typing import ClassVar, NamedTuple
 
+from nanovllm.checks import check_choice
+
 
 class Parts(NamedTuple):
     """The new text of the reasoning and of the content. Both may be empty."""
@@ -29,6 +31,8 @@ class ReasoningParser:
 
     open: ClassVar[str] = "<think>"
     close: ClassVar[str] = "</think>"
+    call_tags: ClassVar[tuple[str, str]] = ("<tool_call>", "<function=")
+    """How these models begin a call without ending their reasoning, if they do: Qwen3.5."""
     has_special_tokens: ClassVar[bool] = False
     """Whether the tags are special tokens. If so, the text must contain special tokens."""
     always_starts_inside: ClassVar[bool] = False
@@ -49,13 +53,13 @@ class ReasoningParser:
         """Read the next piece of the answer, and return the new text of both parts."""
         self._held += text
         if self._may_open:
-            beginning = self._held.lstrip()
-            if len(beginning) < len(self.open) and self.open.startswith(beginning):
+            begins = begins_with(self._held, self.open)
+            if begins is None:
                 return Parts()
             self._may_open = False
-            if beginning.startswith(self.open):
+            if begins:
                 self._is_inside = self._is_trimming = True
-                self._held = beginning[len(self.open) :]
+                self._held = self._held.lstrip()[len(self.open) :]
         return self._take_reasoning() if self._is_inside else Parts(content=self._take_content())
 
     def finish(self) -> Parts:
@@ -111,6 +115,7 @@ class Gemma4Reasoning(ReasoningParser):
     """The format of Gemma 4: `<|channel>thought\\n…<channel|>answer`. The label `thought` is not reasoning."""
 
     open, close = "<|channel>", "<channel|>"
+    call_tags = ("<|tool_call>", "call:")
     has_special_tokens = True
     label: ClassVar[str] = "thought"
 
@@ -154,6 +159,22 @@ REASONING_PARSERS: dict[str, type[ReasoningParser] | None] = {
     "openai_gptoss": None,
 }
 """vLLM's names. None: `harmony.py` parses the whole answer."""
+
+
+def check_reasoning_parser(name: str, value: object) -> None:
+    check_choice(name, value, REASONING_PARSERS)
+
+
+FIELD_CHECKS = {"reasoning_parser": check_reasoning_parser}
+"""Field of `Config` -> its check."""
+
+
+def begins_with(text: str, tag: str) -> bool | None:
+    """Return whether a text begins with a tag, before which there may be white space; None if more text may say so."""
+    beginning = text.lstrip()
+    if len(beginning) < len(tag) and tag.startswith(beginning):
+        return None
+    return beginning.startswith(tag)
 
 
 def find_call(text: str, tags: tuple[str, str]) -> tuple[int, bool]:

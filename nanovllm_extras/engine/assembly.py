@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nanovllm_extras.engine.watching import Observers
     from nanovllm_extras.kv_store.store import KVStore
     from nanovllm_extras.lora.registry import AdapterRegistry
+    from nanovllm_extras.sampling.thinking_budget import ThinkingTags
     from nanovllm_extras.structured.compiler import GrammarCompiler
 
 
@@ -251,6 +252,12 @@ class RequestExtras:
         from nanovllm_extras.sampling.logits import processors_of
 
         return processors_of(params, self.parts.tokenizer, self.parts.model_config.vocab_size)
+
+    def thinking_tags(self) -> "ThinkingTags":
+        from nanovllm_extras.sampling.thinking_budget import ThinkingTags
+
+        parts = self.parts
+        return ThinkingTags(parts.config.reasoning_parser, parts.tokenizer, parts.model_config.vocab_size)
 
     def prompt_logprobs(self, num_logprobs: int, decoder: TokenDecoder | None, gives_once: bool) -> PromptReader:
         from nanovllm_extras.requests.prompt_logprobs import PromptLogprobs

@@ -24,6 +24,7 @@ from nanovllm_extras.requests.prompt_truncation import truncate
 from nanovllm_extras.sampling.logits_processors import Processor, PromptReader
 
 if TYPE_CHECKING:
+    from nanovllm_extras.sampling.thinking_budget import ThinkingTags
     from nanovllm_extras.structured.compiler import GrammarCompiler
     from nanovllm_extras.structured.grammar import Grammar
 
@@ -45,6 +46,9 @@ class RequestExtras(Protocol):
 
     def processors(self, params: SamplingParams) -> tuple[Processor, ...]:
         """Return what changes the logits of a request's rows."""
+
+    def thinking_tags(self) -> "ThinkingTags":
+        """Return the tags of the model's reasoning. Raises ValueError if it has none."""
 
     def prompt_logprobs(self, num_logprobs: int, decoder: TokenDecoder | None, gives_once: bool) -> PromptReader:
         """Return the reader of the log-probabilities of a prompt."""
@@ -113,6 +117,8 @@ class InputProcessor:
             check_token_limits(params, self.vocab_size)
         if self.tokenizer is None and (params.stop_strings or params.bad_words or params.structured_outputs):
             raise ValueError("stop, bad_words and structured_outputs need a tokenizer, but this model has none")
+        if params.thinking_token_budget is not None:
+            _ = self.thinking_tags  # refuses a model without them
         return params
 
     def make_request(
@@ -134,9 +140,13 @@ class InputProcessor:
             assert self.decoder is not None  # `check_params` refuses a grammar without a tokenizer
             grammar = self.grammars.for_prompt(grammar, self.decoder, params, token_ids)
             endings = (self.grammars.ending,)
+        # a form describes the answer from its first token: there is no reasoning
+        budget = params.thinking_token_budget if grammar is None else None
         seqs: list[Sequence] = []  # one for each sample
         for i in range(params.n):
             own_processors = processors if grammar is None else (*processors, grammar.copy())
+            if budget is not None:
+                own_processors = (*own_processors, self.thinking_tags.budget_for(budget, token_ids))
             own_readers = readers if i == 0 else ()
             seq = Sequence(
                 request_id, token_ids, params, self.eos_token_ids, seed, i, priority, own_processors, own_readers
@@ -154,6 +164,19 @@ class InputProcessor:
     def grammars(self) -> "GrammarCompiler":
         """Return the compiler of structured outputs, made for the first request that needs it."""
         return self._made.grammars()
+
+    @cached_property
+    def thinking_tags(self) -> "ThinkingTags":
+        """Return the tags of the model's reasoning. Raises ValueError if it has none."""
+        return self._made.thinking_tags()
+
+    @cached_property
+    def limits_thinking(self) -> bool:
+        """Return whether requests may have a `thinking_token_budget`."""
+        try:
+            return bool(self.thinking_tags)
+        except ValueError:
+            return False
 
     def _readers(self, params: SamplingParams, gives_deltas: bool) -> tuple[PromptReader, ...]:
         """Return the readers of the prompt's hidden states."""

@@ -64,6 +64,8 @@ class SamplingParams(sampling_params.SamplingParams):
     """Whether the text keeps the stop string that ended it."""
     min_tokens: int = checked(0, check_int, minimum=0)
     """Tokens to generate before any end or stop token, or stop string, may end the request."""
+    thinking_token_budget: int | None = checked(None, check_int, minimum=0, optional=True)
+    """Tokens of reasoning after which the tag that ends it is forced (`reasoning_parser`); None sets no limit."""
     logprobs: int | None = checked(None, check_int, minimum=-1, optional=True)
     """Log-probabilities of this number of likeliest tokens at each position, and of the chosen one; -1 is all."""
     prompt_logprobs: int | None = checked(None, check_int, minimum=-1, optional=True)
@@ -108,8 +110,22 @@ class SamplingParams(sampling_params.SamplingParams):
         super().__post_init__()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be <= max_tokens {self.max_tokens}, got {self.min_tokens}")
+        self._check_budget()
         if self.stop_strings and not self.detokenize:
             raise ValueError(f"stop needs detokenize=True, got stop {self.stop!r} with detokenize=False")
+
+    def _check_budget(self) -> None:
+        """Check that no form of the output could forbid the tag that a budget forces."""
+        if self.thinking_token_budget is None or self.structured_outputs is None:
+            return
+        form = structured_params.StructuredOutputsParams.of(self.structured_outputs)
+        for name in ("regex", "grammar"):
+            if getattr(form, name) is not None:
+                raise ValueError(
+                    f"thinking_token_budget and structured_outputs.{name} do not go together, got "
+                    f"{self.thinking_token_budget}: the form says how long reasoning may be; leave out "
+                    f"thinking_token_budget"
+                )
 
     def clone(self) -> "SamplingParams":
         """Return an equal object that shares no list or dict with this one, checked again."""
@@ -126,12 +142,14 @@ class SamplingParams(sampling_params.SamplingParams):
         """Return whether the request needs only the core's sampler: no logits processors, no log-probabilities."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty, self.min_tokens)
         lists = self.allowed_token_ids or self.logit_bias or self.bad_words or self.logits_processors
-        return penalties == (0, 0, 1, 0) and not lists and self.logprobs is None and self.structured_outputs is None
+        others = (self.thinking_token_budget, self.logprobs, self.structured_outputs)
+        return penalties == (0, 0, 1, 0) and not lists and others == (None, None, None)
 
 
 FIELD_CHECKS = checks_of(SamplingParams)
 VLLM_FORMS: Mapping[tuple[str, object], int | None] = {
     ("seed", -1): None,
+    ("thinking_token_budget", -1): None,
     ("logprobs", True): 1,
     ("prompt_logprobs", True): 1,
 }

@@ -230,7 +230,7 @@ SERVER_OPTIONS = (
         "this is an option of `nanovllm serve`",
         {
             **off(
-                "served_model_name reasoning_parser reasoning_parser_plugin max_num_queued_reqs max_num_queued_tokens "
+                "served_model_name reasoning_parser_plugin max_num_queued_reqs max_num_queued_tokens "
                 "shutdown_timeout tokens_only enable_auto_tool_choice tool_call_parser"
             ),
             **each("enable_log_requests disable_log_requests", None, True, False),
@@ -254,7 +254,7 @@ REQUEST_OPTIONS = (
     Refused("the prefix cache and the K/V store are always reset together", {"reset_connector": (None, False)}),
     Refused("use n, or LLM.beam_search", {**off("use_beam_search early_stopping"), "best_of": (None, 1)}),
     Refused("use logprobs=-1 and select", off("logprob_token_ids prompt_logprob_token_ids prompt_logprob_start")),
-    Refused("use logits_processors", {**off("repetition_detection"), "thinking_token_budget": (None, -1)}),
+    Refused("use logits_processors", off("repetition_detection")),
     Refused("use structured_outputs", off("guided_decoding guided_options_request")),
     Refused("log-probabilities are lists of dicts", off("flat_logprobs")),
     Refused("each token gives a separate output", {"stream_interval": (None, 1)}),

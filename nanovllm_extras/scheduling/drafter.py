@@ -28,11 +28,16 @@ from nanovllm_extras.memory.block_manager import BlockManager
 from nanovllm_extras.memory.slots import Slots
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.sampling.logits import BadWords, Penalties
+from nanovllm_extras.sampling.thinking_budget import ThinkingBudget
 from nanovllm_extras.scheduling.patience import Patience
 from nanovllm_extras.scheduling.pending import Drafts, forget_unknown, place_drafts
 
 if TYPE_CHECKING:
     from nanovllm_extras.requests.full_request import Request
+
+
+FROM_TOKENS = (BadWords, Penalties, ThinkingBudget)
+"""Processors that read the output, and nothing else that changes."""
 
 
 class Proposer(Protocol):
@@ -187,12 +192,10 @@ def with_slots(
 def can_be_guessed(seq: Sequence) -> bool:
     """Return whether the logits after a draft follow from the tokens before it.
 
-    Penalties and bad words read the output, which `as_if` provides. A grammar keeps a state, a beam search chooses
-    otherwise, and a logits processor of the user may do both: their sequences get no drafts.
+    Penalties, bad words and a budget of reasoning read the output, which `as_if` provides. A grammar keeps a state, a
+    beam search chooses otherwise, and a logits processor of the user may do both: their sequences get no drafts.
     """
-    return all(
-        [not processor.reads_output or isinstance(processor, BadWords | Penalties) for processor in seq.processors]
-    )
+    return all([not processor.reads_output or isinstance(processor, FROM_TOKENS) for processor in seq.processors])
 
 
 def before_stop_string(request: "Request", seq: Sequence, drafts: list[int]) -> list[int]:

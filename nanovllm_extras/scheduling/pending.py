@@ -30,11 +30,12 @@ from array import array
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanovllm import sequence
 from nanovllm.scheduler import Chunk, Step
 from nanovllm_extras.records.full_sequence import Sequence, own_sequences
+from nanovllm_extras.sampling.thinking_budget import ThinkingBudget
 
 Drafts = dict[Sequence, list[int]]
 """Of each sequence that has some, in the order of the running sequences."""
@@ -129,13 +130,16 @@ def as_if(seq: Sequence, token_ids: list[int]) -> Sequence:
 
 def needs_token(seq: Sequence) -> bool:
     """Return whether the token in flight must be known before the next one is sampled."""
-    if (
-        not seq.processors
-        or seq.finish_reason is not None
-        or not any(processor.reads_output for processor in seq.processors)
-    ):
+    if not seq.processors or seq.finish_reason is not None or seq.num_known_tokens + 1 >= seq.max_num_tokens:
         return False
-    return seq.num_known_tokens + 1 < seq.max_num_tokens
+    return any([reads_newest(processor, seq) for processor in seq.processors])
+
+
+def reads_newest(processor: Any, seq: Sequence) -> bool:
+    """Return whether a processor of `seq` reads the token in flight to change the logits of the next one."""
+    if isinstance(processor, ThinkingBudget):  # only where the budget ends, as answers may long go on after it
+        return processor.may_force(seq, seq.num_known_tokens + 1)
+    return bool(processor.reads_output)
 
 
 def one_row_each(planned: Step, drafts: Drafts) -> tuple[Step, list[range]]:

@@ -9,11 +9,12 @@ from nanovllm_extras.options.request_params import FIELD_CHECKS, SamplingParams
 from nanovllm_extras.options.structured_params import StructuredOutputsParams
 from nanovllm_extras.serve.errors import APIError
 from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from nanovllm_extras.serve.parsers.parser_registry import Parsers
+from nanovllm_extras.serve.parsers.parser_registry import Parsers, is_forced
 
 LEAST_TOP_P = 1e-6
 """Replaces 0, which OpenAI allows and the engine does not: both keep only the likeliest token."""
 
+NO_BUDGET = "thinking_token_budget cannot be used: the reasoning of gpt-oss does not end with a tag; use max_tokens"
 Form = StructuredOutputsParams | None
 """What the output must fit (`structured_outputs.py`)."""
 
@@ -57,6 +58,10 @@ def chat_params(body: ChatCompletionRequest, engine: LLMEngine, parsers: Parsers
         max_tokens = default.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     fields: dict[str, object] = {"max_tokens": max_tokens, "logprobs": logprobs, "structured_outputs": form}
+    if body.thinking_token_budget is not None and not is_forced(body):  # a forced call has no reasoning
+        if parsers.is_harmony:
+            raise APIError(400, NO_BUDGET, "thinking_token_budget")
+        fields["thinking_token_budget"] = body.thinking_token_budget
     if parsers.is_harmony:  # the parser reads token ids, and the text without special tokens
         ends = find_end_tokens(engine.tokenizer) - engine.input_processor.eos_token_ids
         stops = {*(body.stop_token_ids or ()), *(() if body.ignore_eos else ends)}

@@ -16,7 +16,7 @@ from nanovllm_extras.options.argument_types import filled, port
 from nanovllm_extras.options.chat_options import check_chat_template
 from nanovllm_extras.options.option_checks import first_given
 from nanovllm_extras.options.store_options import check_folder
-from nanovllm_extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, parsers_named
+from nanovllm_extras.serve.parsers.parser_registry import TOOL_PARSERS, parsers_named
 from nanovllm_extras.serve.ray_options import RayOptions, add_ray_options, ray_options
 from nanovllm_extras.serve.serve_checks import check_tls
 from nanovllm_extras.serve.server_options import ServerOptions
@@ -85,9 +85,7 @@ def add_server_options(group: argparse._ArgumentGroup) -> None:
 def add_shared_options(group: argparse._ArgumentGroup, log_level: str) -> None:
     """Add the options that `nanovllm run-batch` has, too. log_level: the default of `--log-level`."""
     add(group, "served-model-name", filled, "names of the model in requests; answers have the first one", nargs="+")
-    tool_parsers, reasoning_parsers = sorted(TOOL_PARSERS), sorted(REASONING_PARSERS)
-    add(group, "tool-call-parser", str, "format of the model's tool calls", "hermes", choices=tool_parsers)
-    add(group, "reasoning-parser", str, "format of the model's reasoning", "qwen3", choices=reasoning_parsers)
+    add(group, "tool-call-parser", str, "format of the model's tool calls", "hermes", choices=sorted(TOOL_PARSERS))
     text = 'adapters as NAME=PATH, or as JSON {"name": "…", "path": "…"}; requests name one as their model'
     add(group, "lora-modules", filled, text, [], nargs="+")
     levels = ["debug", "info", "warning", "error"]
@@ -265,7 +263,7 @@ def shared_options(args: argparse.Namespace) -> ServerOptions:
         max_request_bytes=args.server_max_request_bytes,
         max_request_values=args.server_max_request_values,
         max_choices=args.server_max_choices,
-        parsers=parsers_named(args.server_tool_call_parser, args.server_reasoning_parser),
+        parsers=parsers_named(args.server_tool_call_parser, args.reasoning_parser),
         lora_modules=lora_modules(args.server_lora_modules),
     )
 

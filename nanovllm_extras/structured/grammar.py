@@ -47,7 +47,7 @@ class Grammar:
     allowed. Then the output does not conform to the grammar, and `end_failed` ends the sequence.
     """
 
-    place, reads_output = 5, True
+    place, reads_output = 6, True
 
     def __init__(
         self,

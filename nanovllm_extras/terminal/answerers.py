@@ -18,7 +18,7 @@ import httpx
 from nanovllm_extras.full_llm import LLM
 from nanovllm_extras.machine.event_stream import DONE, Chunk, Delta, EventReader, Usage
 from nanovllm_extras.terminal.chat_history import Cost, Message, TaggedText, without_reasoning
-from nanovllm_extras.terminal.local_reasoning import DEFAULT, ReasoningReader, sampling_fields
+from nanovllm_extras.terminal.local_reasoning import ReasoningReader, sampling_fields
 from nanovllm_extras.terminal.saved_conversations import SavedConversations
 from nanovllm_extras.vllm.engine_args import EngineArgs
 
@@ -58,16 +58,16 @@ class Answerer(Protocol):
 class LocalAnswerer:
     """Gets answers from an engine in this process.
 
-    sampling: fields of `SamplingParams` that override the defaults. reasoning_parser: the format of the reasoning.
+    sampling: fields of `SamplingParams` that override the defaults.
     """
 
-    def __init__(self, engine_args: EngineArgs, sampling: Mapping[str, Any], reasoning_parser: str = DEFAULT) -> None:
+    def __init__(self, engine_args: EngineArgs, sampling: Mapping[str, Any]) -> None:
         model = Path(engine_args.model)
         self.name = model.name if model.is_dir() else str(model)
         self._llm = LLM.from_engine_args(engine_args)
         default = self._llm.get_default_sampling_params()
-        self._parser = reasoning_parser
-        needed = sampling_fields(reasoning_parser, self._llm.get_tokenizer())
+        self._parser = engine_args.reasoning_parser
+        needed = sampling_fields(self._parser, self._llm.get_tokenizer())
         self._params = dataclasses.replace(default, **{"max_tokens": None, **needed, **sampling})
 
     def answer(self, messages: list[Message]) -> Generator[Answer, None, None]:

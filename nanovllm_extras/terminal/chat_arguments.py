@@ -3,9 +3,7 @@
 import argparse
 import os
 
-from nanovllm_extras.answer_parts.reasoning import REASONING_PARSERS
 from nanovllm_extras.options.argument_types import filled, http_url
-from nanovllm_extras.terminal.local_reasoning import DEFAULT
 from nanovllm_extras.vllm.engine_args import EngineArgs
 
 
@@ -27,8 +25,6 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--api-key", type=filled, default=os.environ.get("OPENAI_API_KEY") or None, metavar="KEY",
                        help="key of the server (default: the environment variable OPENAI_API_KEY)")  # fmt: skip
     group.add_argument("--system", default="", metavar="TEXT", help="system prompt")
-    group.add_argument("--reasoning-parser", dest="chat_reasoning_parser", choices=sorted(REASONING_PARSERS),
-                       default=DEFAULT, help=f"format of the model's reasoning (default: {DEFAULT})")  # fmt: skip
     group.add_argument("--temperature", type=float, metavar="NUMBER",
                        help="0 selects the likeliest token (default: the model's)")  # fmt: skip
     group.add_argument("--top-p", type=float, metavar="NUMBER",

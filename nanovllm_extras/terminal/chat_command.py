@@ -62,7 +62,7 @@ def make_answerer(args: argparse.Namespace, is_pipe: bool) -> Answerer:
         return ServerAnswerer(args.url, model, args.api_key, sampling)
     if not is_pipe:
         print("loading …", end="\r", flush=True)
-    return LocalAnswerer(engine_args, sampling, args.chat_reasoning_parser)
+    return LocalAnswerer(engine_args, sampling)
 
 
 def check_conversation(args: argparse.Namespace, engine_args: EngineArgs) -> None:

@@ -13,8 +13,6 @@ from nanovllm_extras.terminal.chat_history import TaggedText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DEFAULT = "qwen3"
-
 
 class ReasoningReader:
     """Reads one growing answer.

@@ -25,7 +25,7 @@ Made = TypeVar("Made", bound=LLM | LLMEngine)
 
 GROUPS: Mapping[str, str] = {
     "model and tokenizer": "model revision hf_overrides load_format dtype quantization tokenizer tokenizer_revision "
-    "skip_tokenizer_init chat_template generation_config override_generation_config seed",
+    "skip_tokenizer_init chat_template reasoning_parser generation_config override_generation_config seed",
     "device and kernels": "device attention_backend enforce_eager enable_cuda_graphs enable_overlap self_check",
     "KV cache": "block_size num_kv_blocks kv_cache_memory_bytes gpu_memory_utilization enable_prefix_caching "
     "kv_cache_dtype kv_offloading_size kv_transfer_config state_snapshot_interval disable_hybrid_kv_cache_manager "

@@ -169,7 +169,7 @@ class Thinking(StrictModel):
     type: Literal["enabled", "adaptive", "disabled"]
     """The variable `enable_thinking` of the chat template: false for `disabled`, and if the field is missing."""
     budget_tokens: Whole | None = Field(None, ge=1)
-    """No effect: the engine does not limit reasoning separately."""
+    """Tokens of reasoning after which it is ended, if the type is `enabled`."""
 
     @model_validator(mode="after")
     def _check_budget(self) -> "Thinking":

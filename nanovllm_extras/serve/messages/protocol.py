@@ -398,6 +398,8 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
     top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     parallel_tool_calls: bool | None = None
     """False allows at most one call."""
+    thinking_token_budget: Whole | None = Field(None, ge=-1)
+    """Tokens of reasoning after which it is ended, as in vLLM; -1 sets no limit."""
     return_token_ids: bool | None = None
     """Whether the answer contains the token ids of the prompt, and each choice those of its text, as in vLLM."""
 

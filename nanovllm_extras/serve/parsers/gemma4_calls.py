@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from nanovllm_extras.answer_parts.reasoning import num_held_back
+from nanovllm_extras.answer_parts.reasoning import Gemma4Reasoning, num_held_back
 from nanovllm_extras.serve.parsers.tool_parser import Call, ToolParser
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -29,7 +29,7 @@ class Gemma4(ToolParser):
 
     open, close = OPEN, CLOSE
     has_special_tokens = True
-    within_reasoning = (OPEN, CALL)
+    within_reasoning = Gemma4Reasoning.call_tags
 
     def new_call(self) -> "Gemma4Call":
         return Gemma4Call()

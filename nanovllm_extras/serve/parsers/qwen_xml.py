@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from nanovllm_extras.answer_parts.reasoning import ReasoningParser
 from nanovllm_extras.serve.parsers.tool_parser import Call, ToolParser
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class QwenXml(ToolParser):
     """The format of Qwen3-Coder and of later models."""
 
     open, close = "<tool_call>", CALL_END
-    within_reasoning = ("<tool_call>", "<function=")  # Qwen3.5 may omit the end of its reasoning before a call
+    within_reasoning = ReasoningParser.call_tags  # Qwen3.5 may omit the end of its reasoning before a call
 
     def new_call(self) -> "XmlCall":
         return XmlCall(self.functions)

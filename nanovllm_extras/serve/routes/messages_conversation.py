@@ -32,7 +32,7 @@ from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest, Gener
 from nanovllm_extras.serve.routes.responses_conversation import Message
 
 SHARED = GenerationRequest.model_fields.keys() - {"stream_options", "response_format", "n", "stop"}
-FIELDS = {"response_format": "output_config", "stop": "stop_sequences"}
+FIELDS = {"response_format": "output_config", "stop": "stop_sequences", "thinking_token_budget": "thinking"}
 """Name of a chat's field -> name of the message's field."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 ERROR = "Error: "  # before the result of a tool that has failed: chats have no field for this
@@ -40,13 +40,19 @@ NOT_STORED = "thread cannot be used: messages are not stored; send the whole con
 NO_RESULT = "the last message has a tool_use block, so a message of the user with its tool_result must follow"
 
 
-def to_chat(body: MessagesRequest, bounds: Bounds) -> ChatCompletionRequest:
-    """Return the request for a chat. Raises APIError 400 or RequestValidationError if it is invalid."""
+def to_chat(body: MessagesRequest, bounds: Bounds, limits_thinking: bool) -> ChatCompletionRequest:
+    """Return the request for a chat. Raises APIError 400 or RequestValidationError if it is invalid.
+
+    limits_thinking: whether the engine can end the reasoning of the model. Otherwise a budget has no effect: clients of
+    this API give it to any model.
+    """
     if body.thread is not None:
         raise APIError(400, NOT_STORED, "thread", NO_THREADS)
     fields: dict[str, object] = {name: getattr(body, name) for name in SHARED if getattr(body, name) is not None}
     fields |= conversation_fields(body, bounds)
     fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "response_format": to_response_format(body)}
+    if limits_thinking and body.thinking is not None and body.thinking.type == "enabled":
+        fields["thinking_token_budget"] = body.thinking.budget_tokens
     if body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False
     with errors_of_body():

@@ -43,7 +43,9 @@ async def create_message(body: MessagesRequest, request: Request, server: ReadyS
     """Answer a conversation of blocks."""
     server.check_model(body.model)
     with renamed_fields(FIELDS):
-        chat = await server.workers.run(request, lambda check: to_chat(body, server.bounds))
+        engine = server.check_ready().engine
+        limits_thinking = engine.input_processor.limits_thinking and not server.options.parsers.is_harmony
+        chat = await server.workers.run(request, lambda check: to_chat(body, server.bounds, limits_thinking))
         prompt, params = await prepare_chat(server, request, chat)
         generation = Generation(server, new_id("msg", request).replace("-", "_", 1), [prompt], params)
         await generation.start(request, chat, "messages")
