@@ -12,8 +12,6 @@ White space next to the tags is dropped.
 import re
 from typing import ClassVar, NamedTuple
 
-from nanovllm.checks import check_choice
-
 
 class Parts(NamedTuple):
     """The new text of the reasoning and of the content. Both may be empty."""
@@ -158,15 +156,7 @@ REASONING_PARSERS: dict[str, type[ReasoningParser] | None] = {
     "gemma4": Gemma4Reasoning,
     "openai_gptoss": None,
 }
-"""vLLM's names. None: `harmony.py` parses the whole answer."""
-
-
-def check_reasoning_parser(name: str, value: object) -> None:
-    check_choice(name, value, REASONING_PARSERS)
-
-
-FIELD_CHECKS = {"reasoning_parser": check_reasoning_parser}
-"""Field of `Config` -> its check."""
+"""vLLM's names, which `Config` has too. None: `harmony.py` parses the whole answer."""
 
 
 def begins_with(text: str, tag: str) -> bool | None:

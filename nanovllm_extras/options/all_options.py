@@ -21,6 +21,7 @@ from nanovllm_extras.options.option_checks import (
 )
 
 BACKENDS = ("auto", "torch", "flash_attn", "triton", "cpu")
+REASONING_PARSERS = ("qwen3", "deepseek_v3", "deepseek_r1", "gemma4", "openai_gptoss")  # `answer_parts/reasoning.py`
 DEFAULT_DRAFTS = 4  # of a `proposer_cls`, if `speculative_config` does not say
 
 
@@ -108,9 +109,8 @@ class Config(config.Config):
     """Whether to go without a tokenizer: prompts and outputs are token ids, without text."""
     chat_template: str | Path | None = checked(None, check_optional_str, or_path=True)
     """Another chat template than the tokenizer's own: a file, or the template itself."""
-    reasoning_parser: str = checked("qwen3", check_in, module="answer_parts.reasoning")
-    """Format of the model's reasoning: `qwen3`, `deepseek_v3`, `deepseek_r1`, `gemma4` or `openai_gptoss`. The
-    `thinking_token_budget` of a request needs its tags."""
+    reasoning_parser: str = checked("qwen3", check_choice, allowed=REASONING_PARSERS)
+    """Format of the model's reasoning. The `thinking_token_budget` of a request needs its tags."""
     generation_config: str | Path = checked("auto", check_str, or_path=True)
     """Where the default sampling parameters come from: `auto` is the model's generation_config.json, `vllm` are those
     of `SamplingParams`, else a folder that holds a generation_config.json."""

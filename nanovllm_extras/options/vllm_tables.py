@@ -32,6 +32,7 @@ VALUES: Mapping[str, Mapping[str | None, object]] = {
     "enable_prefix_caching": {None: True},
     "max_num_seqs": {None: 256},
     "generation_config": {None: "auto"},
+    "reasoning_parser": {None: "qwen3", "": "qwen3"},
     "seed": {None: 0},
     "tensor_parallel_size": {None: 1},
     "nnodes": {None: 1},

@@ -53,6 +53,7 @@ DEFAULTS = {
     "tokenizer_revision": None,
     "skip_tokenizer_init": False,
     "chat_template": None,
+    "reasoning_parser": "qwen3",
     "generation_config": "auto",
     "override_generation_config": None,
     "enable_lora": False,
@@ -88,6 +89,7 @@ GOOD = [
     ("tokenizer_revision", [None, "main"]),
     ("skip_tokenizer_init", [True, False]),
     ("chat_template", [None, "{{ messages }}", Path("a.jinja")]),
+    ("reasoning_parser", ["qwen3", "gemma4", "openai_gptoss"]),
     ("generation_config", ["auto", "vllm", Path("/some/where")]),
     ("override_generation_config", [None, {"temperature": 0.5}]),
     ("enable_lora", [True, False]),
@@ -129,6 +131,7 @@ BAD_VALUES = [
     ("node_rank", [-1]),
     ("master_port", [0, 65536]),
     ("load_format", ["pt", "", None, True]),
+    ("reasoning_parser", ["", "r1", None, 1]),
     ("self_check", ["", "ON", True, False]),
     *[(name, [0, -1]) for name in ("max_loras", "max_lora_rank", "max_cpu_loras")],
 ]

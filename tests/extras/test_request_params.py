@@ -45,6 +45,7 @@ VLLM_DEFAULTS = {
     "bad_words": None,
     "include_stop_str_in_output": False,
     "min_tokens": 0,
+    "thinking_token_budget": None,
     "logprobs": None,
     "prompt_logprobs": None,
     "detokenize": True,
@@ -67,6 +68,7 @@ OUT_OF_RANGE = {
     "frequency_penalty": ([">= -2", "<= 2"], [-2.01, 2.01, math.inf, -math.inf, math.nan]),
     "repetition_penalty": (["> 0"], [0, 0.0, -1, math.inf, math.nan]),
     "min_tokens": ([">= 0"], [-1]),
+    "thinking_token_budget": ([">= 0", "None"], [-2]),
     "logprobs": ([">= -1", "None"], [-2]),
     "prompt_logprobs": ([">= -1", "None"], [-2]),
 }
@@ -76,6 +78,7 @@ WRONG_TYPE = {
     "frequency_penalty": ([">= -2", "<= 2"], NOT_NUMBERS),
     "repetition_penalty": (["> 0"], NOT_NUMBERS),
     "min_tokens": ([">= 0"], [*NOT_INTEGERS, None]),
+    "thinking_token_budget": ([">= 0", "None"], [1.5, "2", [3], True]),
     "logprobs": ([">= -1", "None"], [1.5, "2", [3]]),
     "prompt_logprobs": ([">= -1", "None"], [1.5, "2", [3]]),
     "include_stop_str_in_output": (["True or False"], NOT_BOOLS),

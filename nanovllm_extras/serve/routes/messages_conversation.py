@@ -51,7 +51,9 @@ def to_chat(body: MessagesRequest, bounds: Bounds, limits_thinking: bool) -> Cha
     fields: dict[str, object] = {name: getattr(body, name) for name in SHARED if getattr(body, name) is not None}
     fields |= conversation_fields(body, bounds)
     fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "response_format": to_response_format(body)}
-    if limits_thinking and body.thinking is not None and body.thinking.type == "enabled":
+    form = body.structured_outputs  # an expression or a grammar excludes a budget
+    is_free = form is None or (form.regex is None and form.grammar is None)
+    if limits_thinking and is_free and body.thinking is not None and body.thinking.type == "enabled":
         fields["thinking_token_budget"] = body.thinking.budget_tokens
     if body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False

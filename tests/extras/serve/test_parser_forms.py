@@ -17,6 +17,7 @@ from transformers.utils.chat_parsing import parse_response
 from nanovllm_extras.answer_parts.events import CallArguments
 from nanovllm_extras.answer_parts.reasoning import DeepSeekR1, Gemma4Reasoning, ReasoningParser, find_call
 from nanovllm_extras.answer_parts.token_bytes import TokenBytes
+from nanovllm_extras.options import all_options
 from nanovllm_extras.serve.answer import Answer, merge
 from nanovllm_extras.serve.messages.protocol import ChatCompletionRequest, Function
 from nanovllm_extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, Parsers
@@ -197,6 +198,7 @@ def test_thoughts_without_a_first_tag():
         TOOL_PARSERS["qwen3_coder"], TOOL_PARSERS["llama3_json"],
     )  # fmt: skip
     assert {"qwen3", "deepseek_r1", "deepseek_v3", "gemma4", "openai_gptoss"} == REASONING_PARSERS.keys()
+    assert set(all_options.REASONING_PARSERS) == REASONING_PARSERS.keys()
 
 
 # ---- reasoning of Gemma 4, and calls within reasoning

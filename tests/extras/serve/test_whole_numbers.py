@@ -48,6 +48,7 @@ VALUES = {  # integer field: values that are accepted
     **dict.fromkeys(["logprobs", "top_logprobs", "priority", "top_k", "truncate_prompt_tokens"], [2]),
     **dict.fromkeys(["top_n", "max_tokens_per_doc"], [1]),
     "seed": [7],
+    "thinking_token_budget": [2],
     "dimensions": [64],
     "thinking": [{"budget_tokens": 5, "type": "adaptive"}],
 }

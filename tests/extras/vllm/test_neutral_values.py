@@ -29,7 +29,7 @@ OF_REQUESTS = [
         "best_of": [1], "use_beam_search": [False], "logprob_token_ids": [None], "watermarking": [None],
         "stream_interval": [None], "guided_decoding": [None],
         "skip_reading_prefix_cache": [None, False], "extra_args": [None], "flat_logprobs": [False],
-        "skip_clone": [False], "thinking_token_budget": [None], "repetition_detection": [None], "seed": [None, -1],
+        "skip_clone": [False], "thinking_token_budget": [None, -1], "repetition_detection": [None], "seed": [None, -1],
         "bad_words": [None, []], "stop": [None, []], "stop_token_ids": [None, []], "allowed_token_ids": [None],
         "logit_bias": [None], "structured_outputs": [None], "truncate_prompt_tokens": [None],
     }),
@@ -60,7 +60,7 @@ def test_parameters_of_a_request(cls, needed, fields):
 
 OTHER_VALUES = {
     SamplingParams: {"best_of": 4, "use_beam_search": True, "flat_logprobs": True,
-                     "logprob_token_ids": [5], "thinking_token_budget": 100, "watermarking": True, "stream_interval": 4,
+                     "logprob_token_ids": [5], "watermarking": True, "stream_interval": 4,
                      "guided_decoding": "json", "skip_reading_prefix_cache": True},
     PoolingParams: {"dimensions": 16, "task": "classify", "requires_token_ids": True},
     StructuredOutputsParams: {"structural_tag": "{}", "disable_additional_properties": True},

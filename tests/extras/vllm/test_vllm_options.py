@@ -54,7 +54,7 @@ REFUSED = [
     ("logits_processors", ["a.b"], "SamplingParams"),
     ("download_dir", "/tmp", "HF_HOME"),
     ("enable_sleep_mode", True, "weights stay"),
-    ("reasoning_parser", "qwen3", "nanovllm serve"),
+    ("tool_call_parser", "hermes", "nanovllm serve"),
 ]
 
 
