@@ -46,6 +46,8 @@ def completion_params(body: CompletionRequest, engine: LLMEngine, form: Form = N
         fields["max_tokens"] = max(1, body.max_tokens)  # the one token of a request for 0 is not shown
     if body.echo:
         fields["prompt_logprobs"] = body.logprobs
+    if body.thinking_token_budget is not None:
+        fields["thinking_token_budget"] = body.thinking_token_budget
     return with_fields(engine, body, fields)
 
 

@@ -262,6 +262,8 @@ class CompletionRequest(GenerationRequest):
     """Whether the tokenizer adds its special tokens to a text; true by default."""
     suffix: Text | None = None
     """Accepted only if it is empty."""
+    thinking_token_budget: Whole | None = Field(None, ge=-1)
+    """As in a chat."""
     return_token_ids: bool | None = None
     """Whether each choice contains the token ids of its text and of its prompt, as in vLLM."""
 

@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel
 
+from nanovllm_extras import SamplingParams
 from nanovllm_extras.serve.routes.messages_blocks import SIGNATURE
 from tests.extras.serve.real_server import QUESTIONS, in_thread
 
@@ -102,6 +103,29 @@ def test_every_event_has_its_type(client):
     thinking = {"type": "enabled", "budget_tokens": 1024}
     again = checked(client.messages.create(**options(messages=turns, tools=[ADD], thinking=thinking)))
     assert again.usage.output_tokens > 0, "what it has said, with its thoughts, can be given back"
+
+
+def test_a_budget_ends_the_reasoning(client, bundled, offline, monkeypatch):
+    tokenizer = bundled.engine.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + "{{ '<think>\\n' }}")
+    asked = options(thinking={"type": "enabled", "budget_tokens": 7})
+    with client.messages.stream(**asked) as stream:
+        thoughts = [event.thinking for event in stream if event.type == "thinking"]
+        message = checked(stream.get_final_message())
+    thought, text = message.content
+    assert "".join(thoughts) == thought.thinking
+    prompt = f"<|im_start|>user\n{QUESTIONS[1]}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    plain = SamplingParams(temperature=0, max_tokens=7)
+    (first,) = offline.llm.generate([prompt], plain, use_tqdm=False)
+    (rest,) = offline.llm.generate(
+        [prompt + first.outputs[0].text + "</think>"], SamplingParams(temperature=0, max_tokens=60), use_tqdm=False
+    )
+    assert thought.thinking == first.outputs[0].text.strip()
+    assert text.text
+    assert rest.outputs[0].text.lstrip().startswith(text.text)
+    again = checked(client.messages.create(**asked))
+    assert [block.type for block in again.content] == ["thinking", "text"]
+    assert (again.content[0].thinking, again.content[1].text) == (thought.thinking, text.text)
 
 
 def test_the_tool_runner_goes_three_rounds(client):
