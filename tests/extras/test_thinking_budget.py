@@ -6,8 +6,8 @@ overlap and preemption. The model is random; a bias makes it end its reasoning i
 
 Broken by hand, and seen here: a budget that counts the first tag, or that is counted from the prompt's tag on when the
 answer has its own; a tag that is forced again after the model's own end; a draft that is taken for the answer's
-beginning; a token that is not awaited before a tag is forced; drafts that forced tags do not see; a bias or a penalty
-that is added to a forced tag.
+beginning; a token that is not awaited before a tag is forced; sequences with a budget that get no drafts; a bias or a
+penalty that is added to a forced tag.
 """
 
 import random
@@ -18,6 +18,7 @@ import torch
 from nanovllm_extras import LLM, Config, LLMEngine, SamplingParams
 from nanovllm_extras.records.full_sequence import Sequence
 from nanovllm_extras.sampling.thinking_budget import ThinkingTags
+from nanovllm_extras.scheduling.pending import as_if
 from tests.extras.late_runner import LateRunner
 from tests.extras.speculation.test_speculation import Knowing, speculating
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
@@ -149,7 +150,10 @@ def greedy(world):
 def test_greedy_answers_are_those_of_a_loop_over_transformers(world, greedy, name):
     is_ahead = name == "overlap"
     asked = [one for one in greedy if not (is_ahead and one[1].frequency_penalty)]  # penalties are never ahead
-    proposer = proposer_of([[tokens] for _, _, tokens in asked])
+    budgets = [params.thinking_token_budget for _, params, _ in asked]
+    proposer = proposer_of(
+        [[tokens if budget is not None else []] for budget, (_, _, tokens) in zip(budgets, asked, strict=True)]
+    )
     drafts = {} if is_ahead else {"speculative_config": speculating(proposer)}
     given, engine, late = serve(world[0], [one[:2] for one in asked], **ENGINES[name], **drafts)
     assert [samples[0][0] for samples in given] == [tokens for _, _, tokens in asked]
@@ -249,6 +253,22 @@ def test_where_reasoning_begins(parser, prompt, answer, forced_at):
     places = [i for i, token_id in enumerate(forced) if token_id is not None]
     assert places == [] if forced_at is None else places[:1] == [forced_at]
     assert {forced[i] for i in places} <= set(tags.close_ids)
+
+
+def test_a_rejected_draft_is_no_beginning_of_the_answer():
+    tokenizer = with_tags(False)
+    tags = ThinkingTags("qwen3", tokenizer, 300)
+    budget, seq = tags.budget_for(0, [5]), Sequence("0", [5], SamplingParams(), frozenset(), 0, 0)
+    for token_id in tokenizer.encode("<thi"):
+        seq.append_token(token_id)
+    for wrong in ("s", "nk>"):  # no reasoning, or reasoning
+        drafts = tokenizer.encode(wrong)
+        drafted = as_if(seq, drafts)
+        assert (budget.forced_token(drafted, len(drafted.token_ids)) is None) == (wrong == "s")
+        assert budget.forced_token(seq, seq.num_tokens) is None
+    for token_id in tokenizer.encode("nk>"):
+        seq.append_token(token_id)
+    assert budget.forced_token(seq, seq.num_tokens) == tags.close_ids[0]
 
 
 def test_a_call_ends_the_reasoning(world):
