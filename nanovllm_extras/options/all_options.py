@@ -110,7 +110,8 @@ class Config(config.Config):
     chat_template: str | Path | None = checked(None, check_optional_str, or_path=True)
     """Another chat template than the tokenizer's own: a file, or the template itself."""
     reasoning_parser: str = checked("qwen3", check_choice, allowed=REASONING_PARSERS)
-    """Format of the model's reasoning. The `thinking_token_budget` of a request needs its tags."""
+    """Format of the model's reasoning, whose tags a `thinking_token_budget` needs: `qwen3`, `deepseek_v3`,
+    `deepseek_r1`, `gemma4` or `openai_gptoss`."""
     generation_config: str | Path = checked("auto", check_str, or_path=True)
     """Where the default sampling parameters come from: `auto` is the model's generation_config.json, `vllm` are those
     of `SamplingParams`, else a folder that holds a generation_config.json."""
