@@ -96,6 +96,8 @@ class Result:
     name: str
     num_output_tokens: int
     seconds: float
+    processor_seconds: float
+    """Of all threads: other programs on the machine change it less than the time that passes."""
     tokens_per_second: float
     num_steps: int
     waste: float | None
@@ -154,16 +156,16 @@ def measure(program: Program, folder: Path, num_slots: int, prompts: list[list[i
     engine = program.make(folder, num_slots)
     engine.generate([prompts[0][:2]], 2)  # warm up: start threads, choose kernels
     before = counts(engine)
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     outputs = engine.generate(prompts, limits)
-    seconds = time.perf_counter() - start
+    seconds, processor_seconds = time.perf_counter() - start, time.process_time() - busy
     num_steps, num_stored, num_reserved = (now - then for now, then in zip(counts(engine), before, strict=True))
     num_tokens = sum(map(len, outputs))
     waste = 1 - num_stored / num_reserved if num_reserved else None
     num_sequences = getattr(engine, "max_num_running", 1)
+    speed = num_tokens / seconds
     return Measured(
-        Result(program.name, num_tokens, seconds, num_tokens / seconds, num_steps, waste, num_sequences),
-        outputs,
+        Result(program.name, num_tokens, seconds, processor_seconds, speed, num_steps, waste, num_sequences), outputs
     )
 
 

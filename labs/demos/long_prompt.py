@@ -6,12 +6,13 @@ python -m labs.demos.long_prompt --trace run.jsonl && nanovllm view run.jsonl   
 """
 
 import argparse
+import time
 from statistics import median
 from typing import Any
 
 import torch
 
-from nanovllm_extras import LLM, TINY_QWEN3, LLMEngine, SamplingParams
+from nanovllm_extras import LLM, TINY_QWEN3, LLMEngine, SamplingParams, StepOutput
 
 LONG_LEN, BUDGETS = 1200, [2048, 256, 64]
 OPTIONS: dict[str, Any] = {
@@ -46,7 +47,7 @@ def main() -> None:
             else:
                 rounds = [measure(llm.engine, LONG_LEN) for _ in range(3)]
                 counts = rounds[0][0]
-                # the best of three rounds for each step: the first round warms up, and other programs take time
+                # the best of three rounds for each step: the first round warms up
                 gaps = [min(times) * 1e3 for times in zip(*(gaps for _, gaps in rounds), strict=True)]
                 ttft = sum(gaps[: len(counts)])
                 print(f"{budget:>6}   {ttft:>20.1f} ms   {max(gaps):>8.1f} ms   {median(gaps):>7.1f} ms")
@@ -62,18 +63,27 @@ def measure(engine: LLMEngine, long_len: int) -> tuple[list[int], list[float]]:
         params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         engine.add_request(name, [1000 + 20 * i + j for j in range(4)], params)
     for _ in range(5):
-        before = engine.step().outputs[0].metrics
+        engine.step()
     engine.add_request("long", list(range(500, 500 + long_len)), SamplingParams(temperature=0, max_tokens=1))
-    counts, has_token = [], False
+    counts: list[int] = []
+    gaps: list[float] = []
+    has_token = False
     while not has_token:
-        step = engine.step()
+        step, seconds = run_step(engine)
         counts.append(step.num_scheduled_tokens)
+        gaps.append(seconds)
         has_token = any(output.request_id == "long" for output in step.outputs)
-    for _ in range(10):
-        after = engine.step().outputs[0].metrics
+    gaps += [run_step(engine)[1] for _ in range(10)]
     for name in "ABCD":
         engine.abort_request(name)
-    return counts, after.inter_token_latencies[len(before.inter_token_latencies) :]
+    return counts, gaps
+
+
+def run_step(engine: LLMEngine) -> tuple[StepOutput, float]:
+    """Return what a step did, and its processor time: not the time in which other programs have the core."""
+    start = time.process_time()
+    step = engine.step()
+    return step, time.process_time() - start
 
 
 if __name__ == "__main__":
