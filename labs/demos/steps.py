@@ -1,6 +1,7 @@
-"""Print the tokens that each step computes, as the scheduler decides them with a budget of 8 tokens.
+"""Print the tokens that each step computes, as the scheduler decides them with a budget of tokens.
 
     python -m labs.demos.steps                       # the table of chapter 4
+    python -m labs.demos.steps --budget 4            # with another budget
     python -m labs.demos.steps --trace steps.jsonl   # and a recording, for `nanovllm view steps.jsonl`
 
 Three requests run together; the third one arrives after three steps. Then each request runs by itself with a large
@@ -23,10 +24,13 @@ BUDGET = 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print what each step computes.")
+    parser.add_argument("--budget", type=int, default=BUDGET, help=f"most tokens of a step (default: {BUDGET})")
     parser.add_argument("--trace", type=Path, help="record the run to this file")
     args = parser.parse_args()
+    if args.budget < 1:
+        parser.error(f"--budget must be at least 1 token, got {args.budget}")
     print(f"step  {''.join(f'{name:<19}' for name in REQUESTS)}budget left  waiting")
-    with make_llm(BUDGET, args.trace) as llm:
+    with make_llm(args.budget, args.trace) as llm:
         tokens = run(llm, {name: arrival for name, (_, _, arrival) in REQUESTS.items()}, is_printed=True)
     with make_llm(1024) as llm:
         by_itself = {name: run(llm, {name: 1})[name] for name in REQUESTS}
@@ -52,12 +56,12 @@ def make_llm(budget: int, trace: Path | None = None) -> LLM:
 def run(llm: LLM, arrivals: dict[str, int], is_printed: bool = False) -> dict[str, list[int]]:
     """Run steps until all requests have finished, and return the output tokens of each."""
     engine, scheduler = llm.engine, llm.engine.scheduler
-    schedule, number = scheduler.schedule, 0
+    schedule, number, budget = scheduler.schedule, 0, engine.config.max_num_batched_tokens
     tokens: dict[str, list[int]] = {}
 
     def schedule_and_print() -> Step:
         step = schedule()
-        print_step(number, step, [seq.request_id for seq in scheduler.waiting])
+        print_step(number, step, budget - step.num_scheduled_tokens, [seq.request_id for seq in scheduler.waiting])
         return step
 
     if is_printed:
@@ -74,13 +78,13 @@ def run(llm: LLM, arrivals: dict[str, int], is_printed: bool = False) -> dict[st
     return {name: tokens[name] for name in arrivals}
 
 
-def print_step(number: int, step: Step, waiting: list[str]) -> None:
+def print_step(number: int, step: Step, budget_left: int, waiting: list[str]) -> None:
     cells = dict.fromkeys(REQUESTS, "")
     for seq, start, num_new_tokens in step.chunks:
         what = f"decode  {start}" if num_new_tokens == 1 else f"prefill {start} … {start + num_new_tokens - 1}"
         cells[seq.request_id] = f"{what} {'+' if seq in step.samples else ''}"
     row = "".join(f"{cell:<19}" for cell in cells.values())
-    print(f"{number:>4}  {row}{BUDGET - step.num_scheduled_tokens:>11}  {' '.join(waiting)}".rstrip())
+    print(f"{number:>4}  {row}{budget_left:>11}  {' '.join(waiting)}".rstrip())
 
 
 if __name__ == "__main__":

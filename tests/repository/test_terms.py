@@ -2,6 +2,7 @@
 
 import json
 import re
+import unicodedata
 
 import pytest
 
@@ -31,6 +32,26 @@ def test_another_word_is_found_and_the_term_itself_is_not(tmp_path, monkeypatch)
     found = {(other.line, other.term) for other in terms.other_words()}
     assert found >= {(2, "提示词"), (2, "分块预填充"), (2, "前向计算")}
     assert {term for line, term in found if line == 3} == {"潜在向量", "循环状态", "占位块", "运行记录"}
+
+
+def is_punctuation(character: str) -> bool:
+    return unicodedata.category(character)[0] in "PS"
+
+
+def unclosed_bold(line: str) -> list[str]:
+    """Return bold texts of a line that Markdown does not end: `**` after punctuation must not touch a word after it."""
+    line = re.sub(r"`[^`]*`", "code", line)
+    found = [bold for bold in re.finditer(r"\*\*(.+?)\*\*(?=(.))", line) if is_punctuation(bold[1][-1])]
+    return [bold[1] for bold in found if not bold[2].isspace() and not is_punctuation(bold[2])]
+
+
+def test_bold_text_of_chinese_pages_ends_where_it_should():
+    """Chinese has no spaces after a sentence, so `**…？**…` is not bold: the mark belongs after the `**`."""
+    assert unclosed_bold("**为什么？**设 θ") == ["为什么？"]
+    assert unclosed_bold("**为什么**？设 **头**（head），**K** 和 `**`") == []
+    pages = [path for path in terms.chinese_texts() if path.suffix == ".md"]
+    lines = [(path.name, line) for path in pages for line in path.read_text(encoding="utf-8").split("\n")]
+    assert [(name, text) for name, line in lines for text in unclosed_bold(line)] == []
 
 
 def test_both_languages_of_the_viewer_name_the_same_terms():
