@@ -1,6 +1,6 @@
 """Compare the processor time of `bench.py` and of the ladder with all instructions of the processor and only AVX2.
 
-    python -m benchmarks.instruction_sets --json benchmarks/results/cpu-avx2-newcomer.json
+    python -m benchmarks.instruction_sets --json benchmarks/results/cpu-avx2-limit.json
     python -m benchmarks.instruction_sets --works W2 --turns 5 --json …   # other works of the file stay
 
 The runs of a turn follow one another, and each turn begins with the other set. Each run has one thread, and its
