@@ -56,7 +56,7 @@ def make_llm(budget: int, trace: Path | None = None) -> LLM:
 def run(llm: LLM, arrivals: dict[str, int], is_printed: bool = False) -> dict[str, list[int]]:
     """Run steps until all requests have finished, and return the output tokens of each."""
     engine, scheduler = llm.engine, llm.engine.scheduler
-    schedule, number, budget = scheduler.schedule, 0, engine.config.max_num_batched_tokens
+    schedule, number, budget = scheduler.schedule, 0, scheduler.max_num_batched_tokens
     tokens: dict[str, list[int]] = {}
 
     def schedule_and_print() -> Step:

@@ -24,6 +24,7 @@ from benchmarks import (
     cpu,
     cpu_kernels,
     decode_profile,
+    instruction_sets,
     kv_store,
     kv_tiers,
     layer_groups,
@@ -444,3 +445,22 @@ def test_engines_run_side_by_side(run_main, monkeypatch, tmp_path):
     (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert (run["requests"], run["output_tokens"], run["model"]) == (2, 64, "tiny-qwen3")
     assert cells(lines[-1])[1].startswith(str(round(run["output_tokens_per_second"], 2)))
+
+
+def test_sets_of_instructions_are_compared_by_turns(run_main, monkeypatch, tmp_path):
+    """A ratio is that of the runs of one turn, so a machine that becomes slower between two turns does not change it."""
+    seconds = iter([1.0, 3.0, 60.0, 20.0])  # all, avx2; then the other way round, on a machine 20 times as slow
+    order = []
+
+    def measure(work, name):
+        order.append(name)
+        return {"bench.py": next(seconds)}
+
+    monkeypatch.setattr(instruction_sets, "measure", measure)
+    file = tmp_path / "out.json"
+    file.write_text('{"works": {"ladder": "measured before"}}')
+    run_main(instruction_sets, "--works", "W2", "--turns", "2", "--json", str(file))
+    works = json.loads(file.read_text())["works"]
+    assert order == ["all", "avx2", "avx2", "all"]
+    assert works["W2"]["avx2 / all"] == {"bench.py": 3.0}
+    assert works["ladder"] == "measured before"
