@@ -448,7 +448,7 @@ def test_engines_run_side_by_side(run_main, monkeypatch, tmp_path):
 
 
 def test_sets_of_instructions_are_compared_by_turns(run_main, monkeypatch, tmp_path):
-    """A ratio is that of the runs of one turn, so a machine that becomes slower between two turns does not change it."""
+    """A ratio is of runs of one turn, so a machine that becomes slower between two turns does not change it."""
     seconds = iter([1.0, 3.0, 60.0, 20.0])  # all, avx2; then the other way round, on a machine 20 times as slow
     order = []
 
