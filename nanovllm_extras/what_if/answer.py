@@ -7,6 +7,7 @@ the changed options, which the page shows next to the recorded one. A request ha
 """
 
 import io
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +45,7 @@ def answer(
     A request that is not valid, or that takes longer than `max_seconds`, gets `{"error": reason}`.
     """
     try:
-        return find_answer(run, texts, request, max_seconds)
+        return find_answer(run, texts, read_options(request), max_seconds=max_seconds)
     except (ValueError, TypeError) as error:
         return {"error": str(error)}
 
@@ -52,12 +53,12 @@ def answer(
 def find_answer(
     run: RecordedRun,
     texts: Mapping[str, str],
-    request: Mapping[str, Any],
-    max_seconds: float = MAX_SECONDS,
+    change: Mapping[str, Any],
     machine: Machine | None = None,
     parts: Parts | None = None,
+    max_seconds: float = math.inf,
 ) -> dict[str, Any]:
-    """Return the same as `answer`. Raises ValueError or TypeError instead of returning an error."""
+    """Return the same as `answer` for the options `change`. Raises ValueError or TypeError as `compare` does."""
     deadline_s = time.monotonic() + max_seconds
     files: list[io.StringIO] = []
     journals: list[TimedJournal] = []
@@ -68,7 +69,7 @@ def find_answer(
         journals[-1].deadline_s = deadline_s
         return journals[-1]
 
-    figures = compare(run, [read_options(request)], machine, parts, make_figures)
+    figures = compare(run, [change], machine, parts, make_figures)
     journals[-1].close()
     return {"figures": figures, "recording": files[-1].getvalue()}
 

@@ -10,19 +10,19 @@ nanovllm what-if --trace FILE --clock run.jsonl             # a trace of Mooncak
 import argparse
 import json
 import sys
+import traceback
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from nanovllm.extension import find_parts
-from nanovllm_extras.what_if.clock import Clock, Machine, fit_clock
-from nanovllm_extras.what_if.comparison import can_repeat, compare, compare_on_trace
-from nanovllm_extras.what_if.journal import Journal
+from nanovllm_extras.what_if.answer import find_answer
+from nanovllm_extras.what_if.clock import Clock, Machine
+from nanovllm_extras.what_if.comparison import compare, compare_on_trace, fit_to
 from nanovllm_extras.what_if.options import Options, Parts
-from nanovllm_extras.what_if.recorded_run import RecordedRun
 from nanovllm_extras.what_if.recording_file import read
 from nanovllm_extras.what_if.report import write_report
-from nanovllm_extras.what_if.run import replay, simulate
+from nanovllm_extras.what_if.run import replay
 from nanovllm_extras.what_if.trace_requests import plan_trace
 
 PARTS = ("scheduler_cls", "block_manager_cls", "prefix_cache_cls")
@@ -70,7 +70,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def integers(text: str) -> list[int]:
     """Parse "8,16" -> [8, 16]."""
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers such as 8 or 8,16,32, got {text!r}") from None
 
 
 def switches(text: str) -> list[bool]:
@@ -86,9 +89,13 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if (args.recording is None) == (args.trace is None):
         parser.error("give a recording, or --trace FILE")
+    parts = Parts()
     try:
-        found = answer(args)
+        parts = read_parts(args.extension)
+        found = answer(args, parts)
     except (ValueError, TypeError) as error:
+        if is_from(error, parts):
+            raise
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename} cannot be used: {error.strerror}")
@@ -96,10 +103,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def answer(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the comparison that the arguments ask for."""
-    changes = read_changes(args)
-    parts, machine = read_parts(args.extension), read_machine(args)
+def is_from(error: Exception, parts: Parts) -> bool:
+    """Return whether a class that is not the core's raised the error, so that its author needs the traceback."""
+    own = {kind.__module__ for name, kind in vars(parts).items() if kind is not getattr(Parts, name)}
+    return any(frame.f_globals["__name__"] in own for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def answer(args: argparse.Namespace, parts: Parts) -> dict[str, Any]:
+    """Return the comparison that the arguments ask for. With `--output`, write the run with the changed options."""
+    changes, machine = read_changes(args), read_machine(args)
     if args.clock is not None and (machine is not None or args.trace is None):
         raise ValueError("--clock fits the times of a trace to a recording; it cannot be combined with a recording or "
                          "a machine by hand")  # fmt: skip
@@ -107,13 +119,15 @@ def answer(args: argparse.Namespace) -> dict[str, Any]:
         return answer_for_trace(args, changes, parts, machine)
     if args.num_requests is not None or args.speed != 1.0:
         raise ValueError("--num-requests and --speed are for --trace; a recording has its own requests and times")
+    if args.output is not None and len(changes) > 1:
+        raise ValueError(f"--output writes one run, and these are {len(changes)}")
     run, texts = read(args.recording)
-    found = compare(run, changes, machine, parts)
-    if args.output is not None:
-        if len(changes) > 1:
-            raise ValueError(f"--output writes one run, and these are {len(changes)}")
-        write_run(args.output, run, texts, run.options.changed(changes[0]), parts, machine)
-    return found
+    if args.output is None:
+        return compare(run, changes, machine, parts)
+    found = find_answer(run, texts, changes[0], machine, parts)
+    args.output.write_text(found["recording"], encoding="utf-8")
+    figures: dict[str, Any] = found["figures"]
+    return figures
 
 
 def answer_for_trace(
@@ -125,7 +139,7 @@ def answer_for_trace(
     base = Options()
     if args.clock is not None:
         run, _ = read(args.clock)
-        clock, base = fit_clock(replay(run).costs), run.options
+        clock, base = fit_to(run, replay(run)), run.options
     if clock is None:
         raise ValueError("a trace does not say how long steps take; give --clock RECORDING, or a machine by hand "
                          "(--bandwidth, --flops, --weight-bytes)")  # fmt: skip
@@ -162,18 +176,3 @@ def read_machine(args: argparse.Namespace) -> Machine | None:
     if missing := [name for name in MACHINE[:3] if name not in given]:
         raise ValueError(f"a machine by hand needs --{missing[0].replace('_', '-')}, too")
     return Machine(**given)
-
-
-def write_run(
-    path: Path, run: RecordedRun, texts: dict[str, str], options: Options, parts: Parts, machine: Machine | None
-) -> None:
-    """Write the simulated run as a recording."""
-    is_repeated = can_repeat(run, [options], machine, parts)
-    clock: Clock | None = None if is_repeated else machine or fit_clock(replay(run).costs)
-    with path.open("w", encoding="utf-8") as file:
-        journal = Journal(file, options, run.model, texts, has_times=clock is None or clock.is_good)
-        if clock is None:
-            replay(run, figures=journal)
-        else:
-            simulate(run.requests, options, clock, parts, journal)
-        journal.close()

@@ -5,14 +5,15 @@ The result is a dict that JSON can represent. The command prints it, and a page 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
-from nanovllm_extras.what_if.clock import MIN_STEPS, Clock, Machine, fit_clock
+from nanovllm_extras.what_if.clock import MIN_STEPS, Clock, FittedClock, Machine, fit_clock
 from nanovllm_extras.what_if.figures import Figures
 from nanovllm_extras.what_if.options import Options, Parts
 from nanovllm_extras.what_if.recorded_run import RecordedRun
 from nanovllm_extras.what_if.requests import PlannedRequest
-from nanovllm_extras.what_if.run import replay, simulate
+from nanovllm_extras.what_if.run import Replayed, replay, simulate
 
 
 def compare(
@@ -39,7 +40,7 @@ def compare(
     is_repeated = can_repeat(run, [options for _, options in sets], machine, parts)
     clock: Clock | None = machine
     if machine is None and not (is_repeated and len(replayed.costs) < MIN_STEPS):
-        clock = fit_clock(replayed.costs)
+        clock = fit_to(run, replayed)
     about: dict[str, Any] | None = None
     if clock is not None:
         about = dict(clock.describe())
@@ -62,9 +63,17 @@ def compare(
         "options": asdict(run.options),
         "parts": describe_parts(parts),
         "clock": about,
-        "recorded": replayed.figures.describe(),
+        "recorded": replayed.figures.describe(run.has_times),
         "runs": rows,
     }
+
+
+def fit_to(run: RecordedRun, replayed: Replayed) -> FittedClock:
+    """Return a clock that is fitted to a recording. Raises ValueError if it has no times, or too few steps."""
+    if not run.has_times:
+        raise ValueError("the recording is a simulated run without times, because its clock was wrong; give the "
+                         "recording that it was made from, or a machine by hand")  # fmt: skip
+    return fit_clock(replayed.costs)
 
 
 def can_repeat(run: RecordedRun, options: Sequence[Options], machine: Machine | None, parts: Parts) -> bool:
@@ -104,6 +113,8 @@ def describe_row(
 
     kind: `replay` (the recording's steps), `own options` (the recording's, by the clock) or `simulated`
     """
+    if not isfinite(figures.time_s):
+        raise ValueError(f"the run takes {figures.time_s} s by this clock; check the numbers of the machine")
     return {
         "changes": dict(change),
         "options": asdict(options),

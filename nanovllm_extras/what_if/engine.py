@@ -62,7 +62,10 @@ class SimulatedEngine:
         return f"{len(self.scheduler.running)} sequences run and {len(self.scheduler.waiting)} wait"
 
     def schedule(self) -> Step:
-        return self.scheduler.schedule()
+        step = self.scheduler.schedule()
+        if not isinstance(step, Step):
+            raise TypeError(f"{type(self.scheduler).__name__}.schedule must return a Step, got {step!r}")
+        return step
 
     def update(self, step: Step, now: float) -> None:
         """Finish a step at the time `now`."""

@@ -51,10 +51,12 @@ class RecordedRun:
     actions     ("add", index in `requests`), ("abort", index in `aborts`), ("schedule", index in `steps`) and
                 ("update", index in `steps`)
     aborts      (index in `requests`, sample)
+    has_times   False for a simulated run whose clock was wrong
     """
 
     model: str
     options: Options
+    has_times: bool
     requests: list[PlannedRequest] = field(default_factory=list)
     steps: list[RecordedStep] = field(default_factory=list)
     actions: list[tuple[str, int]] = field(default_factory=list)
@@ -80,12 +82,16 @@ def read_run(lines: list[dict[str, Any]]) -> RecordedRun:
                 max_model_len=config["max_model_len"],
                 enable_prefix_caching=config["enable_prefix_caching"],
             ),
+            config.get("has_times", True),
         )
     )
-    for line in lines[1:]:
-        for event in line["events"]:
-            reader.read(event)
-        reader.read_times(line)
+    try:
+        for line in lines[1:]:
+            for event in line["events"]:
+                reader.read(event)
+            reader.read_times(line)
+    except OverflowError:
+        raise ValueError("the recording has a token id above 2147483647, which no vocabulary has") from None
     reader.finish()
     return reader.run
 
@@ -146,6 +152,8 @@ class RunReader:
 
     def _read_add(self, number: int, time: int, about: Mapping[str, Any]) -> None:
         if about["sample"]:  # aborted before it has begun: its `finish` follows
+            if about["request"] not in self._newest:
+                raise ValueError(f"the recording has a sample of request {about['request']!r} without the request")
             self._begin(number, self._newest[about["request"]], about["sample"])
             return
         prompt = about["tokens"][: about["num_prompt_tokens"]]

@@ -9,9 +9,11 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanovllm.checks import check_number
+from nanovllm.checks import check_int, check_number
 from nanovllm_extras.bench.trace_file import HASH_BLOCK_LEN, TraceRequest, iterate_trace
 from nanovllm_extras.what_if.requests import Answer, PlannedRequest
+
+MAX_PROMPT = 10_000_000
 
 
 def plan_trace(path: Path, limit: int | None = None, speed: float = 1.0) -> Iterator[PlannedRequest]:
@@ -20,6 +22,7 @@ def plan_trace(path: Path, limit: int | None = None, speed: float = 1.0) -> Iter
     Raises ValueError with the number of the request if the file is invalid, or not in the order of time.
     """
     check_number("speed", speed, low=0, open_low=True)
+    check_int("num_requests", limit, minimum=1, optional=True)
     first: float | None = None
     newest = 0.0
     for i, one in enumerate(iterate_trace(path, limit), 1):
@@ -28,6 +31,9 @@ def plan_trace(path: Path, limit: int | None = None, speed: float = 1.0) -> Iter
         if arrival_s < newest:
             raise ValueError(f"{path}: request {i} arrives before the one of the line before; sort the file by time")
         newest = arrival_s
+        if one.input_len > MAX_PROMPT:  # its tokens would be made before the engine refuses it
+            raise ValueError(f"{path}: the prompt of request {i} must have at most {MAX_PROMPT} tokens, got "
+                             f"{one.input_len}")  # fmt: skip
         answer = Answer(one.output_len, filler=-i)
         yield PlannedRequest(str(i), make_prompt(one, -i), [answer], arrival_s, arrival_s, one.output_len)
 

@@ -12,12 +12,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm_extras.what_if.answer import find_answer
+from nanovllm_extras.what_if import recorded_run
+from nanovllm_extras.what_if.answer import find_answer, read_options
 from nanovllm_extras.what_if.browser.edited_schedule import EditError, describe_error, line_of, make_scheduler
 from nanovllm_extras.what_if.browser.requests_form import MACHINE, MODEL, options_for, plan_requests, texts_of
 from nanovllm_extras.what_if.journal import Journal
 from nanovllm_extras.what_if.options import Parts
-from nanovllm_extras.what_if.recorded_run import read_run
 from nanovllm_extras.what_if.run import simulate
 
 MAX_SECONDS = 60.0
@@ -46,11 +46,11 @@ def record_requests(rows: object) -> dict[str, Any]:
 def ask(recording: str, options: Mapping[str, Any], schedule: str | None = None) -> dict[str, Any]:
     """Return the figures of a recording and of the same requests with other options, and the latter run."""
     lines = [json.loads(line) for line in recording.splitlines() if line.strip()]
-    run = read_run(lines)
-    texts = {i: word for line in lines[1:] for i, word in line.get("texts", {}).items()}
+    run = recorded_run.read_run(lines)
     parts = Parts() if schedule is None else Parts(scheduler_cls=make_scheduler(schedule))
     machine = MACHINE if run.model == MODEL else None
-    return find_answer(run, texts, {"options": options}, MAX_SECONDS, machine, parts)
+    texts, change = recorded_run.texts_of(lines), read_options({"options": options})
+    return find_answer(run, texts, change, machine, parts, MAX_SECONDS)
 
 
 def describe(error: Exception) -> dict[str, Any]:

@@ -82,6 +82,25 @@ def test_options_that_the_core_lacks_are_refused_by_name(name, value, message):
         read_run(lines)
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("update", "token id above 2147483647"),
+        ("add", "sample of request 'A' without the request"),
+    ],
+)
+def test_a_recording_that_the_page_accepts_but_no_engine_writes_is_refused(code, message):
+    lines = read_recording(ROOT / "docs/book/recordings/preemption.jsonl")
+    event = next(event for line in lines[1:] for event in line["events"] if event[0] == code)
+    if code == "update":
+        event[3][0] = 2**31
+    else:
+        event[3]["sample"] = 1
+    check_recording(Path("damaged.jsonl"), lines)
+    with pytest.raises(ValueError, match=message):
+        read_run(lines)
+
+
 def test_a_run_of_another_scheduler_is_refused_at_its_first_step_that_differs():
     run = read_run(read_recording(ROOT / "docs/book/recordings/preemption.jsonl"))
     assert run.steps[3].chunks == [(1, 12, 1), (2, 12, 1)]

@@ -90,3 +90,12 @@ def test_a_trace_must_be_in_the_order_of_time(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", [(5000, 50, 3, []), (4000, 30, 2, [])])
     with pytest.raises(ValueError, match=r"request 2 arrives before.*sort the file"):
         simulate(plan_trace(path), Options(), Line())
+
+
+def test_a_number_of_requests_and_a_prompt_have_limits(tmp_path):
+    """The tokens of a prompt are made before the engine refuses it, so a prompt must not fill the memory."""
+    path = write_trace(tmp_path / "trace.jsonl", [(0, 50, 3, []), (0, 10**11, 2, [])])
+    with pytest.raises(ValueError, match="num_requests must be an integer >= 1 or None, got -1"):
+        next(plan_trace(path, -1))
+    with pytest.raises(ValueError, match="prompt of request 2 must have at most 10000000 tokens, got 100000000000"):
+        list(plan_trace(path))

@@ -59,6 +59,19 @@ def test_no_times_are_shown_if_the_clock_is_wrong(capsys):
     assert all(one["figures"][name] > 0 for one in found["runs"] for name in names)
 
 
+def test_a_simulated_run_without_times_gives_none_to_the_next_question(capsys, tmp_path):
+    """Its steps follow the clock exactly, so a clock that is fitted to them would look perfect."""
+    path = str(tmp_path / "simulated.jsonl")
+    assert main([PREEMPTION, "--num-blocks", "11", "-o", path]) == 0
+    for arguments in ([path], ["--trace", FRAGMENTATION, "--clock", path]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert "simulated run without times" in capsys.readouterr().err
+    found = json_of(capsys, path, "--num-blocks", "10", *MACHINE)
+    assert found["recorded"]["time_s"] is None
+    assert found["runs"][1]["figures"]["preemptions"] == 2
+
+
 def test_a_scheduler_of_ones_own_decides(capsys, tmp_path):
     extension = tmp_path / "last_first.py"
     extension.write_text(OWN)
@@ -72,6 +85,16 @@ def test_a_scheduler_of_ones_own_decides(capsys, tmp_path):
     ]
     requests = {event[1]: event[3]["request"] for event in events if event[0] == "add"}
     assert [requests[event[1]] for event in events if event[0] == "admit"] == [str(i) for i in range(9, -1, -1)]
+
+
+def test_an_error_in_a_scheduler_of_ones_own_keeps_its_traceback(tmp_path):
+    extension = tmp_path / "own.py"
+    extension.write_text(OWN.replace("super().add(seq)", "self.no_such_list + None"))
+    with pytest.raises(AttributeError):
+        main([PREEMPTION, "--extension", str(extension)])
+    extension.write_text(OWN.replace("super().add(seq)", "None + 1"))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        main([PREEMPTION, "--extension", str(extension)])
 
 
 def test_a_recording_never_makes_the_program_import_anything(capsys, tmp_path):
@@ -109,9 +132,10 @@ def test_a_trace_takes_a_machine_or_the_clock_of_a_recording(capsys, tmp_path):
         (["no_such_file.jsonl"], "no_such_file.jsonl cannot be read"),
         ([FRAGMENTATION, "--block-size", "0"], "block_size must be an integer >= 1, got 0"),
         ([FRAGMENTATION, "--block-size", "1000"], "larger than the pool, which has 512 tokens"),
-        ([FRAGMENTATION, "--block-size", "a"], "invalid integers value: 'a'"),
+        ([FRAGMENTATION, "--block-size", "a"], "must be integers such as 8 or 8,16,32, got 'a'"),
         ([FRAGMENTATION, "--prefix-caching", "maybe"], "must be on, off"),
         ([FRAGMENTATION, "--bandwidth", "1e9"], "needs --flops"),
+        ([FRAGMENTATION, "--bandwidth", "1e-300", "--flops", "1", "--weight-bytes", "1e300"], "takes inf s"),
         ([FRAGMENTATION, "--clock", FRAGMENTATION], "cannot be combined"),
         ([FRAGMENTATION, "--speed", "2"], "are for --trace"),
         ([FRAGMENTATION, "--block-size", "8,16", "-o", "x.jsonl"], "--output writes one run"),
