@@ -45,8 +45,9 @@ export class PyodideClient {
     const one = this.pending.get(id);
     if (!one) return;
     if (isReady) return one.progress(one.t("whatIfRuns"));
+    if (failed !== undefined) return this.stop((t) => t("whatIfCannotLoad", { reason: failed })); // another worker can try again
     this.pending.delete(id);
-    one.resolve(failed === undefined ? JSON.parse(answer) : { error: one.t("whatIfCannotLoad", { reason: failed }) });
+    one.resolve(JSON.parse(answer));
   }
 
   // End the worker and what it computes. The next question begins another one.

@@ -28,7 +28,7 @@ def reply(text: str) -> str:
     try:
         request = json.loads(text)
         found = record_requests(request["requests"]) if "requests" in request else ask(**request)
-    except Exception as error:
+    except BaseException as error:  # an edited scheduler may call exit()
         found = describe(error)
     return json.dumps(found)
 
@@ -53,7 +53,7 @@ def ask(recording: str, options: Mapping[str, Any], schedule: str | None = None)
     return find_answer(run, texts, change, machine, parts, MAX_SECONDS)
 
 
-def describe(error: Exception) -> dict[str, Any]:
+def describe(error: BaseException) -> dict[str, Any]:
     """Return the answer that says what went wrong: the message of a bad value, or where the edited scheduler failed."""
     line = error.line if isinstance(error, EditError) else line_of(error.__traceback__)
     is_plain = line is None and isinstance(error, ValueError | TypeError)

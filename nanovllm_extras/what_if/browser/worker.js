@@ -10,21 +10,19 @@ let loading = null; // a promise of `reply`; the first request begins it
 self.onmessage = async ({ data }) => {
   const { id, request } = data;
   try {
-    loading ??= load(data, (loaded) => self.postMessage({ loaded }));
+    loading ??= load(data);
     const reply = await loading;
     self.postMessage({ id, isReady: true });
     self.postMessage({ id, answer: reply(request) });
   } catch (error) {
-    loading = null;
     self.postMessage({ id, failed: error.message });
   }
 };
 
-async function load({ pyodide, files }, onProgress) {
-  const count = countingFetch(onProgress);
+async function load({ pyodide, files }) {
   const [{ loadPyodide }, bundle] = await Promise.all([import(`${pyodide}pyodide.mjs`), fetch(files)]);
   if (!bundle.ok) throw new Error(`${files}: ${bundle.status}`);
-  const [python, texts] = await Promise.all([count(() => loadPyodide({ indexURL: pyodide })), bundle.json()]);
+  const [python, texts] = await Promise.all([watchFetches(() => loadPyodide({ indexURL: pyodide })), bundle.json()]);
   for (const [path, text] of Object.entries(texts)) {
     python.FS.mkdirTree(`/files/${path}`.replace(/\/[^/]*$/, ""));
     python.FS.writeFile(`/files/${path}`, text);
@@ -39,27 +37,32 @@ for name in ("nanovllm", "nanovllm_extras"):  # their own __init__ would import 
   return python.pyimport("nanovllm_extras.what_if.browser.answer").reply;
 }
 
-// Return a function that calls another one, and counts the bytes that are fetched meanwhile.
-function countingFetch(onProgress) {
-  return async (call) => {
-    const original = self.fetch;
-    let loaded = 0;
-    self.fetch = async (...asked) => {
-      const response = await original(...asked);
-      if (!response.ok || !response.body) return response;
-      const counter = new TransformStream({
-        transform(chunk, controller) {
-          onProgress((loaded += chunk.byteLength));
-          controller.enqueue(chunk);
+// Return the promise of `call()`, and post how many bytes it has fetched. A file that cannot be fetched, or that ends too
+// early, rejects the promise: Pyodide itself would wait for its wasm file for ever.
+function watchFetches(call) {
+  const original = self.fetch;
+  let loaded = 0;
+  const watched = new Promise((resolve, reject) => {
+    self.fetch = async (address, ...others) => {
+      const fail = (reason) => {
+        reject(new Error(`${address}: ${reason}`));
+        return new Error(reason);
+      };
+      const response = await original(address, ...others).catch((error) => { throw fail(error.message); });
+      if (!response.ok) throw fail(response.status);
+      const reader = response.body.getReader();
+      const body = new ReadableStream({
+        async pull(controller) {
+          const { done, value } = await reader.read().catch((error) => { throw fail(error.message); });
+          if (done) return controller.close();
+          self.postMessage({ loaded: (loaded += value.byteLength) });
+          return controller.enqueue(value);
         },
       });
       const { status, statusText, headers } = response;
-      return new Response(response.body.pipeThrough(counter), { status, statusText, headers });
+      return new Response(body, { status, statusText, headers });
     };
-    try {
-      return await call();
-    } finally {
-      self.fetch = original;
-    }
-  };
+    call().then(resolve, reject);
+  });
+  return watched.finally(() => { self.fetch = original; });
 }

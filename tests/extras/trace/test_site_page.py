@@ -95,6 +95,22 @@ def test_pyodide_is_loaded_with_the_first_question_only(chromium, address):  # n
     page.close()
 
 
+def test_interpreter_that_cannot_be_loaded_gives_the_reason_and_can_be_loaded_later(chromium, address):  # noqa: F811
+    """Pyodide waits for its wasm file for ever. Without it, the page must not."""
+    page = chromium.new_page(locale="en-US")
+    page.set_default_timeout(15_000)
+    page.goto(address)
+    page.context.route("**/*.wasm", lambda route: route.fulfill(status=503, body="busy"))
+    page.locator("input[type=number][name=block_size]").fill("8")
+    page.keyboard.press("Tab")
+    page.get_by_role("alert").filter(has_text="pyodide.asm.wasm: 503").wait_for()
+    page.context.unroute("**/*.wasm")
+    page.locator("input[type=number][name=block_size]").fill("16")
+    page.keyboard.press("Tab")
+    page.locator(".figures").wait_for()
+    page.close()
+
+
 def test_figures_are_the_shells_for_each_recording_and_ten_sets_of_options(opened, capsys):
     pairs = [(i, options) for i in range(len(PATHS)) for options in OPTIONS]
     answers = opened.evaluate(ASK, [[i, {"options": options}] for i, options in pairs])
@@ -130,6 +146,7 @@ def test_edited_schedule_gives_the_figures_of_the_same_class_here(opened, tmp_pa
     [
         ("budget -= num_new_tokens", "budget -= nothing", "Line 20: NameError: name 'nothing' is not defined"),
         ("if step.chunks:", "if step.chunks", "Line 29: SyntaxError: expected ':'"),
+        ("    return step", "    exit(3)", "Line 31: SystemExit: 3"),
         ("    return step", "    return None", "schedule must return a Step, got None"),
         ("def schedule", "def schedules", "the text must define the method schedule(self), which returns a Step"),
     ],
