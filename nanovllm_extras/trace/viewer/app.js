@@ -25,12 +25,13 @@ import { askServer } from "./what_if_server.js";
 function readHash(hash = location.hash) {
   const values = new URLSearchParams(hash.slice(1));
   const number = (name) => (values.has(name) && Number.isFinite(Number(values.get(name))) ? Number(values.get(name)) : null);
-  return { step: number("step"), seq: number("seq"), block: number("block"), story: values.get("story"), lang: values.get("lang"), theme: values.get("theme") };
+  return { step: number("step"), seq: number("seq"), block: number("block"), story: values.get("story"), recording: values.get("recording"), lang: values.get("lang"), theme: values.get("theme") };
 }
 
-function hashOf(step, story, choice, lang, theme, wasSet) {
+function hashOf(step, story, recording, choice, lang, theme, wasSet) {
   const values = new URLSearchParams(step === null ? {} : { step });
   if (story) values.set("story", story);
+  if (recording) values.set("recording", recording);
   for (const name of ["seq", "block"]) if (choice[name] != null) values.set(name, choice[name]);
   if (wasSet.lang) values.set("lang", lang);
   if (wasSet.theme) values.set("theme", theme);
@@ -73,7 +74,7 @@ function App({ read, unread, live, ask, client, choices }) {
   const follow = () => { setPlaying(false); setPlace((before) => ({ ...before, follows: true })); };
   const choose = useCallback((one) => setChoice((before) => ({ ...before, ...one })), []);
 
-  const address = () => hashOf(follows ? null : runs[0].firstStep + frame, moment?.kind, choice, lang, theme, wasSet);
+  const address = () => hashOf(follows ? null : runs[0].firstStep + frame, moment?.kind, choices.includes(runs[0]) ? runs[0].name : null, choice, lang, theme, wasSet);
   useMemo(() => { document.documentElement.dataset.theme = theme; }, [theme]); // before anything is drawn in its colours
   useEffect(() => { window.nanovllm.runs = runs; }, [runs]);
   useEffect(() => { [document.title, document.documentElement.lang] = [t("title"), lang]; }, [t]);
@@ -125,7 +126,7 @@ function App({ read, unread, live, ask, client, choices }) {
   }, []);
   const canAsk = ask && runs[0] && !runs[0].isEmpty && (!runs[1] || runs[1].isSimulated);
   const showOther = useCallback((other) => setRuns((before) => (other ? beside(before[0], other) : before.slice(0, 1))), []);
-  const turnTo = (run) => { setRuns([run]); goTo(0); setPlaying(false); setStory(null); setChoice({ seq: null, block: null }); };
+  const turnTo = (run) => { setRuns([run]); setBad([]); goTo(0); setPlaying(false); setStory(null); setChoice({ seq: null, block: null }); };
   const view = useMemo(() => ({ t, theme, choice, choose, showSource: setSource }), [t, theme, choice, choose]);
   return html`<${View.Provider} value=${view}>
     <${Head} ...${{ runs, frame, last, goTo, isPlaying: isPlaying || follows, setPlaying: play, changeLang, changeTheme, live, address, follows, setFollows: (is) => (is ? follow() : stay()) }}
@@ -316,10 +317,12 @@ async function main() {
   const site = document.body.dataset.site; // only a page of the site has it
   const client = site ? new PyodideClient(JSON.parse(site)) : null;
   const choices = client ? [...read, ...(await readEmbedded("choice")).read] : [];
+  const chosen = choices.filter((one) => one.name === asked.recording);
+  const runs = chosen.length ? chosen : read;
   const live = document.body.dataset.live !== undefined;
-  window.nanovllm = { runs: read, Run, Replay, client, choices }; // for tests and for the browser's console
+  window.nanovllm = { runs, Run, Replay, client, choices }; // for tests and for the browser's console
   const ask = window.askWhatIf ?? client?.ask ?? (document.body.dataset.whatIf === undefined ? null : askServer);
-  render(html`<${App} read=${read} unread=${unread} live=${live} ask=${ask} client=${client} choices=${choices} />`, document.getElementById("app"));
+  render(html`<${App} read=${runs} unread=${unread} live=${live} ask=${ask} client=${client} choices=${choices} />`, document.getElementById("app"));
   document.body.dataset.ready = "";
 }
 

@@ -24,21 +24,23 @@ export function Requests({ recordings, run, choose, client }) {
   </section>`;
 }
 
+const numbersOf = (row) => Object.fromEntries(Object.entries(row).map(([name, text]) => [name, Number(text)]));
+
 function RequestsForm({ choose, client }) {
   const { t } = useView();
-  const [rows, setRows] = useState(FIRST_REQUESTS);
+  const [rows, setRows] = useState(FIRST_REQUESTS); // with texts in place of numbers once they are typed: "0." becomes "0.5"
   const [state, setState] = useState({}); // {isRunning, words} or {error}
   const count = useRef(0);
   const change = (i, name, value) => setRows(rows.map((row, k) => (k === i ? { ...row, [name]: value } : row)));
   const submit = async (event) => {
     event.preventDefault();
     setState({ isRunning: true, words: t("whatIfRuns") });
-    const { recording, error } = await client.record(rows, { t, progress: (words) => setState({ isRunning: true, words }) });
+    const { recording, error } = await client.record(rows.map(numbersOf), { t, progress: (words) => setState({ isRunning: true, words }) });
     setState(error ? { error } : {});
     if (!error) choose(Run.parse(`${t("requestsOwn")} ${++count.current}`, recording));
   };
   const field = (row, i, name) => html`<td><input type="number" required name=${name} min=${NUMBERS[name]} step=${name === "arrival" ? "any" : 1} value=${row[name]}
-    aria-label=${t("requestField", { number: i + 1, field: t(`request.${name}`) })} onInput=${(event) => change(i, name, event.target.valueAsNumber)} /></td>`;
+    aria-label=${t("requestField", { number: i + 1, field: t(`request.${name}`) })} onInput=${(event) => change(i, name, event.target.value)} /></td>`;
   const remove = (i) => html`<td><button type="button" aria-label=${t("requestRemove", { number: i + 1 })} disabled=${rows.length === 1} onClick=${() => setRows(rows.filter((_, k) => k !== i))}>×</button></td>`;
   return html`<form class="own" onSubmit=${submit} aria-busy=${!!state.isRunning}>
     <p class="soft">${t("requestsHelp")}</p>

@@ -182,13 +182,17 @@ def test_own_requests_are_recorded_and_asked_about(page):
     page.keyboard.press("Enter")
     page.keyboard.press("Tab")
     page.keyboard.type("300")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.type("0.25")
     page.locator("[name=n]").nth(2).fill("3")
     page.keyboard.press("Enter")
     page.locator("h1", has_text="Your own requests 1").wait_for()
     run = page.evaluate("nanovllm.runs[0].recording")
     lines = [json.loads(line) for line in run.splitlines()]
     added = [event for line in lines for event in line.get("events", []) if event[0] == "add"]
-    assert [event[3]["num_prompt_tokens"] for event in added] == [300, 100, 40, 200]
+    assert [event[3]["num_prompt_tokens"] for event in added] == [100, 40, 200, 300]
+    assert added[-1][2] == 250_000
     assert sum(event[0] == "fork" for line in lines for event in line.get("events", [])) == 2
     page.locator("input[type=number][name=block_size]").fill("4")
     page.keyboard.press("Tab")
@@ -201,6 +205,18 @@ def test_own_requests_are_recorded_and_asked_about(page):
     page.get_by_role("button", name="Run these requests").click()
     page.get_by_role("alert").filter(has_text="request 1: prompt must be").wait_for()
     page.locator("[name=prompt]").first.fill("300")
+
+
+def test_link_leads_to_the_chosen_recording(chromium, address):  # noqa: F811
+    page = chromium.new_page(locale="en-US")
+    page.goto(address)
+    page.get_by_role("button", name="32 requests").click()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url("**#step=2&recording=beyond.jsonl")
+    page.reload()
+    page.locator("h1", has_text="beyond.jsonl").wait_for()
+    page.locator("#step", has_text="Step 2 of").wait_for()
+    page.close()
 
 
 def test_page_fits_a_telephone_in_chinese(chromium, address):  # noqa: F811
