@@ -81,7 +81,10 @@ def read_fields(lines: Iterator[tuple[int, str]], path: Path) -> Iterator[tuple[
         if names is None and line.lstrip().startswith("{"):
             yield number, rename(parse_object(line, f"{path}, line {number}"))
             continue
-        values = [value.strip() for value in next(csv.reader([line]))]
+        try:
+            values = [value.strip() for value in next(csv.reader([line]))]
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
         if names is None:
             names = [ALIASES.get(name.lower(), name) for name in values]
             if missing := {"timestamp", "input_length", "output_length"}.difference(names):
@@ -98,7 +101,7 @@ def read_fields(lines: Iterator[tuple[int, str]], path: Path) -> Iterator[tuple[
 def parse_object(line: str, place: str) -> dict[str, object]:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: must be a JSON object: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{place}: must be a JSON object, got {line.strip()[:200]!r}")

@@ -99,3 +99,12 @@ def test_a_number_of_requests_and_a_prompt_have_limits(tmp_path):
         next(plan_trace(path, -1))
     with pytest.raises(ValueError, match="prompt of request 2 must have at most 10000000 tokens, got 100000000000"):
         list(plan_trace(path))
+
+
+@pytest.mark.parametrize(
+    "text", ["timestamp,input_length,output_length\n" + "1" * 200_000, '{"timestamp":' + "[" * 100_000]
+)
+def test_a_damaged_file_is_refused_with_its_line(tmp_path, text):
+    (tmp_path / "trace").write_text(text)
+    with pytest.raises(ValueError, match=r"trace, line \d"):
+        list(plan_trace(tmp_path / "trace"))
