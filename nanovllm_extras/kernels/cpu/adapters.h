@@ -11,7 +11,7 @@
 #pragma once
 #include "linear.h"
 
-#define ADAPTER_AHEAD 32  // words from those that are read to those that are prefetched
+#define ADAPTER_AHEAD 64  // words from those that are read to those that are prefetched
 #define ADAPTER_COLUMNS (32 * LANES)  // of y, for one item of `up`
 
 // The matrices of one adapter for one projection. a: [rank / 16] panels of k / PER_WORD words; b: [ceil(n / 16)] panels of

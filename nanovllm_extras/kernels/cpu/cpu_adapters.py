@@ -87,17 +87,23 @@ class CpuProducts:
 
 
 def in_huge_pages(packed: list[list[PackedMatrices | None]]) -> list[list[PackedMatrices | None]]:
-    """Copy the matrices of an adapter to one piece of memory with large pages, from which they are read faster."""
+    """Copy the matrices of an adapter to one piece of memory with large pages, from which they are read faster.
+
+    Those of a layer are in the order in which it reads them: A of all projections, then B. So each prefetch beyond the
+    end of a matrix is one of the next matrix.
+    """
     sizes = [t.nbytes + HugePages.ALIGNMENT for layer in packed for one in layer if one is not None for t in one[:2]]
     memory = HugePages(sum(sizes))
 
     def copy(tensor: Tensor) -> Tensor:
         return memory.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
-    return [
-        [None if one is None else PackedMatrices(copy(one.a), copy(one.b), one.rank) for one in layer]
-        for layer in packed
-    ]
+    kept: list[list[PackedMatrices | None]] = []
+    for layer in packed:
+        every_a = [None if one is None else copy(one.a) for one in layer]
+        pairs = zip(every_a, layer, strict=True)
+        kept.append([None if one is None else one._replace(a=a, b=copy(one.b)) for a, one in pairs])
+    return kept
 
 
 def in_panels(weight: Tensor) -> Tensor:
