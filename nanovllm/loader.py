@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.parent} holds no {path.name}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")

@@ -8,8 +8,8 @@ sequences with a salt get a digest of the salt as their root: no other sequence 
 highest is 1, so it is not a serial number of a block either. In the K/V store, keys depend on the salt
 (`kv_store/keys.py`).
 
-A LoRA adapter changes K and V, so it is a part of the root as well, by the digest of its files: only sequences of the
-same adapter and the same salt share blocks.
+A LoRA adapter changes K and V, so it is a part of the root as well, by the digest of its matrices: only sequences of
+the same adapter and the same salt share blocks.
 """
 
 from hashlib import blake2b

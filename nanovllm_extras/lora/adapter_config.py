@@ -5,7 +5,8 @@ whole, initial weights that have changed the base model. Fields that only traini
 """
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class AdapterConfig:
     def _layer_of(self, name: str) -> int | None:
         patterns = [rf".*\.{one}\.(\d+)\." for one in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
         found = next((match for one in patterns if (match := re.match(one, name))), None)
-        return None if found is None else int(found.group(1))
+        return None if found is None else int(found.groups()[-1])
 
 
 def matches(wanted: str | tuple[str, ...], name: str) -> bool:
@@ -96,14 +97,12 @@ def find_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Read adapter_config.json. ValueError if it is damaged, or asks for something that is not served."""
-    if not (folder / CONFIG_FILE).is_file():
+    file = folder / CONFIG_FILE
+    if not file.is_file():
         raise ValueError(
             f"lora_path must be a folder with {CONFIG_FILE}, as PEFT's save_pretrained writes it: {folder} has none"
         )
-    raw = read_json(folder / CONFIG_FILE)
-    file = folder / CONFIG_FILE
-    if not isinstance(raw, dict):
-        raise ValueError(f"{file} must hold an object, it holds {type(raw).__name__}")
+    raw = read_json(file)
     if raw.get("peft_type", "LORA") != "LORA":
         raise ValueError(f"peft_type in {file} must be LORA, it is {raw['peft_type']!r}: only LoRA adapters are served")
     for name, reason in REFUSED.items():
@@ -129,10 +128,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             exclude_modules=modules(raw.get("exclude_modules") or [], "exclude_modules"),
             layers=layers(raw.get("layers_to_transform")),
             layers_pattern=names(raw.get("layers_pattern")),
-            rank_pattern={regex(key): whole(one, f"rank_pattern[{key!r}]") for key, one in items(raw, "rank_pattern")},
-            alpha_pattern={
-                regex(key): number(one, f"alpha_pattern[{key!r}]") for key, one in items(raw, "alpha_pattern")
-            },
+            rank_pattern=patterns(raw, "rank_pattern", whole),
+            alpha_pattern=patterns(raw, "alpha_pattern", number),
         )
     except KeyError as error:
         raise ValueError(f"{file} has no {error.args[0]}") from error
@@ -150,14 +147,15 @@ def whole(value: object, name: str) -> int:
 
 
 def number(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number, it is {value!r}")
     return value
 
 
-def regex(value: str) -> str:
+def regex(value: str, is_part: bool = False) -> str:
+    """Return a regular expression, which sets no flags if it becomes a part of another one."""
     try:
-        re.compile(value)
+        re.compile(f".*({value})" if is_part else value)
     except re.error as error:
         raise ValueError(f"{value!r} must be a regular expression: {error}") from error
     return value
@@ -184,11 +182,11 @@ def names(value: object) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise ValueError(f"layers_pattern must be a text or a list of texts, it is {value!r}")
-    return tuple([regex(one) for one in found])
+    return tuple([regex(one, is_part=True) for one in found])
 
 
-def items(raw: Mapping[str, Any], name: str) -> list[tuple[str, object]]:
-    value = raw.get(name) or {}
+def patterns(raw: Mapping[str, Any], field_name: str, check: Callable[[object, str], Any]) -> dict[str, Any]:
+    value = raw.get(field_name) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"{name} must be an object, it is {value!r}")
-    return [*value.items()]
+        raise ValueError(f"{field_name} must be an object, it is {value!r}")
+    return {regex(key, is_part=True): check(one, f"{field_name}[{key!r}]") for key, one in value.items()}

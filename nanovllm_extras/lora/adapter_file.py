@@ -61,7 +61,7 @@ class Adapter:
     """An adapter in host memory."""
 
     digest: str
-    """A hash of its files. The blocks of a KV cache that it has computed are named by it."""
+    """A hash of its matrices. The blocks of a KV cache that it has computed are named by it."""
     max_rank: int
     matrices: Mapping[str, Matrices]
     """Name of the projection in the network -> its matrices."""
@@ -73,11 +73,12 @@ def read_adapter(
     name_of: Callable[[str], str] = str,
     max_rank: int | None = None,
     refused: Mapping[str, str] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Adapter:
     """Read an adapter for a network with these places. ValueError if it is damaged, or does not fit.
 
     name_of: returns the network's name of a module of the checkpoint; max_rank: the largest rank that is allowed;
-    refused: more parts of names, and why they have no place
+    refused: more parts of names, and why they have no place; dtype: of the layers, in which all numbers must be finite
     """
     config = read_adapter_config(folder)
     file = folder / WEIGHTS_FILE
@@ -92,12 +93,15 @@ def read_adapter(
         name = name_of(stored)
         if name not in known:
             raise ValueError(f"{file} changes {stored}: {why_no_place(stored, {**WHY_NOT, **(refused or {})})}")
+        if kind in found.setdefault(name, {}):
+            raise ValueError(f"{file} has {NAMES[kind]} of {stored} twice, under two names")
         stored_names[name] = stored
-        found.setdefault(name, {})[kind] = tensor
+        found[name][kind] = tensor
     if not found:
         raise ValueError(f"{file} has no tensors")
     matrices = {
-        name: read_pair(file, config, stored_names[name], pair, *known[name], max_rank) for name, pair in found.items()
+        name: read_pair(file, config, stored_names[name], pair, *known[name], max_rank, dtype)
+        for name, pair in found.items()
     }
     if config.ties_vocabulary and (tied := sorted({EMBEDDINGS, HEAD} & set(found))):
         raise ValueError(
@@ -106,7 +110,7 @@ def read_adapter(
         )
     check_targets(folder, config, set(stored_names.values()), set(known) - set(found))
     largest = max(len(one.a) for one in matrices.values())
-    return Adapter(digest_of(folder), largest, matrices)
+    return Adapter(digest_of(matrices), largest, matrices)
 
 
 def read_tensors(file: Path) -> list[tuple[str, str, Tensor]]:
@@ -143,6 +147,7 @@ def read_pair(
     projection: Projection,
     num_inputs: int,
     max_rank: int | None,
+    dtype: torch.dtype,
 ) -> Matrices:
     """Return A and B of one projection in float32, B times the scale."""
     rank = config.rank_of(module)
@@ -161,9 +166,11 @@ def read_pair(
                 f"{NAMES[kind]} of {module} in {file} is {tensor.dtype} {list(tensor.shape)}; model and {CONFIG_FILE} "
                 f"need {list(shape)} in float32, bfloat16 or float16"
             )
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{NAMES[kind]} of {module} in {file} has numbers that are not finite")
-    return Matrices(pair["A"].float(), pair["B"].float() * config.scale_of(module))
+    matrices = Matrices(pair["A"].to(torch.float32, copy=True), pair["B"].float() * config.scale_of(module))
+    for kind, tensor in zip("AB", matrices, strict=True):
+        if not torch.isfinite(tensor.to(dtype)).all():
+            raise ValueError(f"{NAMES[kind]} of {module} in {file}, scaled, has numbers that are not finite in {dtype}")
+    return matrices
 
 
 def check_targets(folder: Path, config: AdapterConfig, found: set[str], others: set[str]) -> None:
@@ -177,10 +184,11 @@ def check_targets(folder: Path, config: AdapterConfig, found: set[str], others: 
         raise ValueError(f"{folder}: target_modules of {CONFIG_FILE} name {missing[0]}, which the file lacks")
 
 
-def digest_of(folder: Path) -> str:
-    """Return a hash of the adapter's files."""
+def digest_of(matrices: Mapping[str, Matrices]) -> str:
+    """Return a hash of an adapter's matrices, and of where they are."""
     digest = blake2b(digest_size=32)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        data = (folder / name).read_bytes()
-        digest.update(len(data).to_bytes(8, "little") + data)
+    for name, (a, b) in sorted(matrices.items()):
+        digest.update(f"{name} {len(a)} ".encode())
+        digest.update(a.numpy().data)
+        digest.update(b.numpy().data)
     return digest.hexdigest()

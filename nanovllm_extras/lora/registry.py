@@ -57,9 +57,9 @@ class AdapterRegistry:
                 f"lora_name {wanted.name!r} belongs to the adapter with lora_int_id {other.lora_int_id}, got "
                 f"{wanted.lora_int_id}; give each adapter a name of its own"
             )
-        self._make_room()
         number = next(self._numbers)
         read = self._adapters.load(self._ranks(), number, Path(wanted.path))
+        self._make_room()  # afterwards, because a file that cannot be read must not evict an adapter
         adapter = LoadedAdapter(number, wanted.name, read.digest)
         self.known[wanted.lora_int_id] = Known(wanted, adapter)
         return adapter

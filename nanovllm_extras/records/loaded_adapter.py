@@ -10,4 +10,4 @@ class LoadedAdapter(NamedTuple):
     """Given once and never again, also if an adapter of the same name is loaded later."""
     name: str
     digest: str
-    """A hash of its files. Blocks of the KV cache are named by it."""
+    """A hash of its matrices. Blocks of the KV cache are named by it."""

@@ -93,7 +93,7 @@ def add_shared_options(group: argparse._ArgumentGroup, log_level: str) -> None:
 
 
 def lora_modules(given: list[str]) -> tuple[LoRARequest, ...]:
-    """Return the adapters of `--lora-modules`. Raises ValueError if one is invalid, or two have the same name."""
+    """Return the adapters of `--lora-modules`. ValueError or TypeError if one is invalid, or two have one name."""
     found: dict[str, LoRARequest] = {}
     for number, text in enumerate(given, 1):
         if text.lstrip().startswith("{"):

@@ -16,14 +16,14 @@ class ServedAdapters(dict[str, LoRARequest]):
     def __init__(self, adapters: Iterable[LoRARequest], on_unused: Callable[[int], None]) -> None:
         super().__init__({one.name: one for one in adapters})
         self._on_unused = on_unused
-        self._num_numbers = len(self)
+        self._last_number = max([one.lora_int_id for one in self.values()], default=0)
         self._num_users: Counter[int] = Counter()  # number of an adapter -> requests in progress
         self._unloaded: set[int] = set()  # numbers of adapters that requests in progress still use
 
     def take_number(self) -> int:
         """Return a number for a new adapter, which no other has had."""
-        self._num_numbers += 1
-        return self._num_numbers
+        self._last_number += 1
+        return self._last_number
 
     def hold(self, adapter: LoRARequest | None) -> None:
         """Count one more request in progress with an adapter, or with none."""

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import TINY_QWEN3
+from nanovllm_extras.lora.adapter_config import AdapterConfig
 from nanovllm_extras.lora.adapter_file import read_adapter
 from nanovllm_extras.lora.places import find_places
 from nanovllm_extras.weights.checkpoint import read_model_config
@@ -68,10 +69,13 @@ REFUSED = [
     ({"r": 0}, "r must be a whole number of at least 1, it is 0"),
     ({"r": 4}, r"lora_A of .* is torch.float32 \[8, .*need \[4, "),
     ({"lora_alpha": "x"}, "lora_alpha must be a finite number"),
+    ({"lora_alpha": 10**400}, "lora_alpha must be a finite number"),
+    ({"lora_alpha": 1e300}, "lora_B of .*, scaled, has numbers that are not finite"),
     ({"target_modules": ["q_proj"]}, "do not name model.layers.0.mlp.down_proj, which the file has"),
     ({"target_modules": "all-linear"}, "name model.layers.0.mlp.gate_proj, which the file lacks"),
     ({"target_modules": "("}, "must be a regular expression"),
     ({"rank_pattern": 3}, "rank_pattern must be an object"),
+    ({"rank_pattern": {"(?i)q_proj": 8}}, "must be a regular expression: global flags"),
 ]
 
 
@@ -100,6 +104,8 @@ DAMAGED = [
     (lambda all_: {**all_, Q: all_[Q][:, :-1].contiguous()}, r"lora_A of .* need \[8, "),
     (lambda all_: {**all_, Q: all_[Q].to(torch.int8)}, "is torch.int8"),
     (lambda all_: {**all_, Q: all_[Q] * float("nan")}, "not finite"),
+    (lambda all_: {**all_, Q: all_[Q] * 1e7}, r"not finite in torch.float16"),
+    (lambda all_: {**all_, Q.replace("lora_A.weight", "lora_embedding_A"): all_[Q] + 1}, "has lora_A of .* twice"),
     (lambda all_: {}, "has no tensors"),
 ]
 
@@ -110,7 +116,7 @@ def test_damaged_files_are_refused(change, message, places, saved, tmp_path):
     tensors = load_file(saved / "adapter_model.safetensors")
     save_file(change(tensors), tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=message):
-        read_adapter(tmp_path, places)
+        read_adapter(tmp_path, places, dtype=torch.float16)
 
 
 def test_files_that_are_missing_or_cut_off_are_refused(places, saved, tmp_path):
@@ -125,3 +131,22 @@ def test_files_that_are_missing_or_cut_off_are_refused(places, saved, tmp_path):
         read_adapter(tmp_path, places)
     with pytest.raises(ValueError, match="max_lora_rank is 4, but .* has rank 8"):
         read_adapter(saved, places, max_rank=4)
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        read_adapter(tmp_path, places)
+
+
+def test_the_digest_is_of_what_is_computed(places, saved, tmp_path):
+    """So adapters that compute the same share blocks, and those of which only the scale differs do not."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    config = json.loads((saved / "adapter_config.json").read_text())
+    digests = []
+    for change in ({}, {"lora_dropout": 0.5}, {"lora_alpha": 17}):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **change}))
+        digests.append(read_adapter(tmp_path, places).digest)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_pattern_of_layers_may_have_groups():
+    config = AdapterConfig(8, 16, ("q_proj",), layers=(1,), layers_pattern=("(layers|h)",))
+    assert [config.targets(f"model.layers.{i}.self_attn.q_proj") for i in range(3)] == [False, True, False]

@@ -13,6 +13,7 @@ from nanovllm_extras import LLM, LoRARequest, SamplingParams
 from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.serve_settings import make_parser, settings_of
+from nanovllm_extras.serve.served_adapters import ServedAdapters
 from nanovllm_extras.serve.server_options import ServerOptions
 from tests.extras.lora.peft_adapters import make_adapter
 from tests.extras.serve.conftest import CHAT_TEMPLATE, Client
@@ -97,8 +98,14 @@ def test_the_command_line_names_adapters(monkeypatch):
     for bad, message in (("a", "NAME=PATH"), ("=b", "NAME=PATH"), ('{"name": "a"}', "name and path")):
         with pytest.raises(ValueError, match=message):
             options("--lora-modules", bad)
+    with pytest.raises(TypeError, match="lora_name must be a str"):
+        options("--lora-modules", '{"name": ["a"], "path": "b"}')
     with pytest.raises(ValueError, match="--lora-modules needs --enable-lora"):
         settings_of(make_parser().parse_args(["--lora-modules", "a=b"]))
+
+
+def test_numbers_of_new_adapters_are_above_all_others():
+    assert ServedAdapters([LoRARequest("a", 5, "x"), LoRARequest("b", 2, "y")], print).take_number() == 6
 
 
 def loaded(client):
