@@ -147,21 +147,21 @@ def stand_in(seq: Sequence) -> Sequence:
 def sample_alone(runner: ModelRunner, seq: Sequence, position: int, row: torch.Tensor) -> None:
     """Sample the token of one sequence. row: [1, hidden_size], its hidden state"""
     sampling = runner.send(build_sampling([seq], [position]))
-    token_ids, logprobs = runner.choose_tokens(row, sampling, slots_of(seq, 1))
+    token_ids, logprobs = runner.choose_tokens(row, sampling, slots_of(seq, row))
     ArrivingTokens(SampledTokens(token_ids, logprobs)).wait()
 
 
 def read_alone(runner: ModelRunner, step: Step, rows: torch.Tensor) -> None:
     """Read the hidden states of the step's only chunk, `rows`: [num_new_tokens, hidden_size], by its readers."""
     for reader in build_readers(step, np.array([0, len(rows)], dtype=np.int32)):
-        slots = slots_of(step.chunks[0][0], len(rows))
+        slots = slots_of(step.chunks[0][0], rows)
         runner.send(reader).compute(rows, partial(runner.logits_of, slots=slots)).to_host()
 
 
-def slots_of(seq: Any, num_rows: int) -> torch.Tensor | None:
+def slots_of(seq: Any, rows: torch.Tensor) -> torch.Tensor | None:
     """Return the slots of the LoRA adapters of rows of one sequence: [num_rows] int32, or None if it has no adapter."""
     slot = getattr(seq, "adapter_slot", 0)
-    return torch.full((num_rows,), slot, dtype=torch.int32) if slot else None
+    return torch.full((len(rows),), slot, dtype=torch.int32, device=rows.device) if slot else None
 
 
 class ReadingsOf(NamedTuple):

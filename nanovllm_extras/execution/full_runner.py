@@ -180,7 +180,7 @@ class ModelRunner(model_runner.ModelRunner):
             self.draw = config.sampler_cls
         self.device_setup.prepare(self)
         if self.adapters is not None:
-            self.adapters.wrap_vocabulary(self.model, self.dtype, self.part.rank)
+            self.adapters.wrap_vocabulary(self.model, self.device, self.part.rank)
         # from now on, no layer is replaced by a faster version
         self.followers = self.layout.make_followers(self.model, self.kv_caches)
         clock.lap("layers")
@@ -246,6 +246,8 @@ class ModelRunner(model_runner.ModelRunner):
 
     def can_replay(self, batch: Batch) -> bool:
         """Return whether a CUDA graph can compute a batch, which is on the host."""
+        if self.adapters is not None and self.adapters.changes_vocabulary(batch.metadata):
+            return False
         if self.step_graphs is not None:
             return self.step_graphs.can_replay(batch, self.newest_ids)
         return self.graphs is not None and self.graphs.can_replay(batch)
@@ -279,7 +281,7 @@ class ModelRunner(model_runner.ModelRunner):
         """Sample a token for each of the step's samples, and let its readers read."""
         hidden, batch, token_ids = computed
         if token_ids is None:
-            slots, indices = self.slots_of(batch), batch.logits_indices
+            slots, indices = adapters_of(batch.metadata), batch.logits_indices
             of_samples = None if slots is None else slots[indices]
             token_ids, logprobs = self.choose_tokens(self.take_rows(hidden, indices), batch.sampling, of_samples)
             readers = getattr(batch, "readers", ())
@@ -324,10 +326,6 @@ class ModelRunner(model_runner.ModelRunner):
         """
         return sample(self.compute_logits(hidden, slots), sampling, self.draw)
 
-    def slots_of(self, batch: Batch) -> Tensor | None:
-        """Return the slots of the adapters of a step's rows, if one changes logits: [num_tokens], otherwise None."""
-        return None if self.adapters is None or not self.adapters.changes_logits else adapters_of(batch.metadata)
-
     def logits_of(self, hidden: Tensor, rows: Tensor, slots: Tensor | None) -> Tensor:
         """Compute the logits of some rows of hidden: [num_tokens, hidden_size] -> [len(rows), vocab_size]
 
@@ -341,7 +339,7 @@ class ModelRunner(model_runner.ModelRunner):
         slots: [num_rows] int32, the slots of the rows' LoRA adapters; None if no row has one
         """
         if self.adapters is not None:
-            self.adapters.logits_rows.select(slots)
+            self.adapters.logits_rows.slots = slots
         with self.ranks.logits(hidden):
             return self.model.compute_logits(hidden)
 

@@ -5,8 +5,9 @@ all layers of the network read it. `Products` are the matrices of all slots for 
 PyTorch; `cpu/cpu_adapters.py` and `cuda/adapter_kernels.py` have faster ones.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +30,14 @@ class LayerShape:
     def num_projections(self) -> int:
         return len(self.columns) - 1
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Return the first output of each projection, and the end of its outputs."""
+        return list(zip(self.columns, self.columns[1:], strict=False))
+
 
 class AdapterRows:
-    """The rows of the step that is computed. Layers read it, and only `select` changes it."""
+    """The rows of the step that is computed, which layers read."""
 
     def __init__(self) -> None:
         self.slots: Tensor | None = None
@@ -67,15 +73,21 @@ class AdapterRows:
         return list(zip(self.blocks[starts, 0].tolist(), rows, strict=True))
 
 
-class Products(Protocol):
+class Products(ABC):
     """The matrices of the adapters in all slots, for one linear layer."""
+
+    def __init__(self, shape: LayerShape, rows: AdapterRows, num_slots: int, dtype: torch.dtype) -> None:
+        self.shape, self.rows, self.num_slots, self.dtype = shape, rows, num_slots, dtype
 
     def pack(self, a: Tensor, b: Tensor) -> Any:
         """Return the matrices of one projection as `put` takes them. a: [rank, in]; b: [out, rank]; both float32"""
+        return a.to(self.dtype), b.to(self.dtype)
 
+    @abstractmethod
     def put(self, slot: int, packed: list[Any]) -> None:
         """Put an adapter into a slot. packed: of each projection, or None for one that it does not change"""
 
+    @abstractmethod
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add the changes to y = the layer's product of x. x: [num_tokens, in_features]; y: [num_tokens, out_features]
 
@@ -83,15 +95,12 @@ class Products(Protocol):
         """
 
 
-class TorchProducts:
+class TorchProducts(Products):
     """The products in PyTorch: two for each adapter that has rows, and each projection."""
 
     def __init__(self, shape: LayerShape, rows: AdapterRows, num_slots: int, dtype: torch.dtype) -> None:
-        self.shape, self.rows, self.dtype = shape, rows, dtype
+        super().__init__(shape, rows, num_slots, dtype)
         self.slots: list[list[Any]] = [[None] * shape.num_projections for _ in range(num_slots + 1)]
-
-    def pack(self, a: Tensor, b: Tensor) -> Any:
-        return a.to(self.dtype), b.to(self.dtype)
 
     def put(self, slot: int, packed: list[Any]) -> None:
         self.slots[slot] = packed
@@ -100,18 +109,14 @@ class TorchProducts:
         for slot, rows in self.rows.groups():
             index = torch.from_numpy(rows).long()
             own = x[index]
-            for i, packed in enumerate(self.slots[slot]):
+            for (start, end), packed in zip(self.shape.spans, self.slots[slot], strict=True):
                 if packed is not None:
                     a, b = packed
-                    part = y[:, self.shape.columns[i] : self.shape.columns[i + 1]]
-                    part.index_add_(0, index, F.linear(F.linear(own, a), b))
+                    y[:, start:end].index_add_(0, index, F.linear(F.linear(own, a), b))
 
 
-class MaskedProducts:
-    """The products in PyTorch on a device: all slots are one product, and a mask keeps the ranks of a row's adapter.
-
-    The host decides nothing, so CUDA graphs can record it. It computes `num_slots` times as much as is needed.
-    """
+class DeviceProducts(Products):
+    """Products of which the host decides nothing, so CUDA graphs can record them: the device has all matrices."""
 
     def __init__(
         self,
@@ -122,28 +127,33 @@ class MaskedProducts:
         max_rank: int,
         device: torch.device,
     ) -> None:
-        self.shape, self.rows, self.dtype, self.max_rank = shape, rows, dtype, max_rank
-        num_ranks = num_slots * max_rank
-        self.a = torch.zeros(shape.num_projections, num_ranks, shape.num_inputs, dtype=dtype, device=device)
-        self.b = torch.zeros(shape.columns[-1], num_ranks, dtype=dtype, device=device)
-        self.owners = torch.arange(num_slots, device=device).repeat_interleave(max_rank) + 1  # [num_slots * max_rank]
-
-    def pack(self, a: Tensor, b: Tensor) -> Any:
-        return a.to(self.dtype), b.to(self.dtype)
+        super().__init__(shape, rows, num_slots, dtype)
+        self.rank = max(16, 1 << (max_rank - 1).bit_length())  # in memory, a power of two for the kernel
+        num_ranks = shape.num_projections * self.rank
+        self.a = torch.zeros(num_slots, num_ranks, shape.num_inputs, dtype=dtype, device=device)
+        self.b = torch.zeros(num_slots, shape.columns[-1], self.rank, dtype=dtype, device=device)
 
     def put(self, slot: int, packed: list[Any]) -> None:
-        ranks = slice((slot - 1) * self.max_rank, slot * self.max_rank)
-        for i, one in enumerate(packed):
-            a, b = self.a[i, ranks], self.b[self.shape.columns[i] : self.shape.columns[i + 1], ranks]
+        for i, ((start, end), one) in enumerate(zip(self.shape.spans, packed, strict=True)):
+            a, b = self.a[slot - 1, i * self.rank : (i + 1) * self.rank], self.b[slot - 1, start:end]
             a.zero_()
             b.zero_()
             if one is not None:
                 a[: len(one[0])] = one[0]
                 b[:, : len(one[0])] = one[1]
 
+
+class MaskedProducts(DeviceProducts):
+    """The products in PyTorch: those of all slots, of which a mask keeps those of a row's adapter.
+
+    It computes `num_slots` times as much as is needed.
+    """
+
     def add(self, x: Tensor, y: Tensor) -> None:
         assert self.rows.slots is not None
-        is_own = (self.rows.slots[:, None] == self.owners).to(x.dtype)  # [num_tokens, num_slots * max_rank]
-        for i in range(self.shape.num_projections):
-            columns = slice(self.shape.columns[i], self.shape.columns[i + 1])
-            y[:, columns] += F.linear(F.linear(x, self.a[i]) * is_own, self.b[columns])
+        slots = torch.arange(1, self.num_slots + 1, device=x.device)
+        is_other = self.rows.slots[:, None] != slots  # [num_tokens, num_slots]
+        t = F.linear(x, self.a.flatten(0, 1)).view(len(x), self.num_slots, self.shape.num_projections, self.rank)
+        t = t.masked_fill(is_other[:, :, None, None], 0)  # not a product, since another adapter's may be infinite
+        for i, (start, end) in enumerate(self.shape.spans):
+            y[:, start:end] += torch.einsum("tsr,sor->to", t[:, :, i], self.b[:, start:end])

@@ -31,7 +31,7 @@ from nanovllm_extras.lora.vocabulary import (
     VocabularyMatrices,
     find_vocabulary,
 )
-from nanovllm_extras.records.adapter_metadata import with_adapters
+from nanovllm_extras.records.adapter_metadata import adapters_of, with_adapters
 from nanovllm_extras.records.loaded_adapter import LoadedAdapter
 from nanovllm_extras.weights.cut import Cut
 
@@ -65,18 +65,19 @@ class Adapters:
         cuts: Mapping[str, Cut],
         num_slots: int,
         max_rank: int,
+        dtype: torch.dtype,
         rows: AdapterRows,
         keep: Keep = list,
         refused: Mapping[str, str] | None = None,
     ) -> None:
         self._keep_packed = keep
-        self.num_slots, self.max_rank, self.rows = num_slots, max_rank, rows
+        self.num_slots, self.max_rank, self.dtype, self.rows = num_slots, max_rank, dtype, rows
         self._places, self._share, self._cuts = find_places(whole), find_places(share), cuts
         self._names = Names(whole)
         self._refused = refused or {}
         self._vocabulary = [one for one in find_vocabulary(whole) if one.path.rpartition(".")[2] not in self._refused]
-        self.logits_rows = AdapterRows()  # those whose logits are computed
-        self._head: VocabularyMatrices | None = None
+        self.logits_rows = AdapterRows()  # those whose logits are computed; only their slots are read
+        self._of_vocabulary: list[VocabularyMatrices] = []
         self._products: list[Products] = []
         self._packed: dict[int, list[list[Any]]] = {}  # number of an adapter -> of each place, of each projection
         self._in_slot: list[int] = [0] * (num_slots + 1)  # numbers of adapters; slot 0 is none
@@ -91,25 +92,31 @@ class Adapters:
             module = model.get_submodule(parent)
             setattr(module, name, LoraLinear(getattr(module, name), shape, self.rows, products))
 
-    def wrap_vocabulary(self, model: Any, dtype: torch.dtype, rank: int) -> None:
+    def wrap_vocabulary(self, model: Any, device: torch.device, rank: int) -> None:
         """Replace embeddings and output layer, once no layer is replaced by a faster one and the ranks have joined."""
         head, table = model.lm_head, model.model.embed_tokens  # perhaps one layer
         for place in self._vocabulary:
             is_head = place.path == HEAD
-            matrices = VocabularyMatrices(self.logits_rows if is_head else self.rows, self.num_slots, dtype, rank == 0)
-            self._products.append(matrices)
+            rows = self.logits_rows if is_head else self.rows
+            sizes = shape_of(place), rows, self.num_slots, self.dtype
+            matrices = VocabularyMatrices(*sizes, device, is_kept=rank == 0)
+            self._of_vocabulary.append(matrices)
             if is_head:
-                self._head = matrices
                 model.lm_head = LoraHead(head, matrices)
             elif hasattr(table, "add_before_sum"):  # of several ranks
                 table.add_before_sum = matrices.add_rows
             else:
                 model.model.embed_tokens = LoraEmbedding(table, matrices)
+        self._products += self._of_vocabulary
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether an adapter in a slot changes the output layer."""
-        return self._head is not None and self._head.has_any
+    def changes_vocabulary(self, metadata: AttentionMetadata) -> bool:
+        """Return whether rows of a step have an adapter of the embeddings or of the output layer.
+
+        metadata: on the host. CUDA graphs, which have been recorded without these adapters, cannot compute the step.
+        """
+        slots = adapters_of(metadata)
+        found = [] if slots is None else slots.unique().tolist()
+        return any(one.slots[slot] is not None for one in self._of_vocabulary for slot in found)
 
     # ---- commands
 
@@ -134,13 +141,17 @@ class Adapters:
             number, folder, digest = values
             try:
                 adapter = self._read(Path(folder))
-            except (ValueError, OSError):  # such as a folder that this rank's machine does not have
+            except ValueError:  # such as a folder that this rank's machine does not have
                 return 0
             return self._keep(number, adapter) if adapter.digest == digest else 0
         return self._put(*values) if kind == PUT else self._forget(*values)
 
     def _read(self, folder: Path) -> Adapter:
-        return read_adapter(folder, [*self._places, *self._vocabulary], self._names.of, self.max_rank, self._refused)
+        places = [*self._places, *self._vocabulary]
+        try:
+            return read_adapter(folder, places, self._names.of, self.max_rank, self._refused, self.dtype)
+        except OSError as error:
+            raise ValueError(f"lora_path cannot be read: {error}") from error
 
     def _keep(self, number: int, adapter: Adapter) -> int:
         packed = []

@@ -67,16 +67,14 @@ def make_adapters(runner: HasNetwork) -> Adapters:
     else:
         rows = AdapterRows()
         make = partial(TorchProducts, num_slots=config.max_loras, dtype=runner.dtype)
-    adapters = Adapters(whole, share, cuts, config.max_loras, max_rank, rows, keep, refused_by(runner))
+    sizes = config.max_loras, max_rank, runner.dtype
+    adapters = Adapters(whole, share, cuts, *sizes, rows, keep, refused_by(runner))
     adapters.wrap(runner.model, make)
     return adapters
 
 
 def refused_by(runner: HasNetwork) -> dict[str, str]:
     """Return which of the embeddings and the output layer can have no adapters, and why."""
-    if runner.device.type == "cuda" or runner.config.attention_backend == "triton":
-        why = "on CUDA it can have no adapter: a graph would read a whole table for each slot, also if none is used"
-        return dict.fromkeys(VOCABULARY, why)
     if runner.config.has_mtp_head:
         why = "with the method mtp it can have no adapter: the head computes rows of its own with this layer"
         return dict.fromkeys(VOCABULARY, why)

@@ -8,7 +8,8 @@ unmerged model of PEFT does. The rows of `embed_tokens` are all tokens of a step
 them, so the runner selects the adapters of these rows before it computes logits.
 
 Of several ranks, rank 0 has these matrices whole: it adds the change of the embeddings to its part of the ranks' sum,
-and that of the logits once it has gathered them. All is in PyTorch, since a step reads few rows of these matrices.
+and that of the logits once it has gathered them. All is in PyTorch, since a step reads few rows of these matrices. On
+CUDA, steps with such adapters are computed without graphs: others need no memory and no kernels for them.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm_extras.kernels.adapter_rows import AdapterRows
+from nanovllm_extras.kernels.adapter_rows import AdapterRows, LayerShape, Products
 from nanovllm_extras.lora.places import Place, Projection
 
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
@@ -32,26 +33,31 @@ def find_vocabulary(network: Any) -> list[Place]:
     ]
 
 
-class VocabularyMatrices:
+class VocabularyMatrices(Products):
     """A and B of one of the two layers, for the adapters in all slots.
 
     rows: of the step, or of its logits; is_kept: False above rank 0, which does not read them
     """
 
-    def __init__(self, rows: AdapterRows, num_slots: int, dtype: torch.dtype, is_kept: bool = True) -> None:
-        self.rows, self.dtype, self.is_kept = rows, dtype, is_kept
+    def __init__(
+        self,
+        shape: LayerShape,
+        rows: AdapterRows,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_kept: bool,
+    ) -> None:
+        super().__init__(shape, rows, num_slots, dtype)
+        self.device, self.is_kept = device, is_kept
         self.slots: list[Any] = [None] * (num_slots + 1)
 
     def pack(self, a: Tensor, b: Tensor) -> Any:
-        return (a.to(self.dtype), b.to(self.dtype)) if self.is_kept else None
+        return super().pack(a, b) if self.is_kept else None
 
     def put(self, slot: int, packed: list[Any]) -> None:
-        (self.slots[slot],) = packed
-
-    @property
-    def has_any(self) -> bool:
-        """Whether an adapter in a slot changes this layer."""
-        return any(one is not None for one in self.slots)
+        (one,) = packed
+        self.slots[slot] = None if one is None else [matrix.to(self.device) for matrix in one]
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add x A^T B^T to y. x: [num_rows, hidden_size]; y: [num_rows, vocab_size], which may have another dtype"""
@@ -64,11 +70,11 @@ class VocabularyMatrices:
             x.index_add_(0, index, F.linear(a[:, token_ids[index]].T, b).to(x.dtype))
 
     def _groups(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return (rows, A, B) for each adapter that has rows and changes this layer."""
-        if self.rows.slots is None or not self.has_any:
+        """Return (rows, A, B) for each adapter in a slot that changes this layer."""
+        slots = self.rows.slots
+        if slots is None:
             return []
-        groups = [(rows, self.slots[slot]) for slot, rows in self.rows.groups()]
-        return [(torch.from_numpy(rows).long(), *one) for rows, one in groups if one is not None]
+        return [(torch.nonzero(slots == i)[:, 0], *one) for i, one in enumerate(self.slots) if one is not None]
 
 
 class LoraEmbedding(nn.Module):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm_extras.kernels.adapter_rows import AdapterRows, LayerShape
+from nanovllm_extras.kernels.adapter_rows import AdapterRows, LayerShape, Products
 from nanovllm_extras.kernels.cpu.cpu_layers import HugePages
 from nanovllm_extras.kernels.cpu.library import LANES, load_library
 
@@ -58,11 +58,13 @@ class CpuAdapterRows(AdapterRows):
         self.address = addressof(self.struct)
 
 
-class CpuProducts:
+class CpuProducts(Products):
     """The products of one linear layer in C."""
 
     def __init__(self, shape: LayerShape, rows: CpuAdapterRows, num_slots: int, dtype: torch.dtype) -> None:
-        self.library, self.rows, self.dtype = load_library(dtype), rows, dtype
+        super().__init__(shape, rows, num_slots, dtype)
+        self.rows: CpuAdapterRows = rows
+        self.library = load_library(dtype)
         self.packed: list[list[PackedMatrices | None]] = [[None] * shape.num_projections for _ in range(num_slots + 1)]
         self.matrices = np.zeros((num_slots + 1, shape.num_projections, 3), np.int64)  # `struct adapter_matrices`
         self.columns = np.array(shape.columns, np.int64)
@@ -100,9 +102,8 @@ def in_huge_pages(packed: list[list[PackedMatrices | None]]) -> list[list[Packed
 
     kept: list[list[PackedMatrices | None]] = []
     for layer in packed:
-        every_a = [None if one is None else copy(one.a) for one in layer]
-        pairs = zip(every_a, layer, strict=True)
-        kept.append([None if one is None else one._replace(a=a, b=copy(one.b)) for a, one in pairs])
+        own = [None if one is None else one._replace(a=copy(one.a)) for one in layer]
+        kept.append([None if one is None else one._replace(b=copy(one.b)) for one in own])
     return kept
 
 

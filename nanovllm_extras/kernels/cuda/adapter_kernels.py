@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm_extras.kernels.adapter_rows import AdapterRows, LayerShape
+from nanovllm_extras.kernels.adapter_rows import DeviceProducts, LayerShape
 
 ROWS = 16  # of a tensor core's product
 OUTPUTS = 64  # of one program
@@ -71,43 +71,19 @@ def slot_product_kernel(
     tl.store(places, acc.to(dtype), mask=is_place)
 
 
-class TritonProducts:
-    """The products of one linear layer, with the matrices of all slots on the device."""
+class TritonProducts(DeviceProducts):
+    """The products of one linear layer by the kernel."""
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        rows: AdapterRows,
-        num_slots: int,
-        dtype: torch.dtype,
-        max_rank: int,
-        device: torch.device,
-    ) -> None:
-        self.shape, self.rows, self.dtype, self.num_slots = shape, rows, dtype, num_slots
-        self.max_rank = rank = max(16, triton.next_power_of_2(max_rank))
-        num_ranks = shape.num_projections * rank
-        self.a = torch.zeros(num_slots, num_ranks, shape.num_inputs, dtype=dtype, device=device)
-        self.b = torch.zeros(num_slots, shape.columns[-1], rank, dtype=dtype, device=device)
+    def __init__(self, shape: LayerShape, *sizes: Any) -> None:
+        super().__init__(shape, *sizes)
+        num_ranks = self.a.shape[1]
         down = [(first, num_ranks, 0) for first in range(0, num_ranks, OUTPUTS)]
         up = [
-            (first, end, i * rank)
-            for i, (start, end) in enumerate(zip(shape.columns, shape.columns[1:], strict=False))
+            (first, end, i * self.rank)
+            for i, (start, end) in enumerate(shape.spans)
             for first in range(start, end, OUTPUTS)
         ]
-        self.down, self.up = (torch.tensor(blocks, dtype=torch.int32, device=device) for blocks in (down, up))
-
-    def pack(self, a: Tensor, b: Tensor) -> Any:
-        return a.to(self.dtype), b.to(self.dtype)
-
-    def put(self, slot: int, packed: list[Any]) -> None:
-        for i, one in enumerate(packed):
-            a = self.a[slot - 1, i * self.max_rank : (i + 1) * self.max_rank]
-            b = self.b[slot - 1, self.shape.columns[i] : self.shape.columns[i + 1]]
-            a.zero_()
-            b.zero_()
-            if one is not None:
-                a[: len(one[0])] = one[0]
-                b[:, : len(one[0])] = one[1]
+        self.down, self.up = (torch.tensor(blocks, dtype=torch.int32, device=self.a.device) for blocks in (down, up))
 
     def add(self, x: Tensor, y: Tensor) -> None:
         x = x.contiguous()

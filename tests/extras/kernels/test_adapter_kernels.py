@@ -12,7 +12,7 @@ from nanovllm_extras import LLM, TINY_QWEN3, LoRARequest, SamplingParams
 from nanovllm_extras.kernels.adapter_rows import AdapterRows, LayerShape, MaskedProducts
 from nanovllm_extras.kernels.cuda.adapter_kernels import TritonProducts
 from tests.extras.kernels.on_device import DEVICE, DTYPES, IS_INTERPRETED, randn
-from tests.extras.lora.peft_adapters import make_adapter
+from tests.extras.lora.peft_adapters import ALL, make_adapter
 
 NUM_SLOTS, MAX_RANK = 5, 20
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -47,8 +47,8 @@ def test_each_row_has_its_own_adapter(kind, dtype, shape, slots):
                 packed.append(products.pack(a, b))
                 expected[own, start:end] += x[own].double() @ a.double().T @ b.double().T
             else:
-                is_masked = kind is MaskedProducts or own.any()  # which multiplies by what it masks
-                packed.append(None if is_masked else products.pack(a * math.nan, b * math.nan))
+                b = b if kind is MaskedProducts else b * math.nan  # the mask is between A and B
+                packed.append(None if own.any() else products.pack(a * math.nan, b))
         products.put(slot, packed)
     products.add(x, y)
     torch.testing.assert_close(y.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
@@ -57,18 +57,19 @@ def test_each_row_has_its_own_adapter(kind, dtype, shape, slots):
 
 
 def test_an_engine_has_the_tokens_of_pytorch(tmp_path):
-    """The layers are fused ones: decodes and prompts of two adapters and none are in the same steps."""
-    for seed, name in enumerate("ab"):
-        make_adapter(tmp_path / name, seed, scale=0.6, r=3 + seed)
-    adapters = [LoRARequest(name, i, tmp_path / name) for i, name in enumerate("ab", 1)]
+    """The layers are fused ones: decodes and prompts of adapters and none are in the same steps."""
+    targets = {"a": ALL, "b": ALL, "c": ["embed_tokens", "lm_head", "q_proj"]}
+    for seed, (name, modules) in enumerate(targets.items()):
+        make_adapter(tmp_path / name, seed, scale=0.6, r=3 + seed, target_modules=modules)
+    adapters = [LoRARequest(name, i, tmp_path / name) for i, name in enumerate(targets, 1)]
     found = []
     for backend in ("triton", "torch"):
         options = {"attention_backend": backend, "enforce_eager": backend == "torch", "max_num_batched_tokens": 20}
         llm = LLM(
-            TINY_QWEN3, device=DEVICE.type, dtype="float32", num_kv_blocks=40, enable_lora=True, max_loras=2, **options
+            TINY_QWEN3, device=DEVICE.type, dtype="float32", num_kv_blocks=40, enable_lora=True, max_loras=3, **options
         )
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        outputs = llm.generate([[*range(9, 26)]] * 3, params, use_tqdm=False, lora_request=[None, *adapters])
+        outputs = llm.generate([[*range(9, 26)]] * 4, params, use_tqdm=False, lora_request=[None, *adapters])
         found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
-    assert len(set(map(tuple, found[0]))) == 3
+    assert len(set(map(tuple, found[0]))) == 4

@@ -50,9 +50,9 @@ class Lifetimes(RuleBasedStateMachine):
         network, self.rows = Network(), AdapterRows()
         with torch.no_grad():
             network.linear.weight.zero_()
-        self.runner = Adapters(network, network, {}, MAX_LORAS, 1, self.rows)
+        self.runner = Adapters(network, network, {}, MAX_LORAS, 1, torch.float32, self.rows)
         self.runner.wrap(network, lambda shape, rows: TorchProducts(shape, rows, MAX_LORAS, torch.float32))
-        self.runner.wrap_vocabulary(network, torch.float32, 0)
+        self.runner.wrap_vocabulary(network, torch.device("cpu"), 0)
         self.network, self.slots = network, AdapterSlots(MAX_LORAS)
         self.registry = AdapterRegistry(self.runner, Alone, MAX_LOADED, self.in_use)
         self.waiting, self.running = [], []

@@ -104,6 +104,9 @@ def test_adapters_come_and_go(folders):
         assert list([*stream][-1].outputs[0].token_ids) == expected["a"]
         assert tokens(llm, LoRARequest("c", 3, folders / "c")) not in expected.values()
         assert engine.list_loras() == {1, 3}, "the least recently used one is forgotten"
+        with pytest.raises(ValueError, match="must be a folder"):
+            engine.add_lora(LoRARequest("damaged", 9, folders))
+        assert engine.list_loras() == {1, 3}, "and not for one that cannot be read"
         assert tokens(llm, adapter(folders, "b")) == expected["b"], "and read again"
 
 
@@ -111,6 +114,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_queued(llm, folders
     expected = tokens(llm, adapter(folders, "a"))
     bad = [
         (LoRARequest("x", 7, folders), ValueError, r"must be a folder with adapter_config\.json"),
+        (LoRARequest("x", 7, "a" * 5000), ValueError, "lora_path cannot be read: .*File name too long"),
         (LoRARequest("b", 1, folders / "b"), ValueError, "lora_int_id 1 belongs to the adapter 'a'"),
         (LoRARequest("a", 7, folders / "a"), ValueError, "lora_name 'a' belongs to the adapter with lora_int_id 1"),
         ("a", TypeError, "lora_request must be a LoRARequest, a list"),
