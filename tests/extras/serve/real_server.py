@@ -20,6 +20,7 @@ from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.routes.server import DrainingServer, listen
 from nanovllm_extras.serve.server_options import ServerOptions
+from nanovllm_extras.serve.state import Server
 
 ROOT = Path(__file__).resolve().parents[3]
 QUESTIONS = [
@@ -36,6 +37,8 @@ class RealServer:
     port: int
     llm: AsyncLLM | None = None
     """Of a server in this process."""
+    state: Server | None = None
+    """Of a server in this process: its application's."""
     process: subprocess.Popen | None = None
     scheme: str = "http"
 
@@ -51,7 +54,7 @@ class RealServer:
         assert samples, f"no {name} in {text}"
         return sum(map(float, samples))
 
-    def wait_until_idle(self, timeout_s=20.0):
+    def wait_until_idle(self, timeout_s=60.0):
         """No request runs or waits, and no block is owned by any."""
         deadline = time.monotonic() + timeout_s
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -90,12 +93,12 @@ def in_thread(llm, **options):
 
     thread = threading.Thread(target=loop.run_until_complete, args=[serve()])
     thread.start()
-    is_made.wait(30)
+    is_made.wait(60)
     try:
-        yield RealServer(listening.getsockname()[1], llm=llm)
+        yield RealServer(listening.getsockname()[1], llm=llm, state=app.state.server)
     finally:
         servers[0].should_exit = True
-        thread.join(30)
+        thread.join(60)
         loop.close()
 
 
@@ -111,7 +114,7 @@ def in_process(*arguments, timeout_s=120.0, tls=None):
             yield RealServer(port, process=process, scheme=scheme)
         finally:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0, read(log)
+            assert process.wait(60) == 0, read(log)
 
 
 @contextlib.contextmanager
@@ -125,7 +128,7 @@ def started(*words):
             yield RealServer(wait_for_port(process, log, 120), process=process)
         finally:
             process.terminate()
-            assert process.wait(30) in (0, -signal.SIGKILL)
+            assert process.wait(60) in (0, -signal.SIGKILL)
 
 
 def wait_for_port(process, log, timeout_s, tls=None):

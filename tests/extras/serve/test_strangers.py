@@ -130,7 +130,8 @@ def trickle(connection, sent):
     connection.sendall(sent)
     connection.settimeout(0.05)
     with contextlib.suppress(ConnectionError):
-        while time.perf_counter() < start + 15:
+        while True:
+            assert time.perf_counter() < start + 60, "the server does not end the connection"
             with contextlib.suppress(TimeoutError):
                 piece = connection.recv(1 << 16)
                 received += piece
@@ -149,7 +150,7 @@ def test_a_request_that_never_arrives_is_given_up(llm, monkeypatch, sent):
     monkeypatch.setattr(server, "BODY_S", 0.3)
     with in_thread(llm) as one, one.connect() as connection:
         received, seconds = trickle(connection, sent)
-        assert 0.25 < seconds < 10
+        assert seconds > 0.25
         assert received.startswith(b"HTTP/1.1 408 ")
         assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
 
@@ -168,22 +169,28 @@ def test_a_connection_that_has_sent_nothing_is_closed_without_an_answer(llm, mon
     """A pool of connections may hold one for its next request, and would take an answer as that of this request."""
     monkeypatch.setattr(server, "HEAD_S", 0.2)
     with in_thread(llm, timeout_keep_alive_s=0.3) as one:
+        start = time.perf_counter()
         with one.connect() as connection:
-            start = time.perf_counter()
             assert read_all(connection) == b""
-            assert 0.25 < time.perf_counter() - start < 10
-        with one.connect() as connection:
-            time.sleep(0.1)
-            connection.sendall(post(PATH, json.dumps(BODY).encode()))
-            assert read_answer(connection)[0] == 200
-            start = time.perf_counter()
-            assert read_all(connection) == b"", "closed between two requests"
-            assert 0.25 < time.perf_counter() - start < 10
+            assert time.perf_counter() - start > 0.25
+        for _ in range(20):
+            with one.connect() as connection:
+                start = time.perf_counter()
+                connection.sendall(post(PATH, json.dumps(BODY).encode()))
+                try:
+                    answer = read_answer(connection)
+                except (http.client.HTTPException, ConnectionError):
+                    continue  # this process has stood still for so long that the request came too late
+                assert answer[0] == 200
+                assert read_all(connection) == b"", "closed between two requests"
+                assert time.perf_counter() - start > 0.25
+                return
+        raise AssertionError("no request has been answered")
 
 
 def test_a_connection_without_a_request_is_kept_as_long_as_the_option_says(llm, monkeypatch):
     monkeypatch.setattr(server, "HEAD_S", 0.05)
-    with in_thread(llm, timeout_keep_alive_s=0.4) as one, one.connect() as connection:
+    with in_thread(llm, timeout_keep_alive_s=60) as one, one.connect() as connection:
         for _ in range(2):
             time.sleep(0.15)  # longer than HEAD_S, the limit of a request that has begun
             connection.sendall(post(PATH, json.dumps(BODY).encode()))
@@ -193,8 +200,7 @@ def test_a_connection_without_a_request_is_kept_as_long_as_the_option_says(llm, 
 def test_a_body_that_goes_on_after_its_answer_gets_no_second_one(llm, monkeypatch):
     monkeypatch.setattr(server, "BODY_S", 0.5)
     with in_thread(llm) as one, one.connect() as connection:
-        received, seconds = trickle(connection, post("/v1/nothing", b"{" + b" " * 900)[:-500])
-        assert seconds < 10
+        received, _ = trickle(connection, post("/v1/nothing", b"{" + b" " * 900)[:-500])
         assert received.startswith(b"HTTP/1.1 404 ")
         assert received.count(b"HTTP/1.1") == 1
 
@@ -405,7 +411,7 @@ def test_work_that_waits_is_limited_and_ends_when_its_client_leaves(monkeypatch)
     def work(name):
         def function(check):
             begun.append(name)
-            may_go_on.wait(10)
+            may_go_on.wait(60)
             try:
                 check()
             except ClientGone:
@@ -447,7 +453,7 @@ def run_in_turns(monkeypatch):
             pool, requests = Workers(), {name: Request(name[0]) for name in names}
 
             def work(name):
-                return lambda check: (may_go_on.wait(10), order.append(name))
+                return lambda check: (may_go_on.wait(60), order.append(name))
 
             tasks = []
             for name, request in requests.items():
@@ -502,9 +508,18 @@ def test_answers_that_wait_to_be_written_are_never_refused(monkeypatch):
     server.asyncio.run(run())
 
 
-def test_threads_take_short_turns_only_while_one_works():
+@pytest.fixture
+def usual():
+    """The switch interval that Python begins with, whatever other tests have left."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    yield 0.005
+    sys.setswitchinterval(before)
+
+
+def test_threads_take_short_turns_only_while_one_works(usual):
     """Also when the work fails. A step of the engine would wait for 5 ms at each of its kernels."""
-    during, after, usual = [], [], sys.getswitchinterval()
+    during, after = [], []
 
     def work(check):
         during.append(sys.getswitchinterval())
@@ -516,7 +531,9 @@ def test_threads_take_short_turns_only_while_one_works():
         for num_works in (1, 1, 3):
             works = [pool.write(f"caller {i}", work) for i in range(num_works)]
             await asyncio.gather(*works, return_exceptions=True)
-            await asyncio.sleep(0.01)  # the loop is notified of the end
+            give_up = time.monotonic() + 60
+            while sys.getswitchinterval() < usual / 2 and time.monotonic() < give_up:
+                await asyncio.sleep(0.01)  # the loop is notified of the end
             after.append(sys.getswitchinterval())
 
     asyncio.run(run())
@@ -533,7 +550,7 @@ def test_a_turn_that_comes_as_its_client_leaves_goes_to_the_next():
         await server.asyncio.sleep(0)
         turns.end()
         waiting[0].cancel()
-        await server.asyncio.wait_for(waiting[1], 5)
+        await server.asyncio.wait_for(waiting[1], 60)
         turns.end()
         assert turns._num_free == 1
 
@@ -586,23 +603,42 @@ def test_one_caller_holds_a_share_of_the_bodies_that_are_read(llm, monkeypatch):
     content = json.dumps({**BODY, "x": "a" * 900}).encode()
     with in_thread(llm, api_keys=("one", "two"), max_request_bytes=1000) as served, contextlib.ExitStack() as opened:
         held = [opened.enter_context(served.connect()) for _ in range(3)]
-        for connection, key in zip(held, ("one", "one", "two"), strict=True):
-            connection.sendall(post(PATH, content, f"Authorization: Bearer {key}")[:-100])
-            time.sleep(0.05)
+
+        def send(number, key):
+            held[number].sendall(post(PATH, content, f"Authorization: Bearer {key}")[:-100])
+
+        send(0, "one")
+        until_bytes_count(served, len(content) - 100)
+        send(1, "one")
         assert read_answer(held[1])[2]["error"]["code"] == "busy"
+        send(2, "two")
+        until_bytes_count(served, 2 * (len(content) - 100))
         for connection in (held[0], held[2]):
             connection.sendall(content[-100:])
             assert read_answer(connection)[0] == 200
 
 
+def until_bytes_count(served, num_bytes):
+    """The bodies that are being read have this many bytes."""
+    give_up = time.monotonic() + 60
+    while (found := served.state.body_bytes.total()) != num_bytes:
+        assert time.monotonic() < give_up, found
+        time.sleep(0.005)
+
+
 def test_a_large_body_has_a_pace(llm, monkeypatch):
-    """One that trickles ends when it is late; one that keeps the pace is served, though it takes longer."""
+    """One that trickles ends when it is late; one that keeps the pace is served, though it takes longer.
+
+    On a busy machine a client may fall behind, so it has several turns to keep the pace.
+    """
     monkeypatch.setattr(body, "LARGE_BODY", 100)
     monkeypatch.setattr(body, "STALL_S", 0.1)
     monkeypatch.setattr(body, "MIN_PACE", 2000)
     content = json.dumps({**BODY, "x": "a" * 800}).encode()
-    for num_bytes, status in ((200, 200), (20, 408)):
-        with in_thread(llm) as served, served.connect() as connection:
+
+    def status_of(served, num_bytes):
+        """Of a body that comes in pieces of this size, 20 pieces per second."""
+        with served.connect() as connection:
             start = time.perf_counter()
             connection.sendall(post(PATH, content)[: -len(content)])
             for first in range(0, len(content), num_bytes):
@@ -611,8 +647,13 @@ def test_a_large_body_has_a_pace(llm, monkeypatch):
                 time.sleep(0.05)
                 if select.select([connection], [], [], 0)[0]:
                     break
-            assert read_answer(connection)[0] == status
-            assert 0.15 < time.perf_counter() - start < 2
+            status = read_answer(connection)[0]
+            assert time.perf_counter() - start > body.STALL_S
+            return status
+
+    with in_thread(llm) as served:
+        assert 200 in (status_of(served, 200) for _ in range(20))
+        assert status_of(served, 20) == 408
 
 
 @pytest.mark.parametrize(("path", "stream"), [(PATH, True), (CHAT, False), (RESPONSES, True)])
