@@ -102,7 +102,7 @@ def test_a_client_that_closes_its_socket_costs_one_step_at_most(llm, server, gat
     with server.connect() as connection:
         connection.sendall(f"{head}\r\n\r\n".encode() + content)
         wait_until(lambda: gate.num_steps == 1)
-    time.sleep(0.1)  # the server notices that the socket is closed
+    wait_until(lambda: server.state.num_in_progress == 0)  # the server notices that the socket is closed
     gate.is_open.set()
     answer = ask(server.url, "/v1/completions", {"model": "tiny-qwen3", "prompt": [1, 2, 3], "max_tokens": 1})
     assert answer["usage"]["completion_tokens"] == 1
@@ -249,12 +249,15 @@ def test_a_task_that_is_cancelled_after_another_has_gone_on_ends_nothing(llm):
         params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
         whole, stream = await tokens(llm.generate([1, 2, 3], params)), llm.generate([1, 2, 3], params)
 
+        has_read = asyncio.Event()
+
         async def read_and_wait():
             await anext(stream)
+            has_read.set()
             await asyncio.sleep(60)
 
         first = asyncio.create_task(read_and_wait())
-        await asyncio.sleep(0.02)
+        await has_read.wait()
         second = asyncio.create_task(tokens(stream))
         await asyncio.sleep(0)
         first.cancel()
@@ -293,8 +296,9 @@ def test_shutdown_does_not_wait_for_requests_that_are_queued(with_tokenizer, mon
             inbox = await made.submit(requests)
             while gate.num_steps == 0:
                 await asyncio.sleep(0.005)
-            ending = asyncio.create_task(asyncio.to_thread(made.shutdown))
-            await asyncio.sleep(0.05)
+            thread, ending = made.thread, asyncio.create_task(asyncio.to_thread(made.shutdown))
+            while not thread._must_end:
+                await asyncio.sleep(0.005)
             gate.is_open.set()
             await ending
             with pytest.raises(RuntimeError, match="shut down"):

@@ -59,7 +59,7 @@ class Gate:
         llm.engine.step = self._wait_and_step
 
     def _wait_and_step(self):
-        assert self._allowed.acquire(timeout=20)
+        assert self._allowed.acquire(timeout=60)
         self.num_steps += 1
         return self._step()
 
@@ -83,10 +83,17 @@ async def tokens_of(stream):
 
 
 async def until(condition):
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < give_up
         await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def slow_steps(llm, monkeypatch):
+    """A request takes seconds, so that a client of a busy machine leaves before its end."""
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.02), step())[1])
 
 
 def is_idle(llm):
@@ -132,7 +139,7 @@ def test_two_event_loops_at_once(llm, expected):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert results == {i: expected[i][:16] for i in range(2)}
 
 
@@ -166,6 +173,7 @@ def test_long_texts_are_encoded_in_a_thread(new_llm, with_tokenizer, monkeypatch
 # ---- consumers that leave, or are slow
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_breaking_out_of_the_loop_aborts(llm):
     async def main():
         async for _ in llm.generate(PROMPTS[0], greedy(200)):
@@ -180,6 +188,7 @@ def test_breaking_out_of_the_loop_aborts(llm):
     assert after.generation_tokens - before.generation_tokens < 200
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_abort_by_id_ends_the_stream(llm):
     async def main():
         last = None
@@ -196,11 +205,15 @@ def test_abort_by_id_ends_the_stream(llm):
 
 
 def test_outputs_merge_until_a_slow_consumer_reads_them(llm, expected):
+    gate = Gate(llm)
+    gate.allow()
+
     async def slow():
         num_outputs = 0
         async for output in llm.generate(PROMPTS[0], greedy(40)):
             num_outputs += 1
             if num_outputs == 1:  # all others are served meanwhile, and so is the rest of this request
+                gate.open()
                 others = await asyncio.gather(*[tokens_of(llm.generate(p, greedy(40))) for p in PROMPTS[1:]])
                 await until(lambda: is_idle(llm))
             tokens = output.outputs[0].token_ids
@@ -220,7 +233,7 @@ def test_deltas_merge_until_a_slow_consumer_reads_them(llm, num_read_before):
         params, outputs = SamplingParams(**fields, output_kind=RequestOutputKind.DELTA), []
         inbox = await llm.submit([NewRequest("slow", PROMPTS[0], params)])
         while inbox.unfinished:
-            if len(outputs) == num_read_before:
+            if len(outputs) >= num_read_before:
                 await until(lambda: "slow" not in llm._inboxes)
             outputs += await inbox.take()
         return outputs
@@ -285,7 +298,7 @@ def test_consumers_that_come_and_go_at_random(llm, expected):
 def test_what_cannot_be_served_is_an_error_of_its_consumer(llm, arguments, error, message):
     async def main():
         await asyncio.gather(
-            tokens_of(llm.generate(PROMPTS[0], greedy())), asyncio.wait_for(tokens_of(llm.generate(**arguments)), 10)
+            tokens_of(llm.generate(PROMPTS[0], greedy())), asyncio.wait_for(tokens_of(llm.generate(**arguments)), 60)
         )
 
     with pytest.raises(error, match=message):
@@ -338,8 +351,7 @@ def test_who_has_waited_through_a_step_is_queued_until_it_goes_away(new_llm):
         consumers.pop().cancel()
         await asyncio.sleep(0.01)
         gate.allow()
-        await until(lambda: llm.get_stats().num_waiting == 0)
-        await asyncio.sleep(0.01)
+        await until(lambda: llm.get_stats().num_waiting == llm.thread._num_left == 0)
         consumers += [asyncio.create_task(tokens_of(llm.generate(prompt, greedy(4)))) for prompt in PROMPTS[:2]]
         await asyncio.sleep(0.01)
         gate.open()
@@ -381,7 +393,7 @@ def test_a_step_that_fails_fails_its_requests_and_leaves_those_alone_that_only_w
         consumers = [asyncio.create_task(tokens_of(llm.generate(prompt, greedy()))) for prompt in PROMPTS]
         await asyncio.sleep(0.01)
         gate.open()
-        return await asyncio.wait_for(asyncio.gather(*consumers, return_exceptions=True), 20)
+        return await asyncio.wait_for(asyncio.gather(*consumers, return_exceptions=True), 60)
 
     assert asyncio.run(main()) == [failure] * 2 + [tokens[:16] for tokens in expected[2:]]
     assert is_idle(llm)
@@ -397,7 +409,7 @@ def test_a_request_that_makes_each_step_fail_fails_in_the_end(new_llm, monkeypat
 
     monkeypatch.setattr(type(llm.engine.scheduler), "schedule", fail)
     with pytest.raises(RuntimeError, match="nothing can be scheduled"):
-        asyncio.run(asyncio.wait_for(tokens_of(llm.generate(PROMPTS[0], greedy())), 20))
+        asyncio.run(asyncio.wait_for(tokens_of(llm.generate(PROMPTS[0], greedy())), 60))
     monkeypatch.undo()
     assert asyncio.run(tokens_of(llm.generate(PROMPTS[0], greedy(4))))
 
@@ -413,10 +425,10 @@ def test_an_engine_that_cannot_recover_says_that_it_is_dead(new_llm, monkeypatch
 
     async def main():
         with pytest.raises(RuntimeError, match="lost"):
-            await asyncio.wait_for(tokens_of(llm.generate(PROMPTS[0], greedy())), 20)
+            await asyncio.wait_for(tokens_of(llm.generate(PROMPTS[0], greedy())), 60)
         await until(lambda: llm.thread.dead)
         with pytest.raises(EngineDeadError, match="the engine is dead: RuntimeError.'lost'."):
-            await asyncio.wait_for(tokens_of(llm.generate(PROMPTS[0], greedy())), 20)
+            await asyncio.wait_for(tokens_of(llm.generate(PROMPTS[0], greedy())), 60)
         with pytest.raises(EngineDeadError):
             await llm.check_health()
         with pytest.raises(EngineDeadError):
@@ -427,14 +439,15 @@ def test_an_engine_that_cannot_recover_says_that_it_is_dead(new_llm, monkeypatch
 
 def test_shutdown_fails_the_requests_in_flight(new_llm):
     llm = new_llm()
-    thread = asyncio.run(llm.call(threading.current_thread))
+    thread, step = asyncio.run(llm.call(threading.current_thread)), llm.engine.step
+    llm.engine.step = lambda: (time.sleep(0.05), step())[1]  # the request takes 20 s
 
     async def main():
         consumer = asyncio.create_task(tokens_of(llm.generate(PROMPTS[0], greedy(400))))
         await asyncio.sleep(0.01)
         llm.shutdown()
         with pytest.raises(EngineDeadError, match="has been shut down"):
-            await asyncio.wait_for(consumer, 20)
+            await asyncio.wait_for(consumer, 60)
         llm.shutdown()
         with pytest.raises(EngineDeadError, match="has been shut down; make a new one"):
             await tokens_of(llm.generate(PROMPTS[0], greedy()))
@@ -491,7 +504,7 @@ def test_an_idle_engine_sleeps_and_wakes_at_once(llm):
     asyncio.run(tokens_of(llm.generate(PROMPTS[0], greedy())))
     thread = asyncio.run(llm.call(threading.get_ident))
     clock = time.pthread_getcpuclockid(thread)  # of this thread alone: other tests leave threads behind
-    for _ in range(3):
+    for _ in range(10):
         start = time.clock_gettime(clock)
         time.sleep(0.3)
         used = (time.clock_gettime(clock) - start) / 0.3
@@ -504,4 +517,4 @@ def test_an_idle_engine_sleeps_and_wakes_at_once(llm):
         await tokens_of(llm.generate(PROMPTS[0], greedy(1)))
         return time.perf_counter() - start
 
-    assert min(asyncio.run(first_token_s()) for _ in range(10)) < 0.02
+    assert any(asyncio.run(first_token_s()) < 0.02 for _ in range(200)), "one of them meets no other program"
