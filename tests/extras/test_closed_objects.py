@@ -196,13 +196,13 @@ def test_what_would_grow_without_bound_is_refused():
     pair = {"allOf": [{"$ref": "#/$defs/D1"}, {"$ref": "#/$defs/D1"}]}
     chain = {f"D{i}": json.loads(json.dumps(pair).replace("D1", f"D{i + 1}")) for i in range(100)}
     wide = {"allOf": [{"type": "object", "properties": {f"p{i}": S}} for i in range(5000)]}
-    start = time.perf_counter()
+    start = time.thread_time()
     for schema in (pair | {"$defs": chain | {"D100": A}}, wide):
         with pytest.raises(ValueError, match=r"structured_outputs\.json combines too many"):
             checked(*source_of(StructuredOutputsParams(json=schema))[:2])
     with pytest.raises(ValueError, match="structured_outputs.json"):
         Form('{"items":' * 5000 + "{}" + "}" * 5000)
-    assert time.perf_counter() - start < 20
+    assert time.thread_time() - start < 20
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#"}, {"allOf": [{"$ref": "#"}, A]}, {"$ref": "#/$defs/none"}])

@@ -16,7 +16,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=2)
 OPTIONS = {"num_kv_blocks": 16, "attention_backend": "torch"}
 
 
-def what_is_raised_in_a_fork(function, timeout_s=20):
+def what_is_raised_in_a_fork(function, timeout_s=60):
     """Call the function in a forked process -> the class and text of what it raises there; "hangs" after a while."""
     reads, writes = os.pipe()
     with warnings.catch_warnings():

@@ -73,7 +73,7 @@ def expected(llms):
 
 def in_another_thread(function, *arguments):
     with ThreadPoolExecutor(1) as executor:
-        return executor.submit(function, *arguments).result(timeout=20)
+        return executor.submit(function, *arguments).result(timeout=60)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -301,7 +301,7 @@ def test_a_fork_during_a_step(llms, expected, kind, who):
     compute = llm.engine.runner.run
 
     def fork():
-        raised.append(what_is_raised_in_a_fork(lambda: generate(llm), timeout_s=5))
+        raised.append(what_is_raised_in_a_fork(lambda: generate(llm), timeout_s=60))
 
     def computed(batch):
         if len(raised) < 2:

@@ -105,7 +105,7 @@ from typing import NamedTuple
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, processes ignore it
 cache = runpy.run_path(sys.argv[1])
 folder, pid_file, thread = sys.argv[2:]
-command = ["sh", "-c", f"sleep 60 & echo $! > {pid_file}; wait"]
+command = ["sh", "-c", f"sleep 600 & echo $! > {pid_file}; wait"]
 run = lambda: cache["find_or_compile"](Path(folder), "cpu-0123", command)
 if thread == "main":
     run()
@@ -123,14 +123,14 @@ def is_running(pid):
         return False
 
 
-def wait_for(condition, seconds=30):
+def wait_for(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     assert condition()
 
 
-def pid_in(file, seconds=30):
+def pid_in(file, seconds=60):
     """Wait until the compiler has written its process id."""
     wait_for(lambda: file.exists() and file.read_text().strip(), seconds)
     return int(file.read_text())
@@ -165,10 +165,10 @@ def stopped(tmp_path_factory):
     for (end, _), (process, cache) in started.items():
         assert list(cache.iterdir())
         if end == "exit":
-            process.communicate(b"x", timeout=30)
+            process.communicate(b"x", timeout=60)
         else:
             process.send_signal(end)
-    return {stop: Stopped(one.wait(timeout=30), compilers[stop], cache) for stop, (one, cache) in started.items()}
+    return {stop: Stopped(one.wait(timeout=60), compilers[stop], cache) for stop, (one, cache) in started.items()}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -187,7 +187,7 @@ def test_a_stopped_process_leaves_neither_a_compiler_nor_a_folder(stopped, end, 
 def test_a_server_that_is_stopped_while_it_compiles(tmp_path):
     """Without a cache folder, it compiles in a temporary one."""
     compiler, pid_file, cache, temporary = (tmp_path / name for name in ("cc", "pid", "cache", "temporary"))
-    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 300 & echo $! > {pid_file}; wait\n')
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 1000 & echo $! > {pid_file}; wait\n')
     compiler.chmod(0o755)
     temporary.mkdir()
     cache.write_text("a file")
@@ -196,6 +196,6 @@ def test_a_server_that_is_stopped_while_it_compiles(tmp_path):
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     pid = pid_in(pid_file, seconds=120)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=60) == 0
     wait_for(lambda: not is_running(pid))
     wait_for(lambda: not list(temporary.iterdir()))

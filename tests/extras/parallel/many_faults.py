@@ -57,14 +57,14 @@ SCENARIOS = {
 }
 
 
-def play(zygote, name, model, limit_s=2.0):
+def play(zygote, name, model):
     """Seconds until the error, or until all has gone where there is none. AssertionError if it does not end well."""
     function, arguments, status = SCENARIOS[name]
     driver = zygote.start(f"tests.extras.parallel.scenarios:{function}", str(model), *arguments)
     try:
         found = driver.wait(90)
         ended = time.monotonic()
-        gone = driver.wait_until_gone(limit_s)
+        gone = driver.wait_until_gone()
         said = driver.said()
         assert found == status, (found, said)
         lines = [json.loads(line) for line in said.splitlines() if line.startswith(('{"seconds"', '{"killed"'))]

@@ -55,6 +55,7 @@ class RankThread(threading.Thread):
         return self._status
 
     def kill(self):
+        self.join(60)  # on a busy machine
         assert not self.is_alive(), "a rank did not end when it was told to"
 
 

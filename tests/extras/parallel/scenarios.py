@@ -17,6 +17,7 @@ from pathlib import Path
 
 from nanovllm_extras import LLM, SamplingParams
 from nanovllm_extras.machine.dead import EngineDeadError
+from tests.extras.parallel.zygote import LIMIT_S
 
 PLANTED = Path(__file__).with_name("planted")
 PROMPTS = [[1, 2, 3, 4], [9, 8, 7]]
@@ -24,7 +25,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 OPTIONS = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "num_kv_blocks": 128, "block_size": 4}
 BACKENDS = {"gloo": {"attention_backend": "torch", "enforce_eager": True}, "shared_memory": {}}
-LIMIT_S = 2.0
 
 
 def options(size=2, **others):

@@ -153,17 +153,19 @@ def test_random_collectives_of_processes(tmp_path, kind):
 
 
 def test_a_sleeper_is_woken():
-    """Without that it would look again after 0.1 s."""
+    """Without that it would look again after 0.1 s. Other programs make some rounds as long as this, but not most."""
 
     def late(ranks):
-        start = time.monotonic()
+        durations = []
         for _ in range(30):
+            start = time.monotonic()
             time.sleep(0.001 * ranks.rank)
             ranks.all_reduce(torch.zeros(3))
-        return time.monotonic() - start
+            durations.append(time.monotonic() - start)
+        return sorted(durations)[10]
 
     with threads_of("shared memory, asleep", 2) as (_, run):
-        assert max(run(late)) < 2
+        assert max(run(late)) < 0.05
 
 
 def test_rounds_may_overflow():
@@ -183,6 +185,9 @@ def test_two_engines_in_one_process(kind):
 # ---- a rank that is gone
 
 
+ENDED_S = 30  # far more than it takes, on a busy machine too
+
+
 def seconds_until_error(function):
     start = time.monotonic()
     with pytest.raises(CommunicationError):
@@ -200,23 +205,23 @@ def test_a_peer_that_is_killed_ends_the_waits_of_all(tmp_path, kind):
 
     def sleep(communicator):
         communicator.broadcast(torch.zeros(3))
-        time.sleep(60)
+        time.sleep(10 * ENDED_S)
 
     with child_of(ranks, 2, sleep) as pid, child_of(ranks, 1, wait):
         own = ranks.join(0)
         own.broadcast(torch.zeros(3))
         with after(0.1, lambda: os.kill(pid, signal.SIGKILL)):
-            assert seconds_until_error(lambda: own.all_reduce(torch.zeros(1, 3))) < 5
+            assert seconds_until_error(lambda: own.all_reduce(torch.zeros(1, 3))) < ENDED_S
         for call in (own.broadcast, own.gather):
-            assert seconds_until_error(lambda call=call: call(torch.zeros(1, 3))) < 5, "and of later calls"
+            assert seconds_until_error(lambda call=call: call(torch.zeros(1, 3))) < ENDED_S, "and of later calls"
         own.close()
         ranks.free()
 
 
 def test_abort_from_another_thread(kind):
     with threads_of(kind, 2) as (together, _), after(0.1, together[0].abort):
-        assert seconds_until_error(lambda: together[0].all_reduce(torch.zeros(3))) < 5
-        assert seconds_until_error(lambda: together[0].all_reduce(torch.zeros(3))) < 5
+        assert seconds_until_error(lambda: together[0].all_reduce(torch.zeros(3))) < ENDED_S
+        assert seconds_until_error(lambda: together[0].all_reduce(torch.zeros(3))) < ENDED_S
 
 
 def test_abort_from_another_process():
@@ -225,12 +230,12 @@ def test_abort_from_another_process():
     def abort(communicator):
         time.sleep(0.1)
         communicator.abort()
-        time.sleep(60)
+        time.sleep(10 * ENDED_S)
 
     with child_of(ranks, 1, abort):
         own = ranks.join(0)
         ranks.free()
-        assert seconds_until_error(lambda: own.all_reduce(torch.zeros(3))) < 5
+        assert seconds_until_error(lambda: own.all_reduce(torch.zeros(3))) < ENDED_S
 
 
 def test_close_ends_later_calls_and_may_be_called_twice(kind):
@@ -239,7 +244,7 @@ def test_close_ends_later_calls_and_may_be_called_twice(kind):
         together[0].close()
         together[0].close()
         for call in (together[0].all_reduce, together[0].broadcast, together[0].gather, together[1].all_reduce):
-            assert seconds_until_error(lambda call=call: call(torch.zeros(1, 3))) < 5
+            assert seconds_until_error(lambda call=call: call(torch.zeros(1, 3))) < ENDED_S
 
 
 def test_who_closes_after_the_last_call_disturbs_nobody(kind):

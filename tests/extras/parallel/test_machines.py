@@ -54,7 +54,7 @@ def two_machines(rank_threads, monkeypatch):
         engine.runner.ranks.stop()
         thread.join(10)
         assert statuses == [0], "machine 1 ends with machine 0"
-        assert [rank.wait(10) for rank in rank_threads] == [0] * len(rank_threads)
+        assert [rank.wait(60) for rank in rank_threads] == [0] * len(rank_threads)
 
     return start
 
@@ -86,7 +86,7 @@ def test_the_least_of_all_machines_counts(folder_of, two_machines, tmp_path):
         with two_machines(folder, **options) as engine:
             assert tokens_of(serve(engine, requests)) == expected
             assert engine.get_stats().kv_store.num_loaded_blocks == num_loaded
-            assert engine.parts.kv_store.saver.wait(5)
+            assert engine.parts.kv_store.saver.wait(60)
         *_, third, _, _ = share_of_rank_1(tmp_path / "blocks")
         third.unlink()
 

@@ -4,6 +4,7 @@ The sweep plays some of the table once, and `python -m tests.extras.parallel.man
 By default only a pass fails, of ranks that are threads: a process takes seconds to import torch.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -46,7 +47,7 @@ def own_folder(tmp_path, monkeypatch):
     return folder
 
 
-def until(condition, limit_s=2.0):
+def until(condition, limit_s=60.0):
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
@@ -101,12 +102,13 @@ def test_a_server_whose_rank_dies_in_a_step(with_tokenizer, own_folder, monkeypa
         monkeypatch.setenv(name, "")  # so that they are as before in the end
     fault = scenarios.Fault("attention", "kill", 60)
     with AsyncLLM(with_tokenizer, **{**scenarios.options(), "skip_tokenizer_init": False}) as llm:
-        with in_thread(llm) as server:
+        with in_thread(llm) as server, contextlib.ExitStack() as stack:
             body = {"prompt": "ab", "ignore_eos": True}
-            statuses = [httpx.post(f"{server.url}/v1/completions", json={**body, "max_tokens": 300}).status_code]
-            assert time.monotonic() - fault.wait()["time"] < 10
-            statuses.append(httpx.post(f"{server.url}/v1/completions", json=body).status_code)
-            statuses.append(httpx.get(f"{server.url}/health").status_code)
+            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=120))
+            statuses = [client.post("/v1/completions", json={**body, "max_tokens": 300}).status_code]
+            assert time.monotonic() - fault.wait()["time"] < 60
+            statuses.append(client.post("/v1/completions", json=body).status_code)
+            statuses.append(client.get("/health").status_code)
         assert scenarios.worker_pids() == []
     assert statuses == [503, 503, 503]
 
@@ -134,7 +136,7 @@ def test_a_script_without_a_guard(tiny_checkpoint, tmp_path):
     script = SCRIPT.format(model=str(tiny_checkpoint[0]))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: tmp_path.name}
     done = subprocess.run(
-        [sys.executable, "-"], input=script, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-"], input=script, env=environment, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stderr) == (0, "")
     tokens = [int(token) for token in re.findall(r"\d+", done.stdout)]

@@ -54,7 +54,7 @@ def share_of_rank_1(folder):
     return sorted((folder / f"{name}.kv" for name in of_rank_1), key=lambda path: path.stat().st_mtime_ns)
 
 
-def until(condition, limit_s=5.0):
+def until(condition, limit_s=60.0):
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline

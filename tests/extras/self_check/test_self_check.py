@@ -402,7 +402,7 @@ def test_without_a_cache_folder_every_start_checks(fresh_cache, monkeypatch):
 
 
 def test_a_process_that_fails_is_quoted():
-    def reason(code, timeout=20.0):
+    def reason(code, timeout=60.0):
         test = CrashTest([sys.executable, "-I", "-S", "-c", code], timeout)
         with pytest.raises(SelfCheckError) as error:
             test.wait()
@@ -417,9 +417,9 @@ def test_a_process_that_fails_is_quoted():
 @pytest.mark.slow
 def test_a_limit_of_time_begins_with_each_line():
     """Time to import and to compile is not that of the kernels."""
-    sleeps = "import time; print({0}, flush=True); time.sleep(1.5); print(60, flush=True)"
-    CrashTest([sys.executable, "-I", "-S", "-c", sleeps.format(60)], 60.0).wait()
-    test = CrashTest([sys.executable, "-I", "-S", "-c", sleeps.format(1)], 60.0)
+    sleeps = "import time; print({0}, flush=True); time.sleep({1}); print(60, flush=True)"
+    CrashTest([sys.executable, "-I", "-S", "-c", sleeps.format(60, 1.5)], 1000.0).wait()
+    test = CrashTest([sys.executable, "-I", "-S", "-c", sleeps.format(1, 60)], 1000.0)
     with pytest.raises(SelfCheckError, match="did not return within 1 s"):
         test.wait()
 

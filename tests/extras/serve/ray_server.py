@@ -31,7 +31,7 @@ def environment_with_token():
 
 
 @contextlib.contextmanager
-def ray_command(environment, *options, timeout_s=120):
+def ray_command(environment, *options, timeout_s=300):
     """The command, in a process group of its own, and what it has said when it is ready."""
     words = [sys.executable, "-m", "nanovllm_extras", "serve", "--ray", "--port", "0", *map(str, options)]
     with tempfile.TemporaryFile("w+") as log:
@@ -46,7 +46,7 @@ def ray_command(environment, *options, timeout_s=120):
         finally:
             process.terminate()  # it ends what it has started, unless a test has done so already
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
+                process.wait(120)
             process.kill()
             process.wait()
 
@@ -84,7 +84,7 @@ def replicas_below(pid, deployment):
 
 def metric_of(server, name, **labels):
     """Values of a metric, of all samples that have these labels."""
-    text = httpx.get(server.url + "/metrics", timeout=10).text
+    text = httpx.get(server.url + "/metrics", timeout=60).text
     samples = re.findall(rf"^nanovllm:{name}{{(.*)}} (\S+)$", text, re.MULTILINE)
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     return [float(value) for found, value in samples if all(one in found for one in wanted)]

@@ -10,9 +10,11 @@ a list that grows with every request (in the soak).
 import asyncio
 import contextlib
 import json
+import os
 import random
 import time
 import urllib.request
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -177,8 +179,14 @@ def seconds_until_idle(server):
         seconds = time.perf_counter() - start
         if not any(found):
             return seconds
-        assert seconds < 10, found
+        assert seconds < 60, found
         time.sleep(0.01)
+
+
+def processor_s(server):
+    """The processor time of the server, so far."""
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.slow
@@ -212,10 +220,12 @@ def test_300_streams_of_each_route_of_which_two_fifths_are_left(offline, capsys)
                 start = time.perf_counter()
                 leavers = [Leaver(chance, 1.0, 1500) for _ in range(num_streams)]
                 received = asyncio.run(ask(server, path, leavers))
-                seconds, idle = time.perf_counter() - start, seconds_until_idle(server)
+                seconds, before = time.perf_counter() - start, processor_s(server)
+                idle = seconds_until_idle(server)
+                work_s = processor_s(server) - before
                 stayed = [i for i in range(num_streams) if leavers[i].stays]
                 assert [text_of(path, received[i]) for i in stayed] == [expected[i] for i in stayed]
-                assert idle < 1
+                assert work_s < 1, "what clients have left is computed to its end"
                 num_left = sum(not is_whole(one) for one in received)
                 assert num_left > num_streams / 4
                 ended = f"{len(stayed)} whole, {num_left} left, in {seconds:.1f} s"

@@ -152,10 +152,10 @@ def test_what_is_no_call_is_text_and_what_is_cut_off_stays():
 
 
 def test_long_answers_take_time_in_proportion():
-    """Arguments of 60,000 characters in pieces of 4; and tags that never become calls."""
-    start = time.process_time()
+    """Arguments of 60,000 characters in pieces of 4; and tags that never become calls. Together they take 0.1 s."""
+    start = time.thread_time()
     long = '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * 60_000 + '"}}</tool_call>'
     _, calls, _ = read_tools([long[i : i + 4] for i in range(0, len(long), 4)])
     assert len(calls[0][1]) > 60_000
     assert read_tools(["<tool_call>" * 10_000])[1] == []
-    assert time.process_time() - start < 5
+    assert time.thread_time() - start < 5

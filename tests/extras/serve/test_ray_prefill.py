@@ -113,7 +113,7 @@ def dispatch(prefill, decode, body=COMPLETION, timeout_s=60):
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
         await ingress._forward(scope | {"state": {}}, receive, send)
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 50))
     assert [message["type"] for message in sent][:1] == ["http.response.start"]
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
@@ -222,7 +222,7 @@ def truth(tiny_checkpoint, with_tokenizer):
 
 @pytest.fixture
 def client(server):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
 
 
@@ -259,7 +259,7 @@ def test_a_decode_replica_that_is_killed_leaves_its_requests_to_the_other(server
     with ThreadPoolExecutor(16) as threads:
         expected = list(threads.map(ask, bodies))
         asking = [threads.submit(ask, body) for body in bodies]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while min(metric_of(server, "num_requests_running", deployment="Decode")) < 2:
             assert time.monotonic() < deadline
         os.kill(replicas_below(server.process.pid, "Decode")[0], signal.SIGKILL)

@@ -388,7 +388,7 @@ def test_bad_options_are_one_line(monkeypatch, capsys):
         assert message in err
 
 
-def read_until(terminal, pattern, timeout_s=30):
+def read_until(terminal, pattern, timeout_s=60):
     """What the terminal shows until the pattern has come."""
     text, deadline = "", time.monotonic() + timeout_s
     while not re.search(pattern, text, re.DOTALL):
@@ -403,7 +403,7 @@ def read_until(terminal, pattern, timeout_s=30):
 
 def test_a_person_at_a_terminal(server, tmp_path):
     """The command in a terminal: a question, Ctrl-C in mid-answer, another question, the history, the end."""
-    server.texts, server.gap = [f"word{i} " for i in range(2000)], 0.005
+    server.texts, server.gap = [f"word{i} " for i in range(8000)], 0.005
     terminal, other_end = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
     environment["PROMPT_TOOLKIT_NO_CPR"] = "1"  # nobody here answers where the cursor is
@@ -417,7 +417,7 @@ def test_a_person_at_a_terminal(server, tmp_path):
         read_until(terminal, "word20")
         os.write(terminal, b"\x03")  # Ctrl-C, by way of the terminal
         read_until(terminal, r"interrupted.*>")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not server.served[-1].is_gone:  # its connection is closed
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -425,14 +425,14 @@ def test_a_person_at_a_terminal(server, tmp_path):
         os.write(terminal, b"again\r")
         read_until(terminal, r"done[.].*tokens.*>")
         os.write(terminal, b"\x04")  # Ctrl-D
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         os.close(terminal)
     asked = [one.body["messages"] for one in server.served if one.path == "/v1/chat/completions"]
     assert [message["content"] for message in asked[-1][::2]] == ["hello", "again"]
     assert asked[-1][1]["content"].startswith("word0 word1 ")
-    assert len(asked[-1][1]["content"].split()) < 1000
+    assert len(asked[-1][1]["content"].split()) < 4000
     history = (tmp_path / "nanovllm" / "chat_history").read_text()
     assert "+hello" in history
     assert "+again" in history

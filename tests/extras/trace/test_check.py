@@ -144,8 +144,12 @@ def test_all_that_is_recorded_is_opened():
 
 
 def test_large_pool_costs_nothing_until_it_is_used():
-    lines = copy.deepcopy(LINES)
-    lines[0]["num_blocks"] = check.MAX_BLOCKS
-    start = time.process_time()
-    check_recording("run.jsonl", lines)
-    assert time.process_time() - start < 1
+    """The shortest of three turns: 0.04 s of this thread, and seconds if something is made for each block."""
+    seconds = []
+    for _ in range(3):
+        lines = copy.deepcopy(LINES)
+        lines[0]["num_blocks"] = check.MAX_BLOCKS
+        start = time.thread_time()
+        check_recording("run.jsonl", lines)
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < 0.3

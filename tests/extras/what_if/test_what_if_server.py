@@ -39,7 +39,7 @@ def server():
 
 def send(server, method, path, headers, body=None):
     """Return (status, headers, body) of a request with exactly these headers."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     for name, value in headers.items():
         if value is not None:

@@ -1,7 +1,5 @@
 """An answer with two known mistakes gets both explanations."""
 
-import time
-
 import pytest
 
 from labs.learn.catalog import find_exercise
@@ -42,7 +40,5 @@ def test_a_pair_of_mistakes_without_an_end_is_given_up(tmp_path):
     source = combine(by_name["One token too many"], by_name["The model sees only the newest token"], exercise.solution)
     file = tmp_path / "generation_loop.py"
     file.write_text(source)
-    start = time.monotonic()
     report = check_in_process(exercise.name, file, "en")
     assert "still running" not in report.headline
-    assert time.monotonic() - start < 8
