@@ -56,7 +56,7 @@ def serve():
     yield start
     for process in processes:
         process.terminate()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=90) == 0
         process.stdout.close()
 
 
@@ -114,7 +114,7 @@ def stage(chromium):  # noqa: F811
         stage.run.add([i + 1] * 6, max_tokens=24)
     stage.steps(3)
     page = chromium.new_page(locale="en-US")
-    page.set_default_timeout(5000)
+    page.set_default_timeout(90_000)
     page.goto(f"{stage.address}/ui#lang=en")
     page.locator("#step").wait_for()
     yield stage, page
@@ -136,6 +136,7 @@ def ask(page, text):
 def test_page_follows_a_chat(chromium, serve):  # noqa: F811
     address, troubles = serve(), Recorder()
     page = chromium.new_page(locale="en-US")
+    page.set_default_timeout(90_000)
     page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.on("request", lambda one: None if one.url.startswith((address, "data:")) else troubles.append(one.url))
@@ -164,6 +165,7 @@ def test_page_follows_a_chat(chromium, serve):  # noqa: F811
     page.locator(".messages .assistant").nth(1).filter(has_text=re.compile("[a-z]")).wait_for()
     page.locator(".timeline .labels button").nth(1).wait_for()
     other = chromium.new_page(locale="en-US")  # comes late, and sees the same
+    other.set_default_timeout(90_000)
     other.goto(f"{address}/ui#lang=en")
     other.locator(".timeline .labels button").nth(1).wait_for()
     for one in (page, other):
@@ -347,6 +349,7 @@ def test_example_opens_the_page_of_its_own_run_or_of_an_instructive_one(chromium
     said = subprocess.run(command, cwd=root, env=env, check=True, capture_output=True, text=True).stdout
     steps = re.search(r"(\d+) steps", said)[1] if trace else len(read_recording(STORY)) - 1
     page = chromium.new_page(locale="en-US")
+    page.set_default_timeout(90_000)
     page.goto(Path(re.search(r"(/\S+\.html)", said)[1]).as_uri())
     page.locator("#step", has_text=f"Step 1 of {steps}").wait_for()
     assert page.locator(".timeline .labels button").count() == (6 if trace else 7)
@@ -357,6 +360,7 @@ def test_example_opens_the_page_of_its_own_run_or_of_an_instructive_one(chromium
 def test_page_asks_for_the_key(chromium, serve):  # noqa: F811
     address = serve("--api-key", "secret")
     page = chromium.new_page(locale="en-US")
+    page.set_default_timeout(90_000)
     page.goto(f"{address}/ui#lang=en")
     page.locator(".chat", has_text="not connected: 401").wait_for()
     page.locator("#key").fill("secret")
@@ -375,6 +379,7 @@ def test_three_pages_chat_reload_and_are_played_with_until_the_server_ends(chrom
     address = serve("--num-kv-blocks", "24")
     pages = [chromium.new_page(locale="en-US") for _ in range(3)]
     for page in pages:
+        page.set_default_timeout(90_000)
         # Chromium itself notes every request that fails, and no page can keep it from that.
         page.on(
             "console",
@@ -426,5 +431,5 @@ def test_three_pages_chat_reload_and_are_played_with_until_the_server_ends(chrom
     for page in pages:
         page.close()
     with server:
-        assert server.wait(timeout=30) == 0
+        assert server.wait(timeout=90) == 0
     assert troubles == []

@@ -7,7 +7,7 @@ import pytest
 
 from tests.extras.trace.test_check import LINES, set_field
 from tests.extras.trace.test_live_page import ask, stage  # noqa: F401 (a fixture)
-from tests.extras.trace.test_page import chromium, show  # noqa: F401 (fixtures)
+from tests.extras.trace.test_page import chromium, settle, show  # noqa: F401 (fixtures)
 
 pytestmark = pytest.mark.browser
 
@@ -31,7 +31,7 @@ def test_axe_finds_nothing(show, width, lang):  # noqa: F811
 
     page = show(LINES, contradicted(), at=f"#step=4&seq=2&block=1&lang={lang}&theme=light", width=width)
     page.add_style_tag(content=ALL_SHOWN)
-    page.wait_for_timeout(200)  # until what follows the scrubbing is drawn
+    settle(page)  # what follows the scrubbing
     options = {"rules": {"target-size": {"enabled": True}}}
     for theme in ("light", "dark", "light"):
         page.locator(f":root[data-theme={theme}]").wait_for()
@@ -69,7 +69,7 @@ def test_axe_finds_nothing_on_the_live_page(stage, width):  # noqa: F811
 def test_on_a_phone_targets_are_large_and_the_header_leaves_room(show, lang):  # noqa: F811
     page = show(LINES, contradicted(), at=f"#step=4&seq=2&block=1&lang={lang}", width=390)
     page.add_style_tag(content=ALL_SHOWN)
-    page.wait_for_timeout(200)
+    settle(page)
     assert page.evaluate(SMALL) == []
     page.evaluate(
         "document.querySelector('h1 small').textContent = 'a_very_long_name_of_a_recording.jsonl | '.repeat(4)"
@@ -91,10 +91,10 @@ def test_screen_readers_hear_the_step_and_the_chosen_block(show):  # noqa: F811
     heard = page.locator(".pool [aria-live]")
     assert heard.inner_text() == ""
     page.keyboard.press("ArrowRight")
-    heard.filter(has_text="Block 1. seq-0, seq-1.0, seq-1.1. 4 of 4 slots hold tokens").wait_for(timeout=5000)
+    heard.filter(has_text="Block 1. seq-0, seq-1.0, seq-1.1. 4 of 4 slots hold tokens").wait_for()
     for block in range(2, 9):
         page.keyboard.press("ArrowRight")
-        heard.filter(has_text=f"Block {block}. ").wait_for(timeout=5000)
-    heard.filter(has_text="Block 8. free; handed out before it: 2. holds nothing").wait_for(timeout=5000)
+        heard.filter(has_text=f"Block {block}. ").wait_for()
+    heard.filter(has_text="Block 8. free; handed out before it: 2. holds nothing").wait_for()
     page.locator("#language").click()
-    heard.filter(has_text="块 8. 空闲").wait_for(timeout=5000)
+    heard.filter(has_text="块 8. 空闲").wait_for()

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.extras.trace.test_check import CORRUPT, LINES, set_field
-from tests.extras.trace.test_page import chromium, show  # noqa: F401 (fixtures)
+from tests.extras.trace.test_page import chromium, settle, show  # noqa: F401 (fixtures)
 
 pytestmark = pytest.mark.browser
 
@@ -54,7 +54,7 @@ def test_step_that_cannot_be_drawn_says_so_and_the_others_are_drawn(show):  # no
     for _ in range(page.evaluate("nanovllm.runs[0].frames.length")):
         steps.append((before.count(), failed.count()))
         page.keyboard.press("ArrowLeft")
-        page.wait_for_timeout(30)
+        settle(page)
     assert set(steps) == {(1, 0), (0, 1)}
     assert steps.count((0, 1)) == 1, "the step in which the sequence ends"
 

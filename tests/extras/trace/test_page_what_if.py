@@ -41,6 +41,7 @@ def visit(chromium):  # noqa: F811
         server = serve(path, **options)
         servers.append(server)
         page = chromium.new_page(viewport={"width": width, "height": 900}, locale="en-US")
+        page.set_default_timeout(90_000)
         troubles.append(OfServer(here := server.__enter__()))
         troubles[-1].watch(page)
         page.goto(here.url + at)
@@ -204,6 +205,7 @@ def test_a_page_of_one_file_has_no_panel_unless_a_script_answers(show, chromium,
     assert show(read_recording(STORY)).locator(".what-if").count() == 0
     asked = answer(*read(STORY), {"options": {"num_blocks": 28}})
     page = chromium.new_page(locale="en-US")
+    page.set_default_timeout(90_000)
     page.add_init_script(
         "window.askWhatIf = async (request, run, { progress }) => {"
         " progress('half of it'); window.question = [request, run.name, run.recording.length];"

@@ -48,7 +48,7 @@ def address(tmp_path_factory):
 def opened(chromium, address):  # noqa: F811
     """A page whose Pyodide stays loaded. The tests that need another state open a page of their own."""
     page = chromium.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light", locale="en-US")
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(90_000)
     page.goto(address)
     page.wait_for_selector("body[data-ready]")
     yield page
@@ -76,7 +76,8 @@ def shell(capsys, path, options):
 
 def test_pyodide_is_loaded_with_the_first_question_only(chromium, address):  # noqa: F811
     page = chromium.new_page(locale="en-US")
-    asked, words = [], set()
+    page.set_default_timeout(90_000)
+    asked = []
     page.on("request", lambda request: asked.append(request.url.rpartition("/")[2]))
     page.goto(address)
     page.wait_for_selector("body[data-ready]")
@@ -84,10 +85,15 @@ def test_pyodide_is_loaded_with_the_first_question_only(chromium, address):  # n
     page.get_by_role("button", name="Play").click()
     page.locator("#step", has_text=re.compile("Step ([3-9]|[1-5][0-9]) of")).wait_for()
     assert asked == ["what_if.html"], "recordings play without it"
+    page.evaluate("""() => {
+      window.words = [];
+      const note = () => words.push(document.querySelector(".what-if [role=status]")?.innerText ?? "");
+      new MutationObserver(note).observe(document, { subtree: true, childList: true, characterData: true });
+    }""")
     page.locator("input[type=number][name=block_size]").fill("8")
     page.keyboard.press("Tab")
-    while not page.locator(".figures").count():
-        words.add(page.locator(".what-if [role=status]").first.inner_text())
+    page.locator(".figures").wait_for()
+    words = set(page.evaluate("words"))
     shares = [int(share) for word in words for share in re.findall(r"loaded: (\d+) % of 12 MB", word)]
     assert len(set(shares)) > 1, words
     assert {"pyodide.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "what_if_files.json"} <= set(asked)
@@ -223,7 +229,7 @@ def test_page_fits_a_telephone_in_chinese(chromium, address):  # noqa: F811
     page = chromium.new_page(
         viewport={"width": 360, "height": 740}, has_touch=True, color_scheme="light", locale="zh-CN"
     )
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(90_000)
     page.goto(address)
     page.get_by_text("如果换一组选项").tap()
     for words in ("自己的请求", "修改调度器"):
