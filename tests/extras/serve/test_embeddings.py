@@ -49,7 +49,9 @@ def test_shorter_vectors(client, llm, expected, monkeypatch, overrides, sizes, r
         cut = whole[:, :size]
         wanted = cut / np.linalg.norm(cut, axis=1, keepdims=True)
         np.testing.assert_allclose(vectors(client, input=TEXTS, dimensions=size), wanted, atol=1e-5)
-    assert vectors(client, input=TEXTS, dimensions=64) == vectors(client, input=TEXTS), "as they are"
+    # as they are; the last bits depend on which texts share a step
+    as_they_are = vectors(client, input=TEXTS)
+    np.testing.assert_allclose(vectors(client, input=TEXTS, dimensions=64), as_they_are, rtol=0, atol=1e-6)
     for size in refused:
         client.refuse(PATH, {"input": "a", "dimensions": size}, "dimensions")
 

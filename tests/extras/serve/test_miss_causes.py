@@ -7,7 +7,6 @@ import asyncio
 import json
 
 import pytest
-from conftest import Client
 from test_responses import stream as response_events
 
 from nanovllm_extras import LLM, SamplingParams
@@ -15,6 +14,7 @@ from nanovllm_extras.serve.async_llm import AsyncLLM
 from nanovllm_extras.serve.disaggregation import prefill_body
 from nanovllm_extras.serve.routes.app import make_app
 from nanovllm_extras.serve.server_options import ServerOptions
+from tests.extras.serve.conftest import Client
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SMALL = {"dtype": "float32", "num_kv_blocks": 16, "block_size": 4, "explain_prefix_misses": True}
