@@ -101,6 +101,7 @@ PARAMS = {  # each field that decides which tokens a request gets, and how many
     "repetition_penalty": 1.25,
     "bad_words": ["b"],
     "min_tokens": 2,
+    "thinking_token_budget": 4,
     "logprobs": 2,
     "prompt_logprobs": 1,
     "truncate_prompt_tokens": 3,
