@@ -14,7 +14,7 @@ is: each step is predicted by a fit to all other steps, and each quarter of the 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement, pairwise
-from math import fsum
+from math import fsum, sqrt
 from typing import Protocol
 
 from nanovllm.checks import check_number, checked, checks_of
@@ -215,7 +215,8 @@ def solve_non_negative(matrix: list[list[float]], vector: list[float]) -> list[f
 def solve(matrix: list[list[float]], vector: list[float]) -> list[float] | None:
     """Solve linear equations by elimination. None if they have no single solution, up to rounding."""
     size = len(vector)
-    scales = [matrix[i][i] ** 0.5 for i in range(size)]  # tokens and steps differ by orders of magnitude
+    # Tokens and steps differ by orders of magnitude. A square root has the same bits everywhere; a power has not.
+    scales = [sqrt(matrix[i][i]) for i in range(size)]
     if min(scales) == 0.0:
         return None
     rows = [
