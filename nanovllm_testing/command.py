@@ -16,6 +16,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -97,8 +98,20 @@ def main(arguments: list[str]) -> int:
         parser.error(f"{args.extension} names no part of an engine; its top-level names may be {names}")
     example = getattr(module, "example_extra_args", no_extra_args)
     plan = Plan(parts, skipped, example, args.seed, args.examples, args.model, not args.approximate, args.patience)
-    logging.getLogger("nanovllm").setLevel(logging.ERROR)
-    return report(run_checks(plan))
+    with quiet_engines():
+        return report(run_checks(plan))
+
+
+@contextmanager
+def quiet_engines() -> Iterator[None]:
+    """Log only the errors of the core within the context."""
+    logger = logging.getLogger("nanovllm")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def positive(text: str) -> int:
