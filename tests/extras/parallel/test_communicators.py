@@ -153,7 +153,7 @@ def test_random_collectives_of_processes(tmp_path, kind):
 
 
 def test_a_sleeper_is_woken():
-    """Without that it would look again after 0.1 s. Other programs make some rounds as long as this, but not most."""
+    """Without that half of the rounds would take 0.1 s, until it looks again. Other programs delay some, but not many."""
 
     def late(ranks):
         durations = []
@@ -162,10 +162,10 @@ def test_a_sleeper_is_woken():
             time.sleep(0.001 * ranks.rank)
             ranks.all_reduce(torch.zeros(3))
             durations.append(time.monotonic() - start)
-        return sorted(durations)[10]
+        return sorted(durations)[20]
 
     with threads_of("shared memory, asleep", 2) as (_, run):
-        assert max(run(late)) < 0.05
+        assert max(run(late)) < 0.09
 
 
 def test_rounds_may_overflow():
