@@ -153,7 +153,7 @@ def test_random_collectives_of_processes(tmp_path, kind):
 
 
 def test_a_sleeper_is_woken():
-    """Without that half of the rounds would take 0.1 s, until it looks again. Other programs delay some, but not many."""
+    """Without that half of the rounds would take 0.1 s, until it looks again. Other programs delay a few."""
 
     def late(ranks):
         durations = []
