@@ -33,15 +33,24 @@ static int count(void) { return num_threads; }
 struct visits {
     long visits[COUNT];
     long least, most, by_thread[8];
-    bool is_slow;
+    int num_expected;  // threads; the first pieces wait for them, for ten seconds at most
+    long num_waits;
 };
+
+static int count_sharing(const struct visits *v) {
+    int sharing = 0;
+    for (int thread = 0; thread < 8; thread++) sharing += __atomic_load_n(&v->by_thread[thread], __ATOMIC_RELAXED) > 0;
+    return sharing;
+}
 
 static void visit(const void *arguments, long first, long last, int thread) {
     struct visits *v = (struct visits *)arguments;
     if ((last - first < v->least && last != COUNT) || last - first > v->most) _exit(2);
     for (long i = first; i < last; i++) v->visits[i]++;
     __atomic_add_fetch(&v->by_thread[thread], 1, __ATOMIC_RELAXED);
-    if (v->is_slow) usleep(2000);  // long enough for every thread to wake up, on a busy machine too
+    while (count_sharing(v) < v->num_expected && __atomic_fetch_add(&v->num_waits, 1, __ATOMIC_RELAXED) < 100000)
+        usleep(100);
+    if (v->num_expected) usleep(2000);  // for a thread that should not be there
 }
 
 // Compute loops, and check after each that every item was visited once.
@@ -55,12 +64,10 @@ static void *compute(void *argument) {
     return argument;
 }
 
-static void threads_share(void) {
-    struct visits v = {.least = 10, .most = 10, .is_slow = true};
+static void threads_share(int num_expected) {
+    struct visits v = {.least = 10, .most = 10, .num_expected = num_expected};
     parallel_for(visit, &v, COUNT, v.least, v.most);
-    int sharing = 0;
-    for (int thread = 0; thread < 8; thread++) sharing += v.by_thread[thread] > 0;
-    printf("%d threads, %d workers\n", sharing, own_team.num_workers);
+    printf("%d threads, %d workers\n", count_sharing(&v), own_team.num_workers);
 }
 
 int main(int argc, char **argv) {
@@ -72,13 +79,13 @@ int main(int argc, char **argv) {
         for (int i = 0; i < CALLERS; i++) pthread_join(callers[i], NULL);
     } else if (!strcmp(what, "refused")) {
         most_created = 1;
-        threads_share();
-        threads_share();
+        threads_share(2);
+        threads_share(2);
         printf("%ld attempts\n", num_created);
     } else if (!strcmp(what, "fewer")) {
-        threads_share();
+        threads_share(4);
         num_threads = 2;
-        threads_share();
+        threads_share(2);
         num_threads = 1;
         struct visits v = {.most = COUNT};
         parallel_for(visit, &v, COUNT, 1, 1);
