@@ -14,6 +14,7 @@ failed step would have to take back.
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -97,10 +98,8 @@ class ThinkingBudget:
 
         It continues the tag if the reasoning already ends with the beginning of it.
         """
-        if not self.may_force(seq, position):
-            return None
-        begin = self._find_begin(seq, position)
-        if begin is None:
+        begin = None if self._is_early(seq, position) else self._find_begin(seq, position)
+        if begin is None or not self._ends_at(begin, position):
             return None
         reasoning = seq.token_ids[begin:position].tolist()
         text, tags = self.tags.text_of(reasoning), self.tags
@@ -112,11 +111,16 @@ class ThinkingBudget:
 
     def may_force(self, seq: Sequence, position: int) -> bool:
         """Return whether the token at `position` may depend on the budget. The token before it may be unknown."""
-        if position - seq.num_prompt_tokens < self.num_tokens:
+        if self._is_early(seq, position):
             return False
         begin = self._find_begin(seq, position)
-        if begin is None:
-            return self._head is None
+        return self._head is None if begin is None else self._ends_at(begin, position)
+
+    def _is_early(self, seq: Sequence, position: int) -> bool:
+        return position - seq.num_prompt_tokens < self.num_tokens
+
+    def _ends_at(self, begin: int, position: int) -> bool:
+        """Return whether the tag may be forced at `position`, if the reasoning begins at `begin`."""
         return 0 <= position - begin - self.num_tokens < len(self.tags.close_ids)
 
     def _find_begin(self, seq: Sequence, position: int) -> int | None:
@@ -131,15 +135,15 @@ class ThinkingBudget:
                 return None if num_before is None else start + num_before
             self._head = None
         known = seq.token_ids[start:position]
-        text = ""
-        for count in range(len(known) + 1):
-            text = self.tags.text_of(known[:count])
-            begins = begins_with(text, self.tags.parser.open)
-            if begins is not None:
-                num_before = count if begins else 0 if self.starts_inside else None
-                self._head = known[:count], num_before
-                return None if num_before is None else start + num_before
-        return start if self.starts_inside else None
+        if self._begins_with_tag(known) is None:  # an answer of white space is decoded once for each token, not n times
+            return start if self.starts_inside else None
+        count = bisect_left(range(len(known)), True, key=lambda n: self._begins_with_tag(known[:n]) is not None)
+        num_before = count if self._begins_with_tag(known[:count]) else 0 if self.starts_inside else None
+        self._head = known[:count], num_before
+        return None if num_before is None else start + num_before
+
+    def _begins_with_tag(self, token_ids: "array[int]") -> bool | None:
+        return begins_with(self.tags.text_of(token_ids), self.tags.parser.open)
 
 
 def forced_tokens(rows: list[ProcessorRow]) -> Iterator[tuple[int, int]]:

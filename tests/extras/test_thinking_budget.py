@@ -271,6 +271,21 @@ def test_a_rejected_draft_is_no_beginning_of_the_answer():
     assert budget.forced_token(seq, seq.num_tokens) == tags.close_ids[0]
 
 
+def test_an_answer_of_white_space_is_decoded_once_for_each_token(monkeypatch):
+    """It may still begin with the tag. A client can force this with a bias, and the steps of all others would wait."""
+    tokenizer, decoded = with_tags(False), []
+    tags = ThinkingTags("qwen3", tokenizer, 300)
+    text_of = tags.text_of
+    monkeypatch.setattr(tags, "text_of", lambda token_ids: decoded.append(len(token_ids)) or text_of(token_ids))
+    budget, seq = tags.budget_for(0, [5]), Sequence("0", [5], SamplingParams(), frozenset(), 0, 0)
+    decoded.clear()
+    for token_id in tokenizer.encode(" " * 100 + OPEN):
+        seq.append_token(token_id)
+        forced = budget.forced_token(seq, seq.num_tokens)
+        assert (forced is None) == (seq.num_output_tokens < 100 + len(OPEN))
+    assert len(decoded) < 2 * seq.num_output_tokens
+
+
 def test_a_call_ends_the_reasoning(world):
     """Qwen3.5 calls without ending its reasoning: a tag in the call would break it."""
     tokenizer = world[2]
