@@ -1,5 +1,6 @@
 """Interrupt code that computes too long, for example a loop without an end, also if it swallows exceptions."""
 
+import contextlib
 import signal
 import sys
 import threading
@@ -36,7 +37,9 @@ def interrupt_after(seconds: float) -> Iterator[None]:
     is_over = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if not is_over:
+        # At the end of a `with` block it would leave out that block's manager, perhaps the one that catches it. The
+        # next interrupt comes soon.
+        if not is_over and (frame is None or frame.f_code.co_filename != contextlib.__file__):
             raise TimeIsOver(traceback.extract_stack(frame))
 
     report: Callable[[Any], object] = sys.unraisablehook
